@@ -1,0 +1,64 @@
+# `make` lists the targets. A machine needs Python >= 3.10 and make; everything else goes into .venv.
+# With PY=<an interpreter that has the dependencies> no .venv is made: make test PY=python3
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/default.yaml
+CORPUS ?=
+ARGS ?=
+RUN ?= latest
+
+# The stamp is older than what it stands for when pyproject.toml or the pinned versions change.
+ifdef PY
+INSTALLED :=
+else
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train evaluate test test-gpu smoke lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
+
+setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	  sys.exit("Python " + v + " is too old; 3.10 or newer is needed: make setup PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
+	if [ -z "$$cuda" ]; then torch=2.13.0 extras=dev found="no CUDA driver"; \
+	elif [ "$$cuda" -ge 13 ]; then torch=2.13.0 extras=dev,cuda13 found="CUDA $$cuda"; \
+	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=dev,cuda12 found="CUDA $$cuda"; \
+	else echo "nvidia-smi reports CUDA $$cuda; 12 or newer is needed: update the NVIDIA driver" >&2; exit 1; fi; \
+	echo "nvidia-smi reports $$found: installing torch $$torch and .[$$extras]"; \
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[$$extras]"
+	@touch $@
+
+train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS (the small Wikipedia sample by default)
+	$(PY) train.py $(CONFIG) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+
+evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
+	$(PY) evaluate.py score $(RUN)
+
+test: $(INSTALLED) ## run the tests that need no GPU
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -m "not gpu" $(ARGS)
+
+test-gpu: $(INSTALLED) ## run the tests that need one
+	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in half a minute, into a folder that is removed
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(PY) train.py $(CONFIG) corpus.path=enwiki-sample "corpus.data_dir=$$folder/data" "run.dir=$$folder/runs" \
+	  model.vector_size=32 train.epochs=1 train.device=cpu $(ARGS) && \
+	$(PY) evaluate.py score "$$folder"/runs/*/
+
+lint: $(INSTALLED) ## check the code with ruff
+	$(PY) -m ruff check .
+
+clean: ## remove .venv and caches; runs/ and data/ stay
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info build __pycache__
+	find w2v tests -name __pycache__ -type d -prune -exec rm -rf {} +

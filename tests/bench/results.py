@@ -1,0 +1,49 @@
+"""The one file of measurements, results.csv: a row a figure, with what it takes to measure it again."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+FILE = Path(__file__).with_name("results.csv")
+COLUMNS = "date benchmark case metric value unit device torch cupy commit command".split()
+
+
+def append(benchmark: str, case: str, figures: dict[str, tuple[float, str]], file: Path = FILE) -> None:
+    """Append figures, {metric: (value, unit)}, of one case, and print them."""
+    fresh = not file.exists()
+    with file.open("a", newline="", encoding="utf-8") as handle:
+        writer = csv.DictWriter(handle, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        measured = _circumstances() | {"benchmark": benchmark, "case": case}
+        for metric, (value, unit) in figures.items():
+            writer.writerow(measured | {"metric": metric, "value": f"{value:.6g}", "unit": unit})
+    shown = "  ".join(f"{metric} {value:.4g} {unit}".strip() for metric, (value, unit) in figures.items())
+    print(f"{benchmark} {case}: {shown}", flush=True)
+
+
+def _circumstances() -> dict[str, str]:
+    """Date, hardware, versions, commit (W2V_COMMIT where there is no git) and command."""
+    try:
+        import cupy
+
+        cupy_version = cupy.__version__
+    except ImportError:
+        cupy_version = ""
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FILE.parent)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "cupy": cupy_version,
+        "commit": os.environ.get("W2V_COMMIT") or described.stdout.strip(),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+    }

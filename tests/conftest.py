@@ -1,0 +1,27 @@
+"""What all tests share: GPU tests are skipped with the reason where they cannot run, and hypothesis draws the same examples each time."""
+
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and (reason := why_no_gpu()):
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_no_gpu() -> str | None:
+    """What GPU tests miss on this machine; None where they can run."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU"
+    if find_spec("cupy") is None:
+        return "CuPy is not installed (make setup picks the one that fits the driver)"
+    return None

@@ -1,0 +1,296 @@
+"""The torch scorer equals gensim's; similarity, neighbours, the report; and evaluate.py from its arguments to its exit status."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import evaluate
+from w2v import evaluation, export
+
+ROOT = Path(__file__).parent.parent
+
+
+def kv_of(words, vectors):
+    return export.keyed_vectors(words, np.arange(len(words), 0, -1), np.asarray(vectors, dtype=np.float32))
+
+
+def write_questions(path, sections):
+    lines = []
+    for name, asked in sections.items():
+        lines += [f": {name}", *(" ".join(question) for question in asked)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def planted(n_pairs=60, n_relations=4, dim=24, noise=1.0, seed=0):
+    """Mixed-case words and vectors in which b - a is nearly the same for all pairs of a relation, and the questions on them."""
+    rng = np.random.default_rng(seed)
+    words, vectors, sections = [], [], {}
+    for r in range(n_relations):
+        offset = rng.standard_normal(dim)
+        pairs = []
+        for p in range(n_pairs):
+            a, b = f"{'aA'[p % 2]}{r}x{p}", f"b{r}x{p}"
+            base = rng.standard_normal(dim)
+            words += [a, b]
+            vectors += [base, base + offset + noise * rng.standard_normal(dim)]
+            pairs.append((a, b))
+        chosen = rng.integers(0, n_pairs, size=(80, 2))
+        name = f"gram{r}" if r % 2 else f"relation{r}"
+        sections[name] = [(*pairs[i], *pairs[j]) for i, j in chosen if i != j] + [("a0x1", "unseen", "b0x2", "a0x3")]
+    for word in words[::7]:  # case variants, some of them near enough to be found before the answer
+        words.append(word.upper() if word.upper() != word else word.lower())
+        vectors.append(vectors[words.index(word)] + 0.1 * rng.standard_normal(dim))
+    order = rng.permutation(len(words))
+    return [words[i] for i in order], np.array(vectors, dtype=np.float32)[order], sections
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with planted analogies, and its questions."""
+    words, vectors, sections = planted()
+    folder = tmp_path / "runs" / "one"
+    export.save(kv_of(words, vectors), folder, ("kv",))
+    return folder, write_questions(tmp_path / "questions.txt", sections)
+
+
+@pytest.mark.parametrize("case_insensitive", [True, False])
+@pytest.mark.parametrize("restrict_vocab", [None, 300_000, 400])
+def test_torch_equals_gensim_on_planted_analogies(tmp_path, case_insensitive, restrict_vocab):
+    words, vectors, sections = planted()
+    path = write_questions(tmp_path / "q.txt", sections)
+    settings = {"restrict_vocab": restrict_vocab, "case_insensitive": case_insensitive}
+    ours = evaluation.analogies(words, vectors, path, **settings)
+    assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path, **settings)
+    assert 0.2 < ours.total.accuracy < 1 and ours.total.skipped >= 4
+
+
+@pytest.mark.parametrize("kind", ["normal", "integers", "zeros", "copies", "tiny"])
+@pytest.mark.parametrize("size", [3, 4, 7, 40])
+def test_torch_equals_gensim_on_random_vectors_with_ties_and_case_variants(tmp_path, kind, size):
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        letters = [a + b for a in "xyzXYZ" for b in "uvwUVW"] + ["q", "Q", "r", "ß", "SS"]
+        words = [str(word) for word in rng.permutation(letters)[:size]]
+        vectors = rng.integers(-1, 2, (len(words), 3)) if kind == "integers" else rng.standard_normal((len(words), 3))
+        vectors = vectors.astype(np.float32)
+        if kind == "zeros":
+            vectors[:: max(2, size // 3)] = 0
+        if kind == "copies":
+            vectors[size // 2 :] = vectors[: len(vectors) - size // 2]
+        if kind == "tiny":
+            vectors *= 1e-12
+        asked = [tuple(rng.choice(words, 4)) for _ in range(60)]
+        path = write_questions(tmp_path / "q.txt", {"first": asked[:30], "gram1": asked[30:], "none": []})
+        for case_insensitive in (True, False):
+            ours = evaluation.analogies(words, vectors, path, case_insensitive=case_insensitive)
+            assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path, case_insensitive=case_insensitive), seed
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(3, 30), dim=st.integers(1, 6), restrict=st.integers(1, 35))
+def test_torch_equals_gensim_whatever_the_vectors(tmp_path_factory, seed, size, dim, restrict):
+    rng = np.random.default_rng(seed)
+    words = [str(word) for word in rng.permutation([a + b + c for a in "aA" for b in "bB" for c in "cdefghkm"])[:size]]
+    vectors = np.round(rng.standard_normal((len(words), dim)), int(rng.integers(0, 8))).astype(np.float32)
+    path = tmp_path_factory.getbasetemp() / "questions.txt"
+    write_questions(path, {"s": [tuple(rng.choice(words, 4)) for _ in range(20)]})
+    assert evaluation.analogies(words, vectors, path, restrict) == evaluation.analogies_gensim(kv_of(words, vectors), path, restrict)
+
+
+def test_the_answer_beyond_the_fifth_place_is_not_looked_for(tmp_path):
+    """Five case variants of b shadow the answer, so gensim takes the fifth of them, which is b itself."""
+    variants = ["berlin", "Berlin", "bErlin", "beRlin", "berLin", "berlIn"]
+    words = ["a", "c", "d", *variants]
+    vectors = np.array([[0, 0, 1], [0, 0.1, 1], [0.8, 0.3, 0.1], *([1, 0, 0.01 * k] for k in range(6))], dtype=np.float32)
+    path = write_questions(tmp_path / "q.txt", {"s": [("a", "berlin", "c", "d"), ("a", "berlin", "c", "berlin")]})
+    ours = evaluation.analogies(words, vectors, path)
+    assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path)
+    assert ours.total.correct == 1 and ours.total.counted == 2
+    assert evaluation.analogies(words[:4], vectors[:4], path).total.correct == 1  # unshadowed, d is found
+
+
+def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, monkeypatch):
+    words, vectors, sections = planted(noise=0.01)
+    path = write_questions(tmp_path / "q.txt", sections)
+    expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
+    asked = []
+    doubtful = evaluation._gensim_answers
+    monkeypatch.setattr(evaluation, "_gensim_answers", lambda *args: asked.extend(args[3]) or doubtful(*args))
+    monkeypatch.setattr(evaluation, "BLOCK_SCORES", 7 * len(words))
+    assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
+    assert len(asked) < 0.05 * expected.total.counted
+
+
+def test_strided_half_and_grad_vectors_score_as_plain_ones(tmp_path):
+    words, vectors, sections = planted()
+    path = write_questions(tmp_path / "q.txt", sections)
+    half = torch.from_numpy(vectors).half()
+    expected = evaluation.analogies(words, half.float().numpy(), path)
+    records = torch.zeros(len(words), 64)
+    records[:, :24] = half
+    assert evaluation.analogies(words, records[:, :24], path) == expected
+    assert evaluation.analogies(words, half.requires_grad_(), path) == expected
+
+
+def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
+    words, vectors, sections = planted(n_pairs=5)
+    path = write_questions(tmp_path / "q.txt", sections)
+    seen, block = [], evaluation._answer_block
+    monkeypatch.setattr(evaluation, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        evaluation.analogies(words, vectors, path)
+        assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_sections_totals_and_google_questions():
+    sections = evaluation.read_questions(None)
+    assert len(sections) == 14 and sum(len(asked) for _, asked in sections) == 19_544
+    score = evaluation.analogies(["Athens", "Greece", "Oslo", "Norway", "Bern"], np.eye(5, dtype=np.float32))
+    assert (score.total.counted, score.total.skipped) == (2, 19_542)
+    assert score.semantic.counted + score.semantic.skipped == 8_869
+    assert score.syntactic == evaluation.Section("syntactic", 0, 0, 10_675)
+    assert score.syntactic.accuracy == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a b c d\n", "line 1: questions need a section"), (": s\na b c\n", "holds no question"), ("", "holds no question")],
+)
+def test_bad_questions_are_named(tmp_path, text, message):
+    path = tmp_path / "q.txt"
+    path.write_text(text)
+    with pytest.raises(evaluation.EvaluationError, match=message):
+        evaluation.analogies(["a"], np.ones((1, 2), dtype=np.float32), path)
+    with pytest.raises(evaluation.EvaluationError, match="none.txt cannot be read"):
+        evaluation.read_questions(tmp_path / "none.txt")
+
+
+def test_vectors_that_are_not_finite_are_refused():
+    vectors = np.ones((3, 2), dtype=np.float32)
+    vectors[1, 0] = np.nan
+    with pytest.raises(evaluation.EvaluationError, match="'b' holds NaN or infinity; train with a lower optimizer.lr"):
+        evaluation.analogies(["a", "b", "c"], vectors)
+
+
+def test_similarity_follows_the_human_order():
+    angles = [0.0, 0.1, 0.4, 1.0]  # tiger-cat 7.35, love-sex 6.77, tiger-tiger 10
+    words = ["tiger", "Cat", "love", "sex"]
+    vectors = np.array([[np.cos(a), np.sin(a)] for a in angles], dtype=np.float32)
+    score = evaluation.similarity(kv_of(words, vectors), "wordsim353")
+    assert (score.pairs, score.spearman) == (3, pytest.approx(1.0))
+    assert score.oov == pytest.approx(350 / 353)
+    nothing = evaluation.similarity(kv_of(["zzz"], [[1.0]]), "simlex999")
+    assert (nothing.spearman, nothing.pairs, nothing.oov) == (None, 0, 1.0)
+    same = evaluation.similarity(kv_of(words, np.ones((4, 2))), "wordsim353")  # no order at all
+    assert same.spearman is None and same.pairs == 3
+
+
+def test_similarity_equals_gensims_own_call():
+    rng = np.random.default_rng(0)
+    text = Path(evaluation_data("simlex999.txt")).read_text(encoding="utf-8")
+    words = sorted({word for line in text.splitlines()[2:] for word in line.split("\t")[:2]})[::2]
+    kv = kv_of(words, rng.standard_normal((len(words), 5)))
+    _, spearman, oov = kv.evaluate_word_pairs(evaluation_data("simlex999.txt"))
+    score = evaluation.similarity(kv, "simlex999")
+    assert score.spearman == spearman[0] and score.oov == pytest.approx(oov / 100)
+
+
+def evaluation_data(name):
+    from gensim.test.utils import datapath
+
+    return datapath(name)
+
+
+def test_neighbours_and_analogy_are_gensims_and_unknown_words_get_spellings():
+    kv = kv_of(["Paris", "paris", "London", "king"], [[1, 0], [0.9, 0.1], [0, 1], [0.5, 0.5]])
+    assert evaluation.neighbours(kv, "Paris", 2) == kv.most_similar("Paris", topn=2)
+    assert evaluation.analogy(kv, "Paris", "king", "London", 1) == kv.most_similar(positive=["king", "London"], negative=["Paris"], topn=1)
+    with pytest.raises(evaluation.EvaluationError, match="'Lodnon' is not in the vocabulary; nearest spellings: London"):
+        evaluation.neighbours(kv, "Lodnon")
+    with pytest.raises(ValueError, match="'qqq' is not in the vocabulary; nearest spellings: none"):
+        evaluation.analogy(kv, "king", "qqq", "London")
+    assert evaluation.nearest_spellings(kv, "PARIS") == ["Paris"]  # the most frequent of its case variants
+    with pytest.raises(ValueError, match="topn=0"):
+        evaluation.neighbours(kv, "king", 0)
+
+
+def test_report_is_aligned_and_json_is_plain():
+    score = evaluation.AnalogyScore((evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7)))
+    similarities = [evaluation.SimilarityScore("wordsim353", 0.6125, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
+    lines = evaluation.report(score, similarities).splitlines()
+    assert lines[1].split() == ["family", "75.0", "%", "3", "4", "1"]
+    assert lines[2].split() == ["gram8-plural", "-", "0", "0", "7"]
+    assert [line.split()[0] for line in lines[4:7]] == ["semantic", "syntactic", "total"]
+    assert lines[-2].split() == ["WordSim-353", "0.613", "340", "3.7", "%"] or lines[-2].split()[1] == "0.612"
+    assert len({len(line) for line in lines[:3]}) == 1
+    plain = json.loads(json.dumps(evaluation.as_dict(score, similarities), allow_nan=False))
+    assert plain["analogies"]["total"] == {"name": "total", "correct": 3, "counted": 4, "skipped": 8, "accuracy": 0.75}
+    assert plain["similarity"]["simlex999"]["spearman"] is None
+
+
+def test_score_prints_the_same_table_for_both_scorers(run, capsys):
+    folder, questions = run
+    tables = []
+    for scorer in ("torch", "gensim"):
+        assert evaluate.main(["score", str(folder), "--questions", str(questions), "--scorer", scorer]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and "relation0" in tables[0] and "SimLex-999" in tables[0]
+    assert evaluate.main(["score", str(folder), "--questions", str(questions), "--restrict-vocab", "100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["analogies"]["total"]["skipped"] > 100
+
+
+def test_words_from_standard_input_end_with_it_and_a_bad_one_is_passed_over(run, capsys, monkeypatch):
+    folder, _ = run
+    monkeypatch.setattr(sys, "stdin", io.StringIO("b0x1\n\nb0x1y\nb0x2"))
+    assert evaluate.main(["nn", str(folder), "--topn", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == ["b0x1", "b0x2"] and len(out.splitlines()) == 6
+    assert err.startswith("error: 'b0x1y' is not in the vocabulary; nearest spellings: b0x1") and err.count("\n") == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a0x0 b0x0 a0x2\na0x0 b0x0\n"))
+    assert evaluate.main(["analogies", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 11 and err == "error: 'a0x0 b0x0' is not 3 words; see --help\n"
+
+
+def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
+    folder, questions = run
+    for argv, message in [
+        (["nn", str(folder), "b0x1", "Nowhere"], "error: 'Nowhere' is not in the vocabulary"),
+        (["analogies", str(folder), "b0x1", "b0x2"], "error: 'b0x1 b0x2' is not 3 words"),
+        (["score", str(tmp_path / "runs" / "two")], "does not exist"),
+        (["score", str(folder), "--questions", str(folder)], "cannot be read"),
+        (["export", str(folder), "--kv", "--to", str(questions)], "error:"),
+    ]:
+        assert evaluate.main(argv) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    for argv in (["export", str(folder)], ["nn", str(folder), "--topn", "0"], []):
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main(argv)
+        assert stop.value.code == 2
+
+
+def test_export_writes_the_chosen_formats(run, capsys, tmp_path):
+    folder, _ = run
+    assert evaluate.main(["export", str(folder), "--text", "--bin", "--to", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / "vectors.txt"), str(tmp_path / "out" / "vectors.bin")]
+    assert evaluate.main(["nn", str(tmp_path / "out" / "vectors.txt"), "b0x1", "--topn", "1"]) == 0
+
+
+def test_help_needs_neither_torch_nor_gensim():
+    code = "import sys, evaluate\ntry: evaluate.main(['score', '-h'])\nexcept SystemExit: print({'torch', 'gensim'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--restrict-vocab" in done.stdout and done.stdout.endswith("set()\n")

@@ -1,0 +1,145 @@
+"""gensim loads what is saved and answers alike; nothing half-written is seen; bad words, files and names get one line."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from gensim.models import KeyedVectors, Word2Vec
+from gensim.utils import SaveLoad
+
+from w2v import export
+
+WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
+
+
+@pytest.fixture
+def kv():
+    rng = np.random.default_rng(3)
+    return export.keyed_vectors(WORDS, np.array([90, 40, 40, 7, 6, 5]), rng.standard_normal((6, 5)).astype(np.float32))
+
+
+def test_keyed_vectors_keep_order_counts_and_memory():
+    vectors = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+    kv = export.keyed_vectors(WORDS, np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), vectors)
+    assert kv.index_to_key == WORDS and kv.get_vecattr("東京", "count") == 4
+    assert kv.vectors is vectors and np.array_equal(kv["paris"], vectors[2])
+    assert export.keyed_vectors(WORDS, np.ones(6), vectors.astype(np.float64)[:, ::2]).vectors.dtype == np.float32
+
+
+def test_keyed_vectors_refuse_what_does_not_match():
+    with pytest.raises(export.VectorsError, match="'a' occurs twice"):
+        export.keyed_vectors(["a", "b", "a"], np.ones(3), np.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"2 words, 3 counts and vectors of shape \(3, 2\)"):
+        export.keyed_vectors(["a", "b"], np.ones(3), np.ones((3, 2)))
+
+
+def test_gensim_loads_all_three_and_most_similar_agrees(kv, tmp_path):
+    paths = export.save(kv, tmp_path, ("kv", "bin", "txt"))
+    assert [path.name for path in paths] == ["vectors.kv", "vectors.bin", "vectors.txt"] and all(path.is_file() for path in paths)
+    loaded = [
+        KeyedVectors.load(str(paths[0])),
+        KeyedVectors.load_word2vec_format(str(paths[1]), binary=True),
+        KeyedVectors.load_word2vec_format(str(paths[2])),
+    ]
+    for other in [*loaded, *(export.load(path) for path in paths)]:
+        assert other.index_to_key == WORDS
+        np.testing.assert_allclose(other.vectors, kv.vectors, rtol=1e-6)
+        for word in WORDS:
+            names, cosines = zip(*other.most_similar(word), strict=True)
+            expected = kv.most_similar(word)
+            assert list(names) == [name for name, _ in expected]
+            np.testing.assert_allclose(cosines, [cosine for _, cosine in expected], atol=1e-6)
+    assert np.array_equal(loaded[0].vectors, kv.vectors) and np.array_equal(loaded[1].vectors, kv.vectors)
+    assert loaded[0].get_vecattr("paris", "count") == 40
+    assert sorted(os.listdir(tmp_path)) == ["vectors.bin", "vectors.kv", "vectors.txt"]
+
+
+def test_large_arrays_go_beside_and_stale_ones_go_away(kv, tmp_path, monkeypatch):
+    save = KeyedVectors.save
+    monkeypatch.setattr(KeyedVectors, "save", lambda self, path: save(self, path, sep_limit=10))
+    export.save(kv, tmp_path, ["kv"])
+    assert sorted(os.listdir(tmp_path)) == ["vectors.kv", "vectors.kv.vectors.npy"]
+    assert np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+    kv.vectors = kv.vectors + 1
+    export.save(kv, tmp_path, ["kv"])
+    assert np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+    (tmp_path / "vectors.kv.vectors.npy").rename(tmp_path / "gone.npy")
+    with pytest.raises(export.VectorsError, match="vectors.kv.vectors.npy"):
+        export.load(tmp_path)
+    (tmp_path / "gone.npy").rename(tmp_path / "vectors.kv.vectors.npy")
+    monkeypatch.setattr(KeyedVectors, "save", save)
+    export.save(kv, tmp_path, ["kv"])
+    assert os.listdir(tmp_path) == ["vectors.kv"] and np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+
+
+@pytest.mark.parametrize("name", export.FORMATS)
+def test_a_failed_save_leaves_the_old_file_whole(kv, tmp_path, monkeypatch, name):
+    (path,) = export.save(kv, tmp_path, [name])
+    before = path.read_bytes()
+
+    def fail(self, path, *args, **kwargs):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(KeyedVectors, "save", fail)
+    monkeypatch.setattr(KeyedVectors, "save_word2vec_format", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export.save(kv, tmp_path, [name])
+    assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("word", ["new york", "line\nbreak", "tab\tbed", "", " "])
+def test_words_with_white_space_go_to_kv_only(tmp_path, word):
+    kv = export.keyed_vectors(["the", word], np.array([2, 1]), np.eye(2))
+    for formats in (("kv", "bin"), ("txt",)):
+        with pytest.raises(export.VectorsError) as caught:
+            export.save(kv, tmp_path, formats)
+        assert repr(word) in str(caught.value) and "use kv" in str(caught.value) and "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+    export.save(kv, tmp_path, ["kv"])
+    assert export.load(tmp_path).index_to_key == ["the", word]
+
+
+def test_unknown_format_is_named(kv, tmp_path):
+    with pytest.raises(export.VectorsError, match="unknown format 'text'; choose from kv bin txt"):
+        export.save(kv, tmp_path, ["text"])
+
+
+def test_find_takes_a_folder_a_file_or_latest(kv, tmp_path):
+    runs = tmp_path / "runs"
+    with pytest.raises(export.VectorsError, match="no folder in .*runs holds vectors.kv"):
+        export.find("latest", runs)
+    for age, name in [(100, "b-old"), (50, "a-new")]:
+        export.save(kv, runs / name)
+        stamp = 1_700_000_000 - age
+        os.utime(runs / name / "vectors.kv", (stamp, stamp))
+    (runs / "z-unfinished").mkdir()
+    assert export.find("latest", runs) == runs / "a-new" / "vectors.kv"
+    assert export.find(runs / "b-old") == runs / "b-old" / "vectors.kv"
+    assert export.find(runs / "b-old" / "vectors.bin").suffix == ".bin"
+    with pytest.raises(export.VectorsError, match="z-unfinished holds no vectors.kv"):
+        export.find(runs / "z-unfinished")
+    with pytest.raises(export.VectorsError, match="b-oldd does not exist; did you mean .*b-old"):
+        export.find(runs / "b-oldd")
+    (runs / "notes.md").write_text("x")
+    with pytest.raises(export.VectorsError, match="notes.md is not a vectors file that can be read; the endings are .kv .bin .txt .vec"):
+        export.find(runs / "notes.md")
+
+
+@pytest.mark.parametrize("ending", [".kv", ".bin", ".txt", ".vec"])
+@pytest.mark.parametrize("content", [b"", b"not vectors\nat all\n", b"5 3\nthe 1 2 3\n", b"\x80\x04garbage", pickle.dumps({"a": 1})])
+def test_other_content_gets_one_line(tmp_path, ending, content):
+    path = tmp_path / f"x{ending}"
+    path.write_bytes(content)
+    with pytest.raises(export.VectorsError) as caught:
+        export.load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_whole_model_is_not_keyed_vectors(tmp_path):
+    model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
+    SaveLoad.save(model, str(tmp_path / "model.kv"))
+    with pytest.raises(export.VectorsError, match="holds a gensim Word2Vec, not KeyedVectors; save its .wv"):
+        export.load(tmp_path / "model.kv")

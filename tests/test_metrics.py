@@ -1,0 +1,51 @@
+"""The loss that is reported is the mean since the last report, and a loss that is no number stops the run."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+
+from w2v.metrics import Diverged, Metrics
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_loss_is_the_mean_over_pairs_since_the_last_line(tmp_path):
+    with Metrics(tmp_path / "m.jsonl", total_words=400, log_seconds=1e9) as metrics:
+        metrics.update(torch.tensor(10.0, dtype=torch.float64), torch.tensor(4), 100, 0.1)
+        metrics.update(torch.tensor(2.0, dtype=torch.float64), torch.tensor(2), 200, 0.1)
+        metrics.log(0.1)
+        metrics.update(torch.tensor(3.0, dtype=torch.float64), torch.tensor(1), 400, 0.05)
+        metrics.log(0.05)
+    first, second = lines(tmp_path / "m.jsonl")
+    assert (first["loss"], first["words"], first["step"], first["lr"]) == (2.0, 200, 2, 0.1)
+    assert (second["loss"], second["words"], second["step"], second["lr"]) == (3.0, 400, 3, 0.05)
+    assert metrics.seconds == pytest.approx(second["seconds"], abs=0.001) and second["words_per_s"] > 0
+
+
+def test_sums_do_not_saturate(tmp_path):
+    """A float32 sum stands still at 2**24; gensim's loss is known for it."""
+    with Metrics(tmp_path / "m.jsonl", 10, 1e9) as metrics:
+        metrics.update(torch.tensor(2.0**40, dtype=torch.float64), torch.tensor(2**40), 1, 0.1)
+        for _ in range(3):
+            metrics.update(torch.tensor(1.0, dtype=torch.float64), torch.tensor(0), 1, 0.1)
+        metrics.log(0.1)
+    assert lines(tmp_path / "m.jsonl")[0]["loss"] == 1 + 3 / 2**40
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_with_a_remedy(tmp_path, value):
+    with Metrics(tmp_path / "m.jsonl", 10, 1e-9) as metrics, pytest.raises(Diverged, match=r"step 1, lr 0.5.*smaller optimizer.lr"):
+        metrics.update(torch.tensor(value, dtype=torch.float64), torch.tensor(1), 1, 0.5)
+
+
+def test_plain_lines_without_a_terminal(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "w2v")
+    logging.getLogger("w2v").propagate = True
+    with Metrics(tmp_path / "m.jsonl", 1_000_000, 1e-9) as metrics:
+        metrics.update(torch.tensor(5.0, dtype=torch.float64), torch.tensor(2), 250_000, 0.5)
+    assert " 25% of the words" in caplog.text and "loss 2.5000" in caplog.text and "lr 0.5" in caplog.text

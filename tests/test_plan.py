@@ -1,0 +1,84 @@
+"""Which device and engine are chosen, and what is said where a choice cannot be had."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from w2v import config as settings
+from w2v import plan
+from w2v.config import ConfigError
+
+CPU_ONLY = plan.Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")
+WITH_GPU = plan.Machine(16, 2**37, "NVIDIA H200", 100 * 2**30, "13.0", "13.0")
+GPU = torch.device("cuda")
+
+
+def configured(*assignments):
+    return settings.load([], assignments)
+
+
+def test_device():
+    assert plan.choose_device(configured(), CPU_ONLY).type == "cpu"
+    assert plan.choose_device(configured(), WITH_GPU).type == "cuda"
+    assert plan.choose_device(configured("train.device=cpu"), WITH_GPU).type == "cpu"
+    with pytest.raises(ConfigError, match="train.device=cuda, but this torch is a CPU build; set train.device=cpu"):
+        plan.choose_device(configured("train.device=cuda"), CPU_ONLY)
+    with pytest.raises(ConfigError, match="no usable NVIDIA GPU"):
+        plan.choose_device(configured("train.device=cuda"), replace(CPU_ONLY, cuda_torch="13.0"))
+
+
+def test_cuda_versions_that_differ_are_warned_of(caplog):
+    caplog.set_level(logging.WARNING, "w2v")
+    logging.getLogger("w2v").propagate = True
+    plan.choose_device(configured(), replace(WITH_GPU, cuda_cupy="12.9"))
+    assert "torch is built for CUDA 13.0, CuPy for CUDA 12.9" in caplog.text and "cupy-cuda13x" in caplog.text
+
+
+@pytest.mark.parametrize("gib, engine", [(1, "resident"), (97, "resident"), (99, "mapped")])
+def test_auto_keeps_tables_on_the_gpu_when_they_fit(gib, engine):
+    chosen, reason = plan.choose_engine(configured(), WITH_GPU, GPU, gib * 2**30)
+    assert chosen == engine and f"tables of {gib}.0 GiB, 100.0 GiB free" in reason
+
+
+def test_configured_engine():
+    assert plan.choose_engine(configured("transfer.engine=mapped"), WITH_GPU, GPU, 1)[0] == "mapped"
+    assert plan.choose_engine(configured("transfer.engine=resident"), WITH_GPU, GPU, 2**50)[0] == "resident"
+    with pytest.raises(ConfigError, match="transfer.engine=mapped pages rows onto a GPU, but the run is on the CPU"):
+        plan.choose_engine(configured("transfer.engine=mapped"), CPU_ONLY, torch.device("cpu"), 1)
+
+
+def test_without_cupy_it_says_how_to_install_it(caplog):
+    caplog.set_level(logging.WARNING, "w2v")
+    logging.getLogger("w2v").propagate = True
+    bare = replace(WITH_GPU, cuda_cupy="")
+    assert plan.choose_engine(configured(), bare, GPU, 2**50)[0] == "resident"
+    assert "pip install 'cupy-cuda13x'" in caplog.text
+    with pytest.raises(ConfigError, match="mapped needs CuPy.*pip install 'cupy-cuda13x'.*transfer.engine=resident"):
+        plan.choose_engine(configured("transfer.engine=mapped"), bare, GPU, 1)
+
+
+def test_corpus_is_read_once(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("b a b c a b\nc b a b\n" * 3)
+    config = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1")
+    vocab, corpus = plan.open_corpus(config)
+    assert vocab.words == ["b", "a", "c"] and vocab.counts.tolist() == [15, 9, 6]
+    assert corpus.ids[:10].tolist() == [0, 1, 0, 2, 1, 0, 2, 0, 1, 0] and corpus.offsets[:3].tolist() == [0, 6, 10]
+    monkeypatch.setattr(plan.Vocab, "count", None)  # a second reading would call it
+    again_vocab, again = plan.open_corpus(config)
+    assert again_vocab.words == vocab.words and np.array_equal(again.ids, corpus.ids) and again.raw_words == 30
+    monkeypatch.undo()
+    fewer = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=8")
+    assert plan.open_corpus(fewer)[0].words == ["b", "a"]
+
+
+def test_plan_is_said_in_words(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four\n" * 50)
+    config = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu")
+    said = str(plan.make_plan(config))
+    for part in ("200 words in 50 sentences", "4 kept of 4", "2 x 4 x 100, Adamax: weight + exp_avg + exp_inf", "resident on cpu"):
+        assert part in said

@@ -1,0 +1,122 @@
+"""Windows, subsampling and noise against their formulas; and that a seed, or a position, fixes every draw."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from w2v.config import ModelConfig
+from w2v.sampler import Position, Sampler
+
+CPU = torch.device("cpu")
+
+
+def sampler(sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, **model):
+    ids = np.concatenate(sentences).astype(np.int32)
+    offsets = np.cumsum([0, *map(len, sentences)])
+    keep = np.ones(vocabulary) if keep is None else keep
+    noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
+    return Sampler(ids, offsets, keep, noise, ModelConfig(**model), batch_size, seed, CPU)
+
+
+def pairs(batches):
+    """All (center, context) pairs."""
+    return [
+        (int(center), int(context))
+        for batch in batches
+        for center, contexts, mask in zip(batch.centers_B, batch.contexts_BC, batch.context_mask_BC, strict=True)
+        for context in contexts[mask]
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_full_windows_hold_exactly_the_neighbours_in_the_sentence(batch_size):
+    sentences = [[0, 1, 2, 3], [4], [5, 6]]
+    s = sampler(sentences, 7, batch_size, window=2, shrink_windows=False)
+    expected = [(a, b) for line in sentences for i, a in enumerate(line) for j, b in enumerate(line) if 0 < abs(i - j) <= 2]
+    assert sorted(pairs(s.epoch())) == sorted(expected)
+
+
+def test_windows_never_cross_sentences_or_chunks():
+    sentences = [[sentence] * length for sentence, length in enumerate(np.random.default_rng(0).integers(1, 40, 200))]
+    s = sampler(sentences, 200, batch_size=4)
+    assert len(s._chunks) > 10
+    found = pairs(s.epoch())
+    assert len(found) > 1000 and all(center == context for center, context in found)
+
+
+def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
+    sentences = [np.random.default_rng(i).integers(0, 50, 97) for i in range(40)]
+    batches = list(sampler(sentences, 50, batch_size=100).epoch())
+    assert torch.equal(torch.cat([b.centers_B for b in batches]), torch.from_numpy(np.concatenate(sentences)))
+    sizes = [len(b.centers_B) for b in batches]
+    assert max(sizes) <= 100 and min(sizes) >= 90
+
+
+def test_shrinking_windows_weigh_by_distance():
+    """A context at distance d is in the window with probability (W - d + 1) / W."""
+    s = sampler([np.arange(20_000)], 20_000, batch_size=5_000, window=4)
+    distance = np.abs([a - b for a, b in pairs(s.epoch())])
+    counts = np.bincount(distance, minlength=5)[1:]
+    assert chisquare(counts, np.array([4, 3, 2, 1]) / 10 * counts.sum()).pvalue > 1e-3
+
+
+def test_subsampling_keeps_words_by_their_probability():
+    keep = np.array([0.1, 0.5, 0.9, 1.0])
+    s = sampler([np.tile(np.arange(4), 5_000)], 4, batch_size=1_000, keep=keep)
+    counts = np.bincount(torch.cat([b.centers_B for b in s.epoch()]), minlength=4)
+    spread = np.sqrt(5_000 * keep * (1 - keep))
+    assert counts[3] == 5_000 and np.all(np.abs(counts - 5_000 * keep) <= 4 * spread)
+
+
+@pytest.mark.parametrize("pool", [0, 512])
+def test_noise_follows_its_distribution(pool):
+    noise = np.array([1, 2, 3, 4, 10.0]) / 20
+    s = sampler([np.zeros(40_000, dtype=int)], 5, batch_size=256, noise=noise, negative=5, negative_pool=pool)
+    batches = list(s.epoch())
+    drawn = torch.cat([b.negatives_BK.flatten() for b in batches])
+    counts = np.bincount(drawn, minlength=5)
+    # Draws from a pool repeat its members, so their spread is that of the pools' sizes.
+    scale = 1 if not pool else 1 / (1 + 256 * 5 / pool)
+    assert chisquare(counts * scale, noise * counts.sum() * scale).pvalue > 1e-3
+    assert not torch.cat([b.negative_mask_BK for b in batches])[drawn.view(-1, 5) == 0].any()
+
+
+def test_pool_bounds_the_noise_words_of_a_step():
+    s = sampler([np.zeros(4_000, dtype=int)], 10_000, batch_size=1_000, negative_pool=32)
+    assert all(len(b.negatives_BK.unique()) <= 32 for b in s.epoch())
+
+
+def corpus():
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 30, length) for length in rng.integers(1, 60, 100)]
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_same_seed_same_batches_and_epochs_differ():
+    first, second, other = (sampler(corpus(), 30, 16, seed) for seed in (1, 1, 2))
+    epoch_0, epoch_1 = list(first.epoch()), list(first.epoch())
+    assert equal(epoch_0, list(second.epoch())) and equal(epoch_1, list(second.epoch()))
+    assert not equal(epoch_0, epoch_1) and not equal(epoch_0, list(other.epoch()))
+
+
+def test_position_resumes_anywhere():
+    keep = np.full(30, 0.7)
+    whole = sampler(corpus(), 30, 4, keep=keep)
+    seen = [(whole.position, batch) for _ in range(2) for batch in whole.epoch()]
+    assert len({position.chunk for position, _ in seen}) > 3
+    for number in range(0, len(seen) - 1, 37):
+        resumed = sampler(corpus(), 30, 4, keep=keep)
+        resumed.position = seen[number][0]
+        rest = [batch for _ in range(2 - resumed.position.epoch) for batch in resumed.epoch()]
+        assert equal(rest, [batch for _, batch in seen[number + 1 :]])
+
+
+def test_progress_reaches_each_epoch_exactly():
+    s = sampler(corpus(), 30, 16)
+    shares = [s.epochs_done for _ in s.epoch()]
+    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1.0
+    assert s.position == Position(1, 0, 0) and s.epochs_done == 1.0

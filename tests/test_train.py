@@ -1,0 +1,93 @@
+"""The program from the outside: text in, a run folder with vectors, scores and tables out."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = """
+model.vector_size=16 model.window=2 vocab.min_count=1 train.epochs=2 train.batch_size=128 train.device=cpu run.log_seconds=0.05
+""".split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two topics whose words never share a line."""
+    rng = random.Random(0)
+    topics = ["red green blue pink grey".split(), "one two three four five".split()]
+    lines = [" ".join(rng.choices(rng.choice(topics), k=8)) for _ in range(400)]
+    path = tmp_path_factory.mktemp("corpus") / "topics.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def program(*arguments, script="train.py", **environment):
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, arguments)], capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+    )  # fmt: skip
+
+
+def train(corpus, folder, *more, **environment):
+    done = program(f"corpus.path={corpus}", f"corpus.data_dir={folder / 'data'}", f"run.dir={folder}", *SETTINGS, *more, **environment)
+    assert done.returncode == 0, done.stderr
+    (run,) = folder.glob("20*")
+    return run, done.stdout
+
+
+def test_a_run_leaves_all_it_promises(corpus, tmp_path):
+    from gensim.models import KeyedVectors
+    from safetensors.numpy import load_file
+
+    run, said = train(corpus, tmp_path, "train.epochs=20", "optimizer.lr=0.1")
+    promised = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv vectors.bin tables"
+    assert sorted(os.listdir(run)) == sorted(promised.split())
+    vectors = KeyedVectors.load(str(run / "vectors.kv"))
+    near = [word for word, _ in vectors.most_similar("red", topn=4)]
+    assert set(near) == {"green", "blue", "pink", "grey"}
+    tables = load_file(run / "tables" / "input.safetensors")
+    assert np.array_equal(tables["weight"], vectors.vectors) and {"exp_avg", "exp_inf", "scalar.step"} <= set(tables)
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert logged[-1]["words"] == 3200 * 20 and logged[-1]["loss"] < logged[0]["loss"]
+    for part in ("machine ", "engine    resident on cpu", "3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):
+        assert part in said, part
+    again = program(run / "config.yaml")
+    assert again.returncode == 0  # the saved config is a config
+
+
+def test_same_seed_same_vectors_whatever_the_hash_seed(corpus, tmp_path):
+    runs = [train(corpus, tmp_path / name, PYTHONHASHSEED=name)[0] for name in ("1", "2")]
+    other, _ = train(corpus, tmp_path / "seed", "train.seed=2")
+    first, second, third = ((run / "vectors.bin").read_bytes() for run in [*runs, other])
+    assert first == second and first != third
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["optimizer.lrr=1"], "unknown key 'optimizer.lrr'"),
+        (["corpus.path=no/such/file"], "no/such/file"),
+        (["optimizer.name=Adafactor"], "optimizer.name=Adafactor"),
+        (["train.device=cuda"], "train.device=cuda"),
+        (["missing.yaml"], "missing.yaml"),
+        (["vocab.min_count=100000"], "min_count"),
+    ],
+)
+def test_user_errors_are_one_line_and_leave_nothing(corpus, tmp_path, arguments, words):
+    done = program(f"corpus.path={corpus}", f"corpus.data_dir={tmp_path / 'data'}", f"run.dir={tmp_path / 'runs'}", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_needs_no_torch():
+    code = "import sys, train; train.main(['--help-config']); assert not {'torch', 'gensim', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "vector_size: 100" in done.stdout

@@ -1,0 +1,53 @@
+"""Engines against the plain tensor operations that they stand for."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from w2v.table import RowState, Table
+from w2v.transfer.resident import Resident
+
+KERNELS = Path(__file__).parent.parent / "w2v" / "kernels"
+
+
+def engine_for(storage):
+    if storage == "pinned":
+        from w2v.transfer.mapped import Mapped
+
+        return Mapped()
+    return Resident()
+
+
+@pytest.mark.parametrize("storage", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("pinned", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim, states", [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)])
+@pytest.mark.parametrize("count", [0, 1, 37, 5000])
+def test_fetch_and_write_back_move_exactly_the_rows_asked_for(storage, dim, states, count):
+    device = "cpu" if storage == "cpu" else "cuda"
+    table = Table("input", 5000, dim, {f"state{i}": RowState(dim, 0.0) for i in range(states)}, {}, storage)
+    before = torch.randn(table.records_VR.shape, generator=torch.Generator().manual_seed(0))
+    table.records_VR.copy_(before)
+    rows = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:count].sort().values
+    engine = engine_for(storage)
+
+    page = engine.fetch(table, rows.to(device))
+    assert page.records_UR.device.type == device
+    assert torch.equal(page.records_UR.cpu(), before[rows])
+    assert torch.equal(page["weight"].cpu(), before[rows, :dim])
+
+    page.records_UR.mul_(2)
+    engine.flush()
+    assert torch.equal(table.records_VR.cpu(), before)  # nothing is written before write_back
+    engine.write_back(page)
+    engine.flush()
+    before[rows] *= 2
+    assert torch.equal(table.records_VR.cpu(), before)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("source", sorted(KERNELS.glob("*.cu")), ids=lambda path: path.name)
+def test_kernels_compile(source, tmp_path):
+    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-ptx", str(source), "-o", str(tmp_path / "kernel.ptx")]
+    subprocess.run(command, check=True, timeout=120)

@@ -1,0 +1,299 @@
+"""How good the vectors are: analogies, word similarity, neighbours, by gensim's protocol.
+
+`analogies` is gensim's `evaluate_word_analogies` in batches, on whichever device the vectors lie, with the same counts.
+Shapes: V words, N of them searched, D dimensions, Q questions of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from gensim.models import KeyedVectors
+
+TOPN = 5  # gensim looks for the answer among the five nearest words
+BLOCK_SCORES = 2**25  # scores held at once, 128 MiB
+PAIR_SETS = {"wordsim353": ("WordSim-353", "wordsim353.tsv"), "simlex999": ("SimLex-999", "simlex999.txt")}  # in gensim's test data
+
+
+class EvaluationError(ValueError):
+    """A question that cannot be asked; the message is one line that names the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Answers to some questions: `skipped` ones hold a word outside the vocabulary and are not among the `counted`."""
+
+    name: str
+    correct: int
+    counted: int
+    skipped: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the counted questions; 0 if there are none, as in gensim."""
+        return self.correct / self.counted if self.counted else 0.0
+
+
+@dataclass(frozen=True)
+class AnalogyScore:
+    """The sections in the order of the file; those named gram* are the syntactic ones."""
+
+    sections: tuple[Section, ...]
+
+    @property
+    def total(self) -> Section:
+        return self._sum("total", self.sections)
+
+    @property
+    def semantic(self) -> Section:
+        return self._sum("semantic", [s for s in self.sections if not s.name.startswith("gram")])
+
+    @property
+    def syntactic(self) -> Section:
+        return self._sum("syntactic", [s for s in self.sections if s.name.startswith("gram")])
+
+    def _sum(self, name: str, rows: Sequence[Section]) -> Section:
+        return Section(name, sum(s.correct for s in rows), sum(s.counted for s in rows), sum(s.skipped for s in rows))
+
+
+@dataclass(frozen=True)
+class SimilarityScore:
+    """Spearman's rank correlation with human judgement over `pairs` pairs; None where it is undefined. `oov`: share of unknown pairs."""
+
+    name: str
+    spearman: float | None
+    pairs: int
+    oov: float
+
+
+def analogies(
+    words: Sequence[str],
+    vectors: torch.Tensor | np.ndarray,
+    questions: str | Path | None = None,
+    restrict_vocab: int | None = 300_000,
+    case_insensitive: bool = True,
+) -> AnalogyScore:
+    """Score "a is to b as c is to ?" by the nearest word to b - a + c (3CosAdd, Mikolov et al. 2013, arXiv 1301.3781).
+
+    words [V], most frequent first; vectors [V, D], taken as float32; questions: a file of ": section" lines and lines of
+    four words, Google's questions-words.txt by default; only the first `restrict_vocab` words are asked for and answered.
+    Counts equal those of gensim's `evaluate_word_analogies`: questions whose two best answers are so close that rounding
+    could exchange them are put to gensim itself.
+    """
+    import torch
+
+    assert vectors.ndim == 2 and len(words) == len(vectors), (len(words), vectors.shape)
+    words = list(words[:restrict_vocab])
+    vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float().contiguous()
+    bad = (~vectors_ND.isfinite().all(1)).nonzero()
+    if len(bad):
+        raise EvaluationError(f"the vector of {words[int(bad[0])]!r} holds NaN or infinity; train with a lower optimizer.lr")
+    first, group = _fold_vocabulary(words, case_insensitive)
+    sections = read_questions(questions, case_insensitive)
+    known = [(n, [first[w] for w in q]) for n, (_, asked) in enumerate(sections) for q in asked if first.keys() >= set(q)]
+    ids_Q4 = torch.tensor([ids for _, ids in known], dtype=torch.long).reshape(-1, 4)
+    right_Q = _answer(words, vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device))
+    results: list[list[bool]] = [[] for _ in sections]
+    for (n, _), right in zip(known, right_Q.tolist(), strict=True):
+        results[n].append(right)
+    return _score(sections, results)
+
+
+def analogies_gensim(
+    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = 300_000, case_insensitive: bool = True
+) -> AnalogyScore:
+    """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
+    from gensim.test.utils import datapath
+
+    path = str(questions or datapath("questions-words.txt"))
+    sections = read_questions(path, case_insensitive)
+    with _quiet():
+        _, answered = kv.evaluate_word_analogies(path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive)
+    results = [[True] * len(s["correct"]) + [False] * len(s["incorrect"]) for s in answered[: len(sections)]]  # then comes the total
+    return _score(sections, results)
+
+
+def read_questions(path: str | Path | None, case_insensitive: bool = True) -> list[tuple[str, list[list[str]]]]:
+    """Names and four-word questions of a file's sections, in upper case unless case counts; as in gensim, other lines are passed over."""
+    from gensim.test.utils import datapath
+
+    path = Path(path or datapath("questions-words.txt"))
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"questions file {path} cannot be read ({error}); name a UTF-8 text file") from None
+    sections: list[tuple[str, list[list[str]]]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.startswith(": "):
+            sections.append((line.lstrip(": ").strip(), []))
+        elif sections:
+            question = [word.upper() if case_insensitive else word for word in line.split()]
+            if len(question) == 4:
+                sections[-1][1].append(question)
+        elif line or number < len(lines):
+            raise EvaluationError(f"{path}, line {number}: questions need a section first; begin the file with ': name'")
+    if not any(asked for _, asked in sections):
+        raise EvaluationError(f"{path} holds no question; write ': section' lines, and lines of four words below them")
+    return sections
+
+
+def similarity(kv: KeyedVectors, name: str, restrict_vocab: int | None = 300_000) -> SimilarityScore:
+    """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, by gensim's `evaluate_word_pairs`."""
+    from gensim.test.utils import datapath
+
+    path, spearman = datapath(PAIR_SETS[name][1]), math.nan
+    first, _ = _fold_vocabulary(kv.index_to_key[:restrict_vocab], case_insensitive=True)
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    judged = [line.upper().split("\t") for line in lines if line.count("\t") == 2 and not line.startswith("#")]
+    pairs = sum(a in first and b in first for a, b, _ in judged)
+    if pairs >= 2:  # gensim raises on fewer
+        with _quiet():
+            spearman = float(kv.evaluate_word_pairs(path, restrict_vocab=restrict_vocab)[1][0])
+    return SimilarityScore(name, None if math.isnan(spearman) else spearman, pairs, 1 - pairs / len(judged))
+
+
+def neighbours(kv: KeyedVectors, word: str, topn: int = 10) -> list[tuple[str, float]]:
+    """The `topn` words nearest to `word` with their cosines, best first."""
+    return _most_similar(kv, [word], [], topn)
+
+
+def analogy(kv: KeyedVectors, a: str, b: str, c: str, topn: int = 10) -> list[tuple[str, float]]:
+    """Answers to "a is to b as c is to ?": the words nearest to b - a + c with their cosines, best first."""
+    return _most_similar(kv, [b, c], [a], topn)
+
+
+def nearest_spellings(kv: KeyedVectors, word: str, n: int = 3) -> list[str]:
+    """Words of the vocabulary that are spelled like `word`, nearest first; of equally near ones the most frequent."""
+    letters = set(word.lower())
+    like = {}  # lower-cased spelling -> the first, most frequent, word that is spelled so
+    for candidate in kv.index_to_key:
+        if abs(len(candidate) - len(word)) <= 2 and len(letters.intersection(candidate.lower())) >= len(letters) - 2:
+            like.setdefault(candidate.lower(), candidate)
+    return [like[match] for match in difflib.get_close_matches(word.lower(), like, n=n, cutoff=0.7)]
+
+
+def report(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> str:
+    """The scores as aligned plain text."""
+    rows = [*analogy_score.sections, analogy_score.semantic, analogy_score.syntactic, analogy_score.total]
+    width = max(len("WordSim-353"), *(len(row.name) for row in rows))
+    lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
+    for number, row in enumerate(rows):
+        share = f"{100 * row.accuracy:.1f} %" if row.counted else "-"
+        gap = "\n" * (number == len(analogy_score.sections))
+        lines.append(f"{gap}{row.name:<{width}}  {share:>8}  {row.correct:>7}  {row.counted:>7}  {row.skipped:>7}")
+    if similarities:
+        lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
+    for score in similarities:
+        rho = "-" if score.spearman is None else f"{score.spearman:.3f}"
+        lines.append(f"{PAIR_SETS[score.name][0]:<{width}}  {rho:>8}  {score.pairs:>7}  {100 * score.oov:>5.1f} %")
+    return "\n".join(lines)
+
+
+def as_dict(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> dict[str, Any]:
+    """The scores as plain values for JSON; shares are from 0 to 1, and an undefined correlation is None."""
+    rows = (analogy_score.total, analogy_score.semantic, analogy_score.syntactic, *analogy_score.sections)
+    total, semantic, syntactic, *sections = [asdict(row) | {"accuracy": row.accuracy} for row in rows]
+    parts = {"total": total, "semantic": semantic, "syntactic": syntactic, "sections": sections}
+    return {"analogies": parts, "similarity": {score.name: asdict(score) for score in similarities}}
+
+
+def _answer(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> torch.Tensor:
+    """Whether each question a, b, c, d is answered rightly: bool [Q], on the CPU; words are numbered by the first of their spelling."""
+    import torch
+
+    if not len(ids_Q4):
+        return torch.zeros(0, dtype=torch.bool)
+    unit_ND = vectors_ND / vectors_ND.square().sum(1, keepdim=True).sqrt()  # NaN for a zero vector, as in gensim
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # the margin in _answer_block is that of float32
+    try:
+        blocks = [_answer_block(unit_ND, group_N, ids) for ids in ids_Q4.split(max(1, BLOCK_SCORES // len(words)))]
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    right_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
+    if doubtful_Q.any():
+        answers = _gensim_answers(words, vectors_ND, group_N, ids_Q4[doubtful_Q.to(ids_Q4.device)])
+        right_Q[doubtful_Q] = torch.tensor(answers) == ids_Q4.cpu()[doubtful_Q, 3]
+    return right_Q
+
+
+def _answer_block(unit_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which questions are answered rightly, and which are doubtful, since rounding could change the answer: two bool [Q]."""
+    a_Q, b_Q, c_Q, expected_Q = ids_Q4.unbind(1)
+    target_QD = unit_ND[b_Q] + unit_ND[c_Q] - unit_ND[a_Q]
+    length_Q1 = target_QD.norm(dim=1, keepdim=True)
+    scores_QN = (target_QD / length_Q1) @ unit_ND.T
+    scores_QN.nan_to_num_(nan=-math.inf).scatter_(1, ids_Q4[:, :3], -math.inf)
+    best, top = scores_QN.topk(min(TOPN + 1, scores_QN.shape[1]), dim=1)
+    # Case variants of a, b and c may be among the five; they are passed over.
+    group = group_N[top[:, :TOPN]]
+    other = (group[:, :, None] != ids_Q4[:, None, :3]).all(2)
+    place_Q1 = other.int().argmax(1, keepdim=True)  # the first that is another word
+    gap_Q = (best.gather(1, place_Q1) - best.gather(1, (place_Q1 + 1).clamp(max=best.shape[1] - 1))).squeeze(1)
+    # float32's rounding at worst: of two D-term dot products, of norms, and of the sum, where it grows as the sum shrinks.
+    margin_Q = 6 * 2.0**-23 * (unit_ND.shape[1] + 8) / length_Q1.squeeze(1).clamp(max=1)
+    certain_Q = other.any(1) & (gap_Q > margin_Q)  # False where anything is NaN
+    return group.gather(1, place_Q1).squeeze(1) == expected_Q, ~certain_Q
+
+
+def _gensim_answers(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> list[int]:
+    """What gensim answers to each question, as a number of `group_N`; -1 for nothing."""
+    from gensim.models import KeyedVectors
+
+    kv = KeyedVectors(vectors_ND.shape[1])
+    kv.index_to_key, kv.key_to_index = words, {word: index for index, word in enumerate(words)}
+    kv.vectors = vectors_ND.cpu().numpy()
+    group, answers = group_N.tolist(), []
+    with _quiet():
+        for a, b, c, _ in ids_Q4.tolist():
+            found = [group[kv.key_to_index[word]] for word, _ in kv.most_similar(positive=[b, c], negative=[a], topn=TOPN)]
+            answers.append(next((g for g in found if g not in (a, b, c)), found[-1] if found else -1))
+    return answers
+
+
+def _fold_vocabulary(words: Sequence[str], case_insensitive: bool) -> tuple[dict[str, int], list[int]]:
+    """Number of the first word of each spelling, in upper case unless case counts; and that number for every word."""
+    first: dict[str, int] = {}
+    group = [first.setdefault(word.upper() if case_insensitive else word, index) for index, word in enumerate(words)]
+    return first, group
+
+
+def _most_similar(kv: KeyedVectors, positive: list[str], negative: list[str], topn: int) -> list[tuple[str, float]]:
+    if topn < 1:
+        raise EvaluationError(f"topn={topn} asks for no word; give 1 or more")
+    for word in negative + positive:
+        if word not in kv.key_to_index:
+            near = ", ".join(nearest_spellings(kv, word)) or "none"
+            raise EvaluationError(f"{word!r} is not in the vocabulary; nearest spellings: {near}")
+    with _quiet():
+        return kv.most_similar(positive=positive, negative=negative, topn=topn)
+
+
+def _score(sections: list[tuple[str, list[list[str]]]], results: list[list[bool]]) -> AnalogyScore:
+    rows = [Section(name, sum(right), len(right), len(asked) - len(right)) for (name, asked), right in zip(sections, results, strict=True)]
+    return AnalogyScore(tuple(rows))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep gensim's log lines and numpy's warnings about zero vectors to themselves."""
+    logger = logging.getLogger("gensim")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,136 @@
+"""Out to gensim and back in: word vectors as `KeyedVectors`, saved as .kv and in word2vec's binary and text formats."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gensim.models import KeyedVectors
+
+FORMATS = ("kv", "bin", "txt")  # also the endings of the files
+READABLE = (".kv", ".bin", ".txt", ".vec")
+
+
+class VectorsError(ValueError):
+    """Vectors that cannot be written, found or read; the message is one line that names the file or word and the remedy."""
+
+
+def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray) -> KeyedVectors:
+    """gensim `KeyedVectors` of V words in the order given, each with its `count`.
+
+    counts [V] integers; vectors [V, D], kept as float32 and not copied when they are contiguous float32 already.
+    """
+    from gensim.models import KeyedVectors
+
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    if vectors.ndim != 2 or not len(words) == len(counts) == len(vectors):
+        raise VectorsError(f"{len(words)} words, {len(counts)} counts and vectors of shape {vectors.shape} do not match")
+    kv = KeyedVectors(vectors.shape[1])
+    kv.index_to_key = list(words)
+    kv.key_to_index = {word: index for index, word in enumerate(kv.index_to_key)}
+    if len(kv.key_to_index) < len(words):
+        twice = next(word for index, word in enumerate(words) if kv.key_to_index[word] != index)
+        raise VectorsError(f"the word {twice!r} occurs twice in the vocabulary; keep one of them")
+    kv.vectors = vectors
+    kv.next_index = len(words)
+    kv.allocate_vecattrs(["count"], [np.int64])
+    kv.expandos["count"][:] = counts
+    return kv
+
+
+def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")) -> list[Path]:
+    """Write vectors.kv, vectors.bin or vectors.txt into `folder`, and return their paths in the order of `formats`.
+
+    Every file is written aside and renamed when it is whole. gensim puts arrays of 10 Mi numbers and more into files of
+    their own, vectors.kv.*.npy, which belong beside vectors.kv. Words keep their order if counts fall, as in word2vec.c;
+    otherwise gensim sorts the .bin and .txt by count.
+    """
+    for name in formats:
+        if name not in FORMATS:
+            raise VectorsError(f"unknown format {name!r}; choose from {' '.join(FORMATS)}")
+    if set(formats) - {"kv"}:
+        _check_words(kv.index_to_key)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
+        for name in formats:
+            part = Path(aside, f"vectors.{name}")
+            if name == "kv":
+                kv.save(str(part))
+                _replace_kv(part, folder)
+            else:
+                kv.save_word2vec_format(str(part), binary=name == "bin")
+                os.replace(part, folder / part.name)
+    return [folder / f"vectors.{name}" for name in formats]
+
+
+def find(run: str | Path, runs: str | Path = "runs") -> Path:
+    """The vectors file that `run` names: a run folder (its vectors.kv), a file, or `latest`, the newest vectors.kv in `runs`."""
+    if str(run) == "latest":
+        saved = sorted(Path(runs).glob("*/vectors.kv"), key=lambda path: (path.stat().st_mtime_ns, path))
+        if not saved:
+            raise VectorsError(f"no folder in {runs} holds vectors.kv; train first, or name a run folder or a vectors file")
+        return saved[-1]
+    path = Path(run)
+    if path.is_dir():
+        if not (path / "vectors.kv").is_file():
+            raise VectorsError(f"{run} holds no vectors.kv; name a finished run, a file ({' '.join(READABLE)}) or latest")
+        return path / "vectors.kv"
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "name a run folder, a vectors file or latest"
+        raise VectorsError(f"{run} does not exist; {hint}")
+    if path.suffix not in READABLE:
+        raise VectorsError(f"{run} is not a vectors file that can be read; the endings are {' '.join(READABLE)}")
+    return path
+
+
+def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
+    """Read the vectors that `run` names, see `find`; .bin is word2vec's binary format, .txt and .vec its text format.
+
+    A .kv file is gensim's own pickle, and unpickling can run any code: open only files that you trust, such as your own
+    runs. The .bin and .txt formats carry nothing but words and numbers.
+    """
+    from gensim.models import KeyedVectors
+
+    path = find(run, runs)
+    try:
+        if path.suffix == ".kv":
+            kv = KeyedVectors.load(str(path))
+        else:
+            kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+    except Exception as error:  # a damaged pickle may raise anything
+        kind = {".kv": "a gensim KeyedVectors file", ".bin": "word2vec's binary format"}.get(path.suffix, "word2vec's text format")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise VectorsError(f"{path} is not {kind} or is damaged ({reason}); export it again") from error
+    if not isinstance(kv, KeyedVectors):
+        raise VectorsError(f"{path} holds a gensim {type(kv).__name__}, not KeyedVectors; save its .wv instead")
+    return kv
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Text and binary files end a word at white space, so a word that holds some would be read back as another."""
+    for word in words:
+        if word.split() != [word]:
+            raise VectorsError(f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv")
+
+
+def _replace_kv(part: Path, folder: Path) -> None:
+    """Move vectors.kv and its side files into place so that no reader sees a new part beside an old one."""
+    final = folder / part.name
+    old_sides = set(folder.glob(f"{part.name}.*.npy"))
+    new_sides = {folder / side.name: side for side in part.parent.glob(f"{part.name}.*.npy")}
+    if old_sides or new_sides:
+        final.unlink(missing_ok=True)
+    for side in old_sides - new_sides.keys():
+        side.unlink()
+    for side, aside in new_sides.items():
+        os.replace(aside, side)
+    os.replace(part, final)

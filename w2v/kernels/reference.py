@@ -1,0 +1,67 @@
+"""The arithmetic of a step in plain torch, on any device: the specification that every faster kernel is tested against.
+
+Shapes: B centers, C context positions, T = 1 + K targets (the center, then its negatives), U and V unique rows of the input
+and of the output table, D dimensions. A slot is a row's place in a page.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class SkipgramResult(NamedTuple):
+    """The summed loss (float64), how many positive pairs it counts, and the gradients of that sum."""
+
+    loss: Tensor
+    pairs: Tensor
+    grad_input_UD: Tensor
+    grad_output_VD: Tensor
+
+
+def unique_rows(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sorted unique ids where `mask` holds, and each id's slot among them (0 where it does not hold)."""
+    rows_U, inverse = torch.unique(ids[mask], sorted=True, return_inverse=True)
+    slots = torch.zeros_like(ids)
+    slots[mask] = inverse
+    return rows_U, slots
+
+
+def skipgram(
+    input_UD: Tensor, output_VD: Tensor, context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor
+) -> SkipgramResult:
+    """Skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546), loss and both gradients in closed form.
+
+    For a context's vector x, its center's vector y_0 and noise vectors y_k the loss is -log s(x.y_0) - sum_k log s(-x.y_k), with
+    s the logistic function; its gradient along a logit is s(logit) - label. A window's contexts share the center's noise words, so
+    the logits of a center are one small matrix product (Ji et al. 2016, arXiv 1604.04661).
+    """
+    (B, C), T = context_slots_BC.shape, target_slots_BT.shape[1]
+    context_BCD = input_UD.index_select(0, context_slots_BC.flatten()).view(B, C, -1)
+    target_BTD = output_VD.index_select(0, target_slots_BT.flatten()).view(B, T, -1)
+    counted_BCT = context_mask_BC[:, :, None] & target_mask_BT[:, None, :]
+    logits_BCT = torch.bmm(context_BCD, target_BTD.transpose(1, 2))
+
+    signed_BCT = torch.cat([-logits_BCT[:, :, :1], logits_BCT[:, :, 1:]], dim=2)  # the loss is softplus of these
+    loss = torch.where(counted_BCT, F.softplus(signed_BCT), 0).sum(dtype=torch.float64)
+    error_BCT = logits_BCT.sigmoid()
+    error_BCT[:, :, 0] -= 1
+    error_BCT = torch.where(counted_BCT, error_BCT, 0)
+
+    grad_context_BCD = torch.bmm(error_BCT, target_BTD)
+    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD)
+    return SkipgramResult(
+        loss,
+        context_mask_BC.sum(),
+        sum_rows(grad_context_BCD, context_slots_BC, len(input_UD)),
+        sum_rows(grad_target_BTD, target_slots_BT, len(output_VD)),
+    )
+
+
+def sum_rows(values_BND: Tensor, slots_BN: Tensor, slots: int) -> Tensor:
+    """The sum of the values of each slot: [slots, D]. The order of summation is fixed on the CPU, and in torch's deterministic mode."""
+    values_ND = values_BND.flatten(0, 1)
+    return values_ND.new_zeros(slots, values_ND.shape[1]).index_add_(0, slots_BN.flatten(), values_ND)

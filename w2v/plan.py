@@ -1,0 +1,211 @@
+"""Reads config, machine and corpus, picks device, engine and storage, and builds the objects of a run.
+
+The only file that chooses between backends; it says what it chose and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from w2v import corpus as text
+from w2v.config import Config, ConfigError
+from w2v.corpus import Corpus
+from w2v.optim import RowOptimizer
+from w2v.pipeline import Pipeline
+from w2v.sampler import Sampler
+from w2v.table import Storage, Table, record_width, uniform
+from w2v.transfer import Engine
+from w2v.vocab import Vocab
+
+log = logging.getLogger("w2v")
+GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this computer offers to a run."""
+
+    cores: int
+    host_bytes: int
+    gpu: str  # empty without one
+    gpu_free_bytes: int
+    cuda_torch: str  # CUDA version that torch was built for; empty for a CPU build
+    cuda_cupy: str  # the same for CuPy; empty where CuPy cannot be imported
+
+    @classmethod
+    def here(cls) -> Machine:
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        gpu, free = "", 0
+        if torch.cuda.is_available():
+            gpu, free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+        return cls(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+                   pages, gpu, free, torch.version.cuda or "", _cupy_cuda() if gpu else "")  # fmt: skip
+
+    def __str__(self) -> str:
+        host = f"{self.cores} cores, {_size(self.host_bytes)}"
+        if not self.gpu:
+            return f"{host} | no GPU"
+        built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
+        return f"{host} | {self.gpu}, {_size(self.gpu_free_bytes)} free | {built_for}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do: the chosen device and engine, and why; bytes of both tables with their optimizer state."""
+
+    config: Config
+    machine: Machine
+    vocab: Vocab
+    corpus: Corpus
+    optimizer: RowOptimizer
+    device: torch.device
+    engine: str
+    reason: str
+    table_bytes: int
+
+    def __str__(self) -> str:
+        states = self.optimizer.states(self.config.model.vector_size)
+        words, size = len(self.vocab.words), self.config.model.vector_size
+        fields = " + ".join(["weight", *states])
+        return "\n".join([
+            f"machine   {self.machine}",
+            f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
+            f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
+            f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
+            f"engine    {self.engine} on {self.device}: {self.reason}",
+        ])  # fmt: skip
+
+
+def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
+    """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
+    settings, data_dir = config.corpus, Path(config.corpus.data_dir)
+    files = text.locate(settings.path, data_dir)
+    how = {"lowercase": settings.lowercase, "max_sentence_length": settings.max_sentence_length}
+    key = text.content_key(files, **how, min_count=config.vocab.min_count, max_final_vocab=config.vocab.max_final_vocab)
+    folder = data_dir / "cache" / key[:16]
+    if not (folder / "vocab.tsv").exists():
+        log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
+        vocab = Vocab.count(text.sentences(files, **how), config.vocab.min_count, config.vocab.max_final_vocab)
+        Corpus.write(folder, text.sentences(files, **how), vocab.index)
+        vocab.save(folder / "vocab.tsv")
+    return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
+
+
+def make_plan(config: Config) -> Plan:
+    """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do."""
+    machine = Machine.here()
+    device = choose_device(config, machine)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    optimizer = RowOptimizer(config.optimizer)
+    vocab, corpus = open_corpus(config)
+    size = config.model.vector_size
+    table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
+    engine, reason = choose_engine(config, machine, device, table_bytes)
+    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes)
+
+
+def choose_device(config: Config, machine: Machine) -> torch.device:
+    wanted = config.train.device
+    if wanted == "cuda" and not machine.gpu:
+        why = "this torch is a CPU build" if not machine.cuda_torch else "no usable NVIDIA GPU was found"
+        raise ConfigError(f"train.device=cuda, but {why}; set train.device=cpu, or run `make setup` where nvidia-smi works")
+    if machine.gpu and machine.cuda_cupy and machine.cuda_cupy.split(".")[0] != machine.cuda_torch.split(".")[0]:
+        log.warning(
+            f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: kernels may fail to load; "
+            f"install cupy-cuda{machine.cuda_torch.split('.')[0]}x instead"
+        )
+    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
+
+
+def choose_engine(config: Config, machine: Machine, device: torch.device, table_bytes: int) -> tuple[str, str]:
+    """The engine's name and the reason for it."""
+    wanted = config.transfer.engine
+    if device.type == "cpu":
+        if wanted == "mapped":
+            raise ConfigError("transfer.engine=mapped pages rows onto a GPU, but the run is on the CPU; set transfer.engine=resident")
+        return "resident", "the CPU computes where the tables are"
+    install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
+    if wanted == "mapped" and not machine.cuda_cupy:
+        raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=resident")
+    if wanted != "auto":
+        return wanted, "as configured"
+    room = machine.gpu_free_bytes - GPU_RESERVE
+    fit = f"tables of {_size(table_bytes)}, {_size(machine.gpu_free_bytes)} free on the GPU"
+    if table_bytes <= room:
+        return "resident", f"{fit}; force paging with transfer.engine=mapped"
+    if not machine.cuda_cupy:
+        log.warning(f"{fit}: paging would fit them, but it needs CuPy, which cannot be imported; {install}")
+        return "resident", f"{fit}, but without CuPy there is no paging"
+    return "mapped", f"{fit}, so rows are paged from pinned CPU memory"
+
+
+def build(plan: Plan) -> tuple[Sampler, Pipeline]:
+    """The objects of the run, tables initialised as word2vec does it: inputs uniform in +-0.5 / D, outputs zero."""
+    model, train = plan.config.model, plan.config.train
+    storage: Storage = "pinned" if plan.engine == "mapped" else "cuda" if plan.device.type == "cuda" else "cpu"
+    size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
+    inputs, outputs = (Table(name, len(plan.vocab.words), size, states, scalars, storage) for name in ("input", "output"))
+    inputs.initialise(uniform(size, 0.5 / size, train.seed))
+    sampler = Sampler(
+        plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
+        model, train.batch_size, train.seed, plan.device,
+    )  # fmt: skip
+    return sampler, Pipeline(inputs, outputs, _engine(plan.engine), plan.optimizer)
+
+
+def environment(plan: Plan) -> str:
+    """Versions and hardware, for env.txt."""
+    packages = ["torch", "numpy", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
+    lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {_commit()}"]
+    for package in packages:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return "\n".join(lines) + "\n"
+
+
+def _engine(name: str) -> Engine:
+    if name == "mapped":
+        from w2v.transfer.mapped import Mapped
+
+        return Mapped()
+    from w2v.transfer.resident import Resident
+
+    return Resident()
+
+
+def _cupy_cuda() -> str:
+    try:
+        import cupy
+
+        number = cupy.cuda.runtime.runtimeGetVersion()
+    except ImportError:
+        return ""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,87 @@
+"""A run: epochs, schedule, when to log and score; and what it leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+from w2v import evaluation, export
+from w2v.checkpoint import save_table
+from w2v.config import Config
+from w2v.metrics import Metrics
+from w2v.optim import learning_rate
+from w2v.pipeline import Pipeline
+from w2v.sampler import Sampler
+from w2v.vocab import Vocab
+
+log = logging.getLogger("w2v")
+
+
+class Trainer:
+    """Trains the pipeline on the sampler's batches and leaves the results in a run folder.
+
+    raw_words: words of one pass over the text, those outside the vocabulary included.
+    """
+
+    def __init__(self, config: Config, vocab: Vocab, raw_words: int, sampler: Sampler, pipeline: Pipeline, folder: Path):
+        self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
+        self._total_words = raw_words * config.train.epochs
+        self.metrics = Metrics(folder / "metrics.jsonl", self._total_words, config.run.log_seconds)
+
+    def train(self) -> None:
+        epochs, lr = self.config.train.epochs, learning_rate(self.config.optimizer, 0.0)
+        with self.metrics:
+            for epoch in range(epochs):
+                for batch in self.sampler.epoch():
+                    loss, pairs = self.pipeline.step(batch, lr)
+                    share = self.sampler.epochs_done / epochs
+                    self.metrics.update(loss, pairs, round(share * self._total_words), lr)
+                    lr = learning_rate(self.config.optimizer, share)
+                if self.config.run.score_epochs and epoch + 1 < epochs:
+                    self._score_epoch(epoch + 1)
+            self.pipeline.engine.flush()
+            self.metrics.log(lr)
+        seconds = self.metrics.seconds
+        rate = self._total_words / seconds / 1e6
+        log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
+
+    def _score_epoch(self, epoch: int) -> None:
+        self.pipeline.engine.flush()
+        score = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"])
+        log.info(f"epoch {epoch}: analogies {score.total.accuracy:.1%}")
+        self.metrics.write(epoch=epoch, analogies=score.total.accuracy)
+
+    def export(self) -> None:
+        """Write the tables with their optimizer state, the vectors and their scores."""
+        for table in (self.pipeline.inputs, self.pipeline.outputs):
+            save_table(table, self.folder / "tables")
+        self.vocab.save(self.folder / "vocab.tsv")
+        keyed = export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].cpu().numpy())
+        export.save(keyed, self.folder)
+        analogies = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"])
+        similarities = [evaluation.similarity(keyed, name) for name in evaluation.PAIR_SETS]
+        scores = json.dumps(evaluation.as_dict(analogies, similarities), indent=1)
+        (self.folder / "scores.json").write_text(scores, encoding="utf-8")
+        log.info(
+            f"{evaluation.report(analogies, similarities)}\n\n"
+            f"run folder   {self.folder}\n"
+            f"in gensim    KeyedVectors.load({str(self.folder / 'vectors.kv')!r})\n"
+            f"ask it       python evaluate.py nn {self.folder} WORD ..."
+        )
+
+
+def new_run_folder(config: Config) -> Path:
+    """Create <run.dir>/<date>-<name>, never one that exists."""
+    corpus = Path(config.corpus.path).name.split(".")[0]
+    name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
+    base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
+    folder, number = base, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = base.with_name(f"{base.name}-{number}")

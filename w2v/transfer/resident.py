@@ -1,0 +1,21 @@
+"""Tables that lie on the compute device, CPU or GPU: the degenerate case of paging."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from w2v.batch import Page
+from w2v.table import Table
+
+
+class Resident:
+    def fetch(self, table: Table, rows_U: Tensor) -> Page:
+        return Page(table, rows_U, table.records_VR.index_select(0, rows_U), table.columns)
+
+    def write_back(self, page: Page) -> None:
+        page.table.records_VR.index_copy_(0, page.rows_U, page.records_UR)
+
+    def flush(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-CONFIG ?= configs/default.yaml
 CORPUS ?=
+CONFIG ?= $(firstword $(wildcard configs/$(CORPUS).yaml) configs/default.yaml)
 ARGS ?=
 RUN ?= latest
 

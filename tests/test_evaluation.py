@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gensim.test.utils import datapath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,10 +24,8 @@ def kv_of(words, vectors):
 
 
 def write_questions(path, sections):
-    lines = []
-    for name, asked in sections.items():
-        lines += [f": {name}", *(" ".join(question) for question in asked)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = "".join(f": {name}\n" + "".join(f"{' '.join(question)}\n" for question in asked) for name, asked in sections.items())
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -73,7 +72,7 @@ def test_torch_equals_gensim_on_planted_analogies(tmp_path, case_insensitive, re
     assert 0.2 < ours.total.accuracy < 1 and ours.total.skipped >= 4
 
 
-@pytest.mark.parametrize("kind", ["normal", "integers", "zeros", "copies", "tiny"])
+@pytest.mark.parametrize("kind", ["normal", "integers", "zeros", "copies", "nearly", "tiny"])
 @pytest.mark.parametrize("size", [3, 4, 7, 40])
 def test_torch_equals_gensim_on_random_vectors_with_ties_and_case_variants(tmp_path, kind, size):
     for seed in range(3):
@@ -86,6 +85,10 @@ def test_torch_equals_gensim_on_random_vectors_with_ties_and_case_variants(tmp_p
             vectors[:: max(2, size // 3)] = 0
         if kind == "copies":
             vectors[size // 2 :] = vectors[: len(vectors) - size // 2]
+        if kind == "nearly":  # apart by the last bit: which is nearer depends on the order of the sum
+            vectors = rng.standard_normal((len(words), 20)).astype(np.float32)
+            copies = vectors[: len(vectors) - size // 2]
+            vectors[size // 2 :] = copies * (1 + rng.integers(-1, 2, copies.shape) * np.float32(2**-23))
         if kind == "tiny":
             vectors *= 1e-12
         asked = [tuple(rng.choice(words, 4)) for _ in range(60)]
@@ -106,20 +109,39 @@ def test_torch_equals_gensim_whatever_the_vectors(tmp_path_factory, seed, size, 
     assert evaluation.analogies(words, vectors, path, restrict) == evaluation.analogies_gensim(kv_of(words, vectors), path, restrict)
 
 
-def test_the_answer_beyond_the_fifth_place_is_not_looked_for(tmp_path):
-    """Five case variants of b shadow the answer, so gensim takes the fifth of them, which is b itself."""
-    variants = ["berlin", "Berlin", "bErlin", "beRlin", "berLin", "berlIn"]
-    words = ["a", "c", "d", *variants]
-    vectors = np.array([[0, 0, 1], [0, 0.1, 1], [0.8, 0.3, 0.1], *([1, 0, 0.01 * k] for k in range(6))], dtype=np.float32)
-    path = write_questions(tmp_path / "q.txt", {"s": [("a", "berlin", "c", "d"), ("a", "berlin", "c", "berlin")]})
+def test_rounding_that_a_short_sum_magnifies_is_gensims(tmp_path):
+    """b + c - a all but cancels, so that its direction is rounding, different in every implementation."""
+    rng = np.random.default_rng(5)
+    words, vectors, asked = [f"w{i}" for i in range(300)], list(rng.standard_normal((300, 8))), []
+    for n in range(100):
+        x, y = np.linalg.qr(rng.standard_normal((8, 2)))[0].T
+        b, c = x, -x / 2 + y * 3**0.5 / 2
+        words += [f"a{n}", f"b{n}", f"c{n}"]
+        vectors += [b + c + 1e-7 * rng.standard_normal(8), b, c]
+        asked.append((f"a{n}", f"b{n}", f"c{n}"))
+    kv = kv_of(words, vectors)
+    answers = [kv.most_similar(positive=[b, c], negative=[a], topn=1)[0][0] for a, b, c in asked]
+    path = write_questions(tmp_path / "q.txt", {"s": [(*q, answer) for q, answer in zip(asked, answers, strict=True)]})
+    assert evaluation.analogies(words, kv.vectors, path).total.correct == 100
+
+
+def test_case_variants_may_fill_all_five_places(tmp_path):
+    """The first of the five nearest that is not a, b or c is the answer; if all five are, it is the fifth, as in gensim."""
+    words = ["a", "berlin", "c", "d", "Berlin", "bErlin", "beRlin", "C", "BERLIN"]
+    vectors = np.zeros((9, 3), dtype=np.float32)
+    vectors[:, 0], vectors[:, 1] = 1, [0.5, -0.1, 0.5, 0.6, 0.1, 0.2, 0.25, 0.55, 0.3]
+    vectors[0, 2] = vectors[2, 2] = 1e-3
+    asked = {"beyond": [("a", "berlin", "c", "d")], "fifth": [("a", "berlin", "c", "c")], "first": [("a", "berlin", "c", "berlin")]}
+    path = write_questions(tmp_path / "q.txt", asked)
     ours = evaluation.analogies(words, vectors, path)
     assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path)
-    assert ours.total.correct == 1 and ours.total.counted == 2
-    assert evaluation.analogies(words[:4], vectors[:4], path).total.correct == 1  # unshadowed, d is found
+    assert [section.correct for section in ours.sections] == [0, 1, 0]
+    assert evaluation.analogies(words[:7], vectors[:7], path).sections[0].correct == 1  # fewer variants, and d is found
 
 
 def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, monkeypatch):
     words, vectors, sections = planted(noise=0.01)
+    words, vectors = [*words, "zero"], np.vstack([vectors, np.zeros_like(vectors[:1])])
     path = write_questions(tmp_path / "q.txt", sections)
     expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
     asked = []
@@ -143,16 +165,14 @@ def test_strided_half_and_grad_vectors_score_as_plain_ones(tmp_path):
 
 def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
     words, vectors, sections = planted(n_pairs=5)
-    path = write_questions(tmp_path / "q.txt", sections)
     seen, block = [], evaluation._answer_block
     monkeypatch.setattr(evaluation, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
-    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     try:
-        torch.set_float32_matmul_precision("high")
-        evaluation.analogies(words, vectors, path)
-        assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
+        evaluation.analogies(words, vectors, write_questions(tmp_path / "q.txt", sections))
+        assert [*seen, torch.get_float32_matmul_precision()] == ["highest", "high"]
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_sections_totals_and_google_questions():
@@ -174,8 +194,6 @@ def test_bad_questions_are_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(evaluation.EvaluationError, match=message):
         evaluation.analogies(["a"], np.ones((1, 2), dtype=np.float32), path)
-    with pytest.raises(evaluation.EvaluationError, match="none.txt cannot be read"):
-        evaluation.read_questions(tmp_path / "none.txt")
 
 
 def test_vectors_that_are_not_finite_are_refused():
@@ -200,18 +218,12 @@ def test_similarity_follows_the_human_order():
 
 def test_similarity_equals_gensims_own_call():
     rng = np.random.default_rng(0)
-    text = Path(evaluation_data("simlex999.txt")).read_text(encoding="utf-8")
+    text = Path(datapath("simlex999.txt")).read_text(encoding="utf-8")
     words = sorted({word for line in text.splitlines()[2:] for word in line.split("\t")[:2]})[::2]
     kv = kv_of(words, rng.standard_normal((len(words), 5)))
-    _, spearman, oov = kv.evaluate_word_pairs(evaluation_data("simlex999.txt"))
+    _, spearman, oov = kv.evaluate_word_pairs(datapath("simlex999.txt"))
     score = evaluation.similarity(kv, "simlex999")
     assert score.spearman == spearman[0] and score.oov == pytest.approx(oov / 100)
-
-
-def evaluation_data(name):
-    from gensim.test.utils import datapath
-
-    return datapath(name)
 
 
 def test_neighbours_and_analogy_are_gensims_and_unknown_words_get_spellings():
@@ -229,12 +241,12 @@ def test_neighbours_and_analogy_are_gensims_and_unknown_words_get_spellings():
 
 def test_report_is_aligned_and_json_is_plain():
     score = evaluation.AnalogyScore((evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7)))
-    similarities = [evaluation.SimilarityScore("wordsim353", 0.6125, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
+    similarities = [evaluation.SimilarityScore("wordsim353", 0.6126, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
     lines = evaluation.report(score, similarities).splitlines()
     assert lines[1].split() == ["family", "75.0", "%", "3", "4", "1"]
     assert lines[2].split() == ["gram8-plural", "-", "0", "0", "7"]
     assert [line.split()[0] for line in lines[4:7]] == ["semantic", "syntactic", "total"]
-    assert lines[-2].split() == ["WordSim-353", "0.613", "340", "3.7", "%"] or lines[-2].split()[1] == "0.612"
+    assert lines[-2].split() == ["WordSim-353", "0.613", "340", "3.7", "%"]
     assert len({len(line) for line in lines[:3]}) == 1
     plain = json.loads(json.dumps(evaluation.as_dict(score, similarities), allow_nan=False))
     assert plain["analogies"]["total"] == {"name": "total", "correct": 3, "counted": 4, "skipped": 8, "accuracy": 0.75}

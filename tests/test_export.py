@@ -90,6 +90,26 @@ def test_a_failed_save_leaves_the_old_file_whole(kv, tmp_path, monkeypatch, name
     assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", export.FORMATS)
+def test_who_reads_during_a_save_reads_the_old_file(kv, tmp_path, name):
+    (path,) = export.save(kv, tmp_path, [name])
+    before = path.read_bytes()
+    with open(path, "rb") as reader:
+        kv.vectors = kv.vectors + 1
+        export.save(kv, tmp_path, [name])
+        assert reader.read() == before != path.read_bytes()
+
+
+def test_old_vectors_are_never_paired_with_new_side_files(kv, tmp_path, monkeypatch):
+    save, replace = KeyedVectors.save, os.replace
+    monkeypatch.setattr(KeyedVectors, "save", lambda self, path: save(self, path, sep_limit=10))
+    export.save(kv, tmp_path, ["kv"])
+    seen = []
+    monkeypatch.setattr(export.os, "replace", lambda a, b: (seen.append((tmp_path / "vectors.kv").exists()), replace(a, b)))
+    export.save(kv, tmp_path, ["kv"])
+    assert seen == [False, False]  # neither while the side file is renamed nor before vectors.kv itself is
+
+
 @pytest.mark.parametrize("word", ["new york", "line\nbreak", "tab\tbed", "", " "])
 def test_words_with_white_space_go_to_kv_only(tmp_path, word):
     kv = export.keyed_vectors(["the", word], np.array([2, 1]), np.eye(2))

@@ -243,8 +243,7 @@ def test_report_is_aligned_and_json_is_plain():
     score = evaluation.AnalogyScore((evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7)))
     similarities = [evaluation.SimilarityScore("wordsim353", 0.6126, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
     lines = evaluation.report(score, similarities).splitlines()
-    assert lines[1].split() == ["family", "75.0", "%", "3", "4", "1"]
-    assert lines[2].split() == ["gram8-plural", "-", "0", "0", "7"]
+    assert [line.split() for line in lines[1:3]] == [["family", "75.0", "%", "3", "4", "1"], ["gram8-plural", "-", "0", "0", "7"]]
     assert [line.split()[0] for line in lines[4:7]] == ["semantic", "syntactic", "total"]
     assert lines[-2].split() == ["WordSim-353", "0.613", "340", "3.7", "%"]
     assert len({len(line) for line in lines[:3]}) == 1
@@ -293,13 +292,6 @@ def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
         with pytest.raises(SystemExit) as stop:
             evaluate.main(argv)
         assert stop.value.code == 2
-
-
-def test_export_writes_the_chosen_formats(run, capsys, tmp_path):
-    folder, _ = run
-    assert evaluate.main(["export", str(folder), "--text", "--bin", "--to", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / "vectors.txt"), str(tmp_path / "out" / "vectors.bin")]
-    assert evaluate.main(["nn", str(tmp_path / "out" / "vectors.txt"), "b0x1", "--topn", "1"]) == 0
 
 
 def test_help_needs_neither_torch_nor_gensim():

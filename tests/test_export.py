@@ -8,6 +8,7 @@ import pytest
 from gensim.models import KeyedVectors, Word2Vec
 from gensim.utils import SaveLoad
 
+import evaluate
 from w2v import export
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
@@ -163,3 +164,11 @@ def test_a_whole_model_is_not_keyed_vectors(tmp_path):
     SaveLoad.save(model, str(tmp_path / "model.kv"))
     with pytest.raises(export.VectorsError, match="holds a gensim Word2Vec, not KeyedVectors; save its .wv"):
         export.load(tmp_path / "model.kv")
+
+
+def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
+    export.save(kv, tmp_path / "run", ["kv"])
+    assert evaluate.main(["export", str(tmp_path / "run"), "--text", "--bin", "--to", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("vectors.txt", "vectors.bin")]
+    assert evaluate.main(["export", str(tmp_path / "out" / "vectors.txt"), "--kv"]) == 0  # beside what was read
+    assert export.load(tmp_path / "out").index_to_key == WORDS

@@ -86,7 +86,7 @@ class Plan:
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
-    settings, data_dir = config.corpus, Path(config.corpus.data_dir)
+    settings, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
     files = text.locate(settings.path, data_dir)
     how = {"lowercase": settings.lowercase, "max_sentence_length": settings.max_sentence_length}
     key = text.content_key(files, **how, min_count=config.vocab.min_count, max_final_vocab=config.vocab.max_final_vocab)
@@ -94,8 +94,8 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     if not (folder / "vocab.tsv").exists():
         log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
         vocab = Vocab.count(text.sentences(files, **how), config.vocab.min_count, config.vocab.max_final_vocab)
-        Corpus.write(folder, text.sentences(files, **how), vocab.index)
-        vocab.save(folder / "vocab.tsv")
+        Corpus.write(folder, text.sentences(files, **how, warn=False), vocab.index)
+        vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 
 

@@ -45,5 +45,10 @@ def _circumstances() -> dict[str, str]:
         "torch": torch.__version__,
         "cupy": cupy_version,
         "commit": os.environ.get("W2V_COMMIT") or described.stdout.strip(),
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *(_shown(argument) for argument in sys.argv[1:])]),
     }
+
+
+def _shown(argument: str) -> str:
+    """Where a file lies on the machine that measured does not matter."""
+    return Path(argument).name if os.path.isabs(argument) else argument

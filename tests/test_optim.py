@@ -7,6 +7,8 @@ from torch import nn
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.optim import RowOptimizer, learning_rate, rowwise_optimizers
 from w2v.table import Table
+from w2v.transfer.mapped import Mapped
+from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
 
 ROWS, DIM, STEPS = 12, 7, 6
@@ -25,9 +27,7 @@ PLACES = ["cpu", pytest.param("cuda", marks=GPU), pytest.param("pinned", marks=G
 
 def engine_for(storage):
     if storage == "pinned":
-        from w2v.transfer.mapped import Mapped
-
-        return Mapped()
+        return Paged(Mapped())
     return Resident()
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from w2v.table import RowState, Table
+from w2v.transfer.mapped import Mapped
+from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
 
 KERNELS = Path(__file__).parent.parent / "w2v" / "kernels"
@@ -15,9 +17,7 @@ KERNELS = Path(__file__).parent.parent / "w2v" / "kernels"
 
 def engine_for(storage):
     if storage == "pinned":
-        from w2v.transfer.mapped import Mapped
-
-        return Mapped()
+        return Paged(Mapped())
     return Resident()
 
 

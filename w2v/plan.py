@@ -23,6 +23,9 @@ from w2v.pipeline import Pipeline
 from w2v.sampler import Sampler
 from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine
+from w2v.transfer.mapped import Mapped
+from w2v.transfer.paged import Paged
+from w2v.transfer.resident import Resident
 from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
@@ -177,11 +180,7 @@ def environment(plan: Plan) -> str:
 
 def _engine(name: str) -> Engine:
     if name == "mapped":
-        from w2v.transfer.mapped import Mapped
-
-        return Mapped()
-    from w2v.transfer.resident import Resident
-
+        return Paged(Mapped())
     return Resident()
 
 

@@ -13,27 +13,33 @@ from torch import Tensor
 BLOCKS, THREADS = 132, 512  # more blocks do not move host memory faster
 
 
-def gather_records(table_VR: Tensor, rows_U: Tensor, page_UR: Tensor) -> None:
-    """page[u] = table[rows[u]]; the table may lie in pinned CPU memory. Rows must be unique and inside the table."""
-    _move("gather_records", table_VR, rows_U, page_UR)
+def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    """records[slots[u]] = table[rows[u]], slots[u] being u where none are given; the table may lie in pinned CPU memory.
+
+    Rows and slots are int64 on the GPU, inside their bounds; rows are unique, and best sorted. A record is a multiple of 16 bytes.
+    """
+    _move("gather_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def scatter_records(page_UR: Tensor, rows_U: Tensor, table_VR: Tensor) -> None:
-    """table[rows[u]] = page[u]; the table may lie in pinned CPU memory. Rows must be unique and inside the table."""
-    _move("scatter_records", table_VR, rows_U, page_UR)
+def scatter_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    """table[rows[u]] = records[slots[u]]; otherwise as `gather_records`."""
+    _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, page_UR: Tensor) -> None:
-    assert rows_U.dtype == torch.int64 and rows_U.is_contiguous() and page_UR.is_contiguous() and table_VR.is_contiguous()
-    bytes_R = page_UR.shape[1] * page_UR.element_size()
-    assert bytes_R % 16 == 0 and table_VR.shape[1] == page_UR.shape[1]
+def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None) -> None:
+    assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
+    assert table_VR.is_contiguous() and records_SR.is_contiguous()
+    for ids in (rows_U, slots_U):
+        assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda and len(ids) == len(rows_U))
+    record_bytes = table_VR.shape[1] * table_VR.element_size()
+    assert record_bytes % 16 == 0
     if len(rows_U):
-        _launch("rows.cu", kernel, table_VR, rows_U, np.int64(len(rows_U)), np.int32(bytes_R // 16), page_UR)
+        _launch("rows.cu", kernel, table_VR, rows_U, records_SR, slots_U, np.int64(len(rows_U)), np.int32(record_bytes // 16))
 
 
-def _launch(source: str, kernel: str, *args: Tensor | np.generic) -> None:
-    """Launch on torch's current stream; a tensor is passed as the pointer to its data."""
-    passed = tuple(np.intp(arg.data_ptr()) if isinstance(arg, Tensor) else arg for arg in args)
+def _launch(source: str, kernel: str, *args: Tensor | np.generic | None) -> None:
+    """Launch on torch's current stream; a tensor is passed as the pointer to its data, None as a null pointer."""
+    passed = tuple(np.intp(0 if arg is None else arg.data_ptr()) if arg is None or isinstance(arg, Tensor) else arg for arg in args)
     with _stream(torch.cuda.current_stream().cuda_stream):
         _module(source).get_function(kernel)((BLOCKS,), (THREADS,), passed)
 

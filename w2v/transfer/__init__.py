@@ -1,4 +1,4 @@
-"""Engines that move rows between a table and the device that computes."""
+"""Engines that bring rows of a table to the device that computes, and links that carry them over."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from w2v.table import Table
 
 
 class Engine(Protocol):
+    """What a training step asks for."""
+
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""
 
@@ -19,3 +21,16 @@ class Engine(Protocol):
 
     def flush(self) -> None:
         """Return when the tables hold everything that was written back."""
+
+
+class Link(Protocol):
+    """Moves records between a table in CPU memory and GPU memory, in the order of torch's current stream.
+
+    rows_U: sorted and unique, int64, on the GPU. slots_U: where in `records_SR` each of them lies; None for 0, 1, 2, ...
+    """
+
+    def read(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        """records[slots[u]] = table[rows[u]]"""
+
+    def write(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+        """table[rows[u]] = records[slots[u]]"""

@@ -88,7 +88,7 @@ def test_values_are_converted_to_the_type_of_the_key(tmp_path: Path) -> None:
         ("vocab.max_final_vocab=many", f"vocab.max_final_vocab=many {CLI} is not a whole number or null"),
         ("train.deterministic=maybe", f"train.deterministic=maybe {CLI} is not true or false"),
         ("train.deterministic=7", f"train.deterministic=7 {CLI} is not true or false"),
-        ("transfer.engine=map", f"transfer.engine=map {CLI} is not one of auto, resident, mapped; did you mean mapped?"),
+        ("transfer.engine=map", f"transfer.engine=map {CLI} is not one of auto, resident, mapped, staged; did you mean mapped?"),
         ("train.device=null", f"train.device=null {CLI} is not one of auto, cpu, cuda"),
         ("optimizer.args=3", f"optimizer.args=3 {CLI} is not a mapping such as {{betas: [0.5, 0.99]}}"),
         ("optimizer.args={1: 2}", f"optimizer.args={{1: 2}} {CLI} is not a mapping such as {{betas: [0.5, 0.99]}}"),
@@ -206,7 +206,7 @@ def test_the_described_defaults_load_back_and_every_key_has_a_sentence(tmp_path:
     text = describe()
     assert load([yaml_file(tmp_path, text)]) == Config()
     assert re.findall(r"^  # .+\.\n  (\w+): .+$", text, flags=re.MULTILINE) == [name.partition(".")[2] for name in names()]
-    assert "One of: auto, resident, mapped." in text
+    assert "One of: auto, resident, mapped, staged." in text
 
 
 def test_settings_are_frozen() -> None:

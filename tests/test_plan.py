@@ -50,13 +50,22 @@ def test_configured_engine():
         plan.choose_engine(configured("transfer.engine=mapped"), CPU_ONLY, torch.device("cpu"), 1)
 
 
+def test_room_on_the_gpu():
+    tables = 1000 * 2**20
+    sizes = {"auto": None, "0": 0, "12": 12, "50%": tables // 2, "2GiB": 2 * 2**30, "1.5 KB": 1500, "100MB": 10**8}
+    assert {text: configured(f"transfer.gpu_bytes={text}").transfer.gpu_bytes_of(tables) for text in sizes} == sizes
+    for text in ("-1", "many", "5XB", "1e9"):
+        with pytest.raises(ConfigError, match=f"transfer.gpu_bytes={text} is out of range.*20GiB"):
+            configured(f"transfer.gpu_bytes={text}")
+
+
 def test_without_cupy_it_says_how_to_install_it(caplog):
     caplog.set_level(logging.WARNING, "w2v")
     logging.getLogger("w2v").propagate = True
     bare = replace(WITH_GPU, cuda_cupy="")
-    assert plan.choose_engine(configured(), bare, GPU, 2**50)[0] == "resident"
+    assert plan.choose_engine(configured(), bare, GPU, 2**50)[0] == "staged"
     assert "pip install 'cupy-cuda13x'" in caplog.text
-    with pytest.raises(ConfigError, match="mapped needs CuPy.*pip install 'cupy-cuda13x'.*transfer.engine=resident"):
+    with pytest.raises(ConfigError, match="mapped needs CuPy.*pip install 'cupy-cuda13x'.*transfer.engine=staged"):
         plan.choose_engine(configured("transfer.engine=mapped"), bare, GPU, 1)
 
 

@@ -76,6 +76,7 @@ def test_only_words_of_a_pair_are_touched():
         context_mask_BC=torch.tensor([[True, False], [False, False], [True, True]]),
         negatives_BK=torch.tensor([[3, 2], [6, 6], [4, 2]]),
         negative_mask_BK=torch.tensor([[False, True], [True, True], [True, True]]),
+        epochs_done=0.0,
     )
     slots = find_slots(batch)
     assert slots.input_rows_U.tolist() == [3, 9]  # 1 and 7 are masked

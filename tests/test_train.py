@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = """
-model.vector_size=16 model.window=2 vocab.min_count=1 train.epochs=2 train.batch_size=128 train.device=cpu run.log_seconds=0.05
+model.vector_size=16 model.window=2 vocab.min_count=1 train.epochs=2 train.batch_size=128 train.device=cpu run.log_seconds=0.001
 """.split()
 
 

@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     context_mask_BC: Tensor  # bool: False where the window is smaller or leaves the sentence
     negatives_BK: Tensor
     negative_mask_BK: Tensor  # bool: False where the noise word is the center itself
+    epochs_done: float  # passes over the corpus that are done with this batch
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Page:
     records_UR: Tensor
     columns: Mapping[str, slice]
     grad_UD: Tensor | None = None
+    slots_U: Tensor | None = None  # where an engine that keeps records on the GPU has these
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field, "weight" or an optimizer state, of all rows: [U, D], or [U, 1] for a state kept once a row."""

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,6 +30,10 @@ def key(default: Any, sentence: str) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"help": sentence})
     return field(default=default, metadata={"help": sentence})
+
+
+UNITS = {f"{prefix}{unit}": step**power for unit, step in (("B", 1000), ("iB", 1024)) for power, prefix in enumerate("KMGT", start=1)}
+SIZE = re.compile(rf"(\d+(?:\.\d*)?) *({'|'.join(UNITS)}|%|)")
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,23 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    engine: Literal["auto", "resident", "mapped"] = key("auto", "Tables on the compute device (resident) or in pinned CPU memory (mapped).")
+    engine: Literal["auto", "resident", "mapped", "staged"] = key(
+        "auto", "Tables on the compute device (resident), or in CPU memory that the GPU reads in place (mapped) or by copies (staged)."
+    )
+    gpu_bytes: str = key("auto", "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.")
+    steps_per_page: int = key(1, "Steps whose rows are brought to the GPU together; more of them move fewer rows and need more GPU memory.")
+
+    def __post_init__(self) -> None:
+        valid = "auto, 0, a size such as 500MB or 20GiB, or a share of the tables such as 50%"
+        require(self.gpu_bytes == "auto" or SIZE.fullmatch(self.gpu_bytes) is not None, "transfer.gpu_bytes", self.gpu_bytes, valid)
+        require(self.steps_per_page >= 1, "transfer.steps_per_page", self.steps_per_page, "at least 1")
+
+    def gpu_bytes_of(self, table_bytes: int) -> int | None:
+        """`gpu_bytes` as a number, for tables of that many bytes; None for auto."""
+        if self.gpu_bytes == "auto":
+            return None
+        number, unit = SIZE.fullmatch(self.gpu_bytes).groups()
+        return int(float(number) * {"": 1, "%": table_bytes / 100, **UNITS}[unit])
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,17 @@ from w2v.optim import RowOptimizer
 from w2v.pipeline import Pipeline
 from w2v.sampler import Sampler
 from w2v.table import Storage, Table, record_width, uniform
-from w2v.transfer import Engine
+from w2v.transfer import Engine, Link
+from w2v.transfer.cached import Cached
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
+from w2v.transfer.staged import Staged
 from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
+LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
 
 
 @dataclass(frozen=True)
@@ -73,17 +76,19 @@ class Plan:
     engine: str
     reason: str
     table_bytes: int
+    slots: int  # rows of paged tables for which there is room on the GPU
 
     def __str__(self) -> str:
         states = self.optimizer.states(self.config.model.vector_size)
         words, size = len(self.vocab.words), self.config.model.vector_size
         fields = " + ".join(["weight", *states])
+        room = f"; room for {self.slots:,} rows there" if self.engine in LINKS else ""
         return "\n".join([
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
-            f"engine    {self.engine} on {self.device}: {self.reason}",
+            f"engine    {self.engine} on {self.device}: {self.reason}{room}",
         ])  # fmt: skip
 
 
@@ -114,7 +119,10 @@ def make_plan(config: Config) -> Plan:
     size = config.model.vector_size
     table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
     engine, reason = choose_engine(config, machine, device, table_bytes)
-    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes)
+    room = config.transfer.gpu_bytes_of(table_bytes)
+    rows = 2 * len(vocab.words)
+    slots = min(rows, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes))
+    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, slots)
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
@@ -134,12 +142,12 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
     """The engine's name and the reason for it."""
     wanted = config.transfer.engine
     if device.type == "cpu":
-        if wanted == "mapped":
-            raise ConfigError("transfer.engine=mapped pages rows onto a GPU, but the run is on the CPU; set transfer.engine=resident")
+        if wanted in LINKS:
+            raise ConfigError(f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU; set transfer.engine=resident")
         return "resident", "the CPU computes where the tables are"
     install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
     if wanted == "mapped" and not machine.cuda_cupy:
-        raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=resident")
+        raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=staged")
     if wanted != "auto":
         return wanted, "as configured"
     room = machine.gpu_free_bytes - GPU_RESERVE
@@ -147,15 +155,15 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
     if table_bytes <= room:
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
-        log.warning(f"{fit}: paging would fit them, but it needs CuPy, which cannot be imported; {install}")
-        return "resident", f"{fit}, but without CuPy there is no paging"
+        log.warning(f"{fit}, so rows are paged, but CuPy, which would page them faster, cannot be imported; {install}")
+        return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU for want of CuPy"
     return "mapped", f"{fit}, so rows are paged from pinned CPU memory"
 
 
 def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     """The objects of the run, tables initialised as word2vec does it: inputs uniform in +-0.5 / D, outputs zero."""
     model, train = plan.config.model, plan.config.train
-    storage: Storage = "pinned" if plan.engine == "mapped" else "cuda" if plan.device.type == "cuda" else "cpu"
+    link, storage = LINKS.get(plan.engine, (None, plan.device.type))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
     inputs, outputs = (Table(name, len(plan.vocab.words), size, states, scalars, storage) for name in ("input", "output"))
     inputs.initialise(uniform(size, 0.5 / size, train.seed))
@@ -163,7 +171,14 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
         model, train.batch_size, train.seed, plan.device,
     )  # fmt: skip
-    return sampler, Pipeline(inputs, outputs, _engine(plan.engine), plan.optimizer)
+    engine: Engine
+    if link is None:
+        engine = Resident()
+    elif plan.slots:
+        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device)
+    else:
+        engine = Paged(link())
+    return sampler, Pipeline(inputs, outputs, engine, plan.optimizer, plan.device, plan.config.transfer.steps_per_page)
 
 
 def environment(plan: Plan) -> str:
@@ -176,12 +191,6 @@ def environment(plan: Plan) -> str:
         except PackageNotFoundError:
             continue
     return "\n".join(lines) + "\n"
-
-
-def _engine(name: str) -> Engine:
-    if name == "mapped":
-        return Paged(Mapped())
-    return Resident()
 
 
 def _cupy_cuda() -> str:

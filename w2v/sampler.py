@@ -47,13 +47,7 @@ class Sampler:
         self._generator = torch.Generator(device)
         starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
         self._chunks = [*np.unique(starts[starts < len(offsets_S) - 1]), len(offsets_S) - 1]  # as sentence numbers
-        self._share_done = 0.0
         self.position = Position()
-
-    @property
-    def epochs_done(self) -> float:
-        """Passes over the corpus that the batches drawn so far make up."""
-        return self.position.epoch + self._share_done
 
     def epoch(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the epoch; the position moves on as each is drawn."""
@@ -63,12 +57,12 @@ class Sampler:
             cuts = _even_cuts(len(words_n), self._batch_size)
             begin, end = self._offsets_S[self._chunks[chunk]], self._offsets_S[self._chunks[chunk + 1]]
             for number in range(first_batch, len(cuts) - 1):
-                batch = self._draw(words_n, sentence_n, slice(cuts[number], cuts[number + 1]), self._seeded(epoch, chunk, number + 1))
+                part, generator = slice(cuts[number], cuts[number + 1]), self._seeded(epoch, chunk, number + 1)
+                done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
                 self.position = Position(epoch, chunk, number + 1)
-                self._share_done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
-                yield batch
+                yield self._draw(words_n, sentence_n, part, generator, epoch + done)
             first_batch = 0
-        self.position, self._share_done = Position(epoch + 1), 0.0
+        self.position = Position(epoch + 1)
 
     def _subsample(self, epoch: int, chunk: int) -> tuple[Tensor, Tensor]:
         """The kept words of a chunk and the number of the sentence that each is in."""
@@ -82,7 +76,7 @@ class Sampler:
         kept_n = draws_n < self._keep_V[words_n]
         return words_n[kept_n], sentence_n[kept_n]
 
-    def _draw(self, words_n: Tensor, sentence_n: Tensor, part: slice, generator: torch.Generator) -> Batch:
+    def _draw(self, words_n: Tensor, sentence_n: Tensor, part: slice, generator: torch.Generator, epochs_done: float) -> Batch:
         """The batch of the centers at `part`; their contexts may lie beyond it."""
         centers_B, device = words_n[part], words_n.device
         size = len(centers_B)
@@ -96,7 +90,7 @@ class Sampler:
         same_sentence_BC = sentence_n[at_BC] == sentence_n[part, None]
         context_mask_BC = (self._offsets_C.abs() <= window_B[:, None]) & inside_BC & same_sentence_BC
         negatives_BK = self._noise(size, generator)
-        return Batch(centers_B, words_n[at_BC], context_mask_BC, negatives_BK, negatives_BK != centers_B[:, None])
+        return Batch(centers_B, words_n[at_BC], context_mask_BC, negatives_BK, negatives_BK != centers_B[:, None], epochs_done)
 
     def _noise(self, size: int, generator: torch.Generator) -> Tensor:
         """Noise words [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""

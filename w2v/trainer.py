@@ -34,9 +34,9 @@ class Trainer:
         epochs, lr = self.config.train.epochs, learning_rate(self.config.optimizer, 0.0)
         with self.metrics:
             for epoch in range(epochs):
-                for batch in self.sampler.epoch():
-                    loss, pairs = self.pipeline.step(batch, lr)
-                    share = self.sampler.epochs_done / epochs
+                for planned in self.pipeline.ahead(self.sampler.epoch()):
+                    loss, pairs = self.pipeline.step(planned, lr)
+                    share = planned.batch.epochs_done / epochs
                     self.metrics.update(loss, pairs, round(share * self._total_words), lr)
                     lr = learning_rate(self.config.optimizer, share)
                 if self.config.run.score_epochs and epoch + 1 < epochs:
@@ -46,6 +46,10 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
+        read, written = self.pipeline.engine.rows_read, self.pipeline.engine.rows_written
+        if read:
+            share, per_word = read / self.pipeline.rows_used, read / self._total_words
+            log.info(f"over the link came {read:,} rows, {share:.1%} of those used, {per_word:.3f} a word, and {written:,} went back")
 
     def _score_epoch(self, epoch: int) -> None:
         self.pipeline.engine.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -9,15 +10,23 @@ from torch import Tensor
 from w2v.batch import Page
 from w2v.table import Table
 
+Wanted = Sequence[tuple[Table, Tensor]]  # tables with sorted unique rows
+
 
 class Engine(Protocol):
     """What a training step asks for."""
+
+    def prefetch(self, wanted: Wanted) -> None:
+        """Rows that the steps after the current ones will fetch: an engine may begin to bring them."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""
 
     def write_back(self, page: Page) -> None:
         """Put the page's records into its table; the page is spent."""
+
+    rows_read: int  # that crossed the link to the GPU, so far
+    rows_written: int  # that went back
 
     def flush(self) -> None:
         """Return when the tables hold everything that was written back."""

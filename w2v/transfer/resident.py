@@ -7,9 +7,15 @@ from torch import Tensor
 
 from w2v.batch import Page
 from w2v.table import Table
+from w2v.transfer import Wanted
 
 
 class Resident:
+    rows_read = rows_written = 0  # nothing crosses a link
+
+    def prefetch(self, wanted: Wanted) -> None:
+        """Nothing is brought ahead."""
+
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         return Page(table, rows_U, table.records_VR.index_select(0, rows_U), table.columns)
 

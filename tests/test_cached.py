@@ -1,0 +1,159 @@
+"""Keeping rows on the GPU, and moving them while steps compute, changes no bit of the result.
+
+Weights, gradients and learning rate are whole numbers, so that sums are exact in any order. Without a GPU the same plans are made, and
+the moves follow one another.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from w2v.config import ConfigError, OptimizerConfig
+from w2v.optim import RowOptimizer
+from w2v.table import Table
+from w2v.transfer.cached import Cached
+from w2v.transfer.mapped import Mapped
+from w2v.transfer.staged import Staged
+
+ROWS, DIM = 24, 3
+GPU = pytest.mark.gpu
+LINKS = ["host", pytest.param("mapped", marks=GPU), pytest.param("staged", marks=GPU)]
+
+
+class HostLink:
+    """Both sides in CPU memory."""
+
+    def read(self, table, rows_U, records_SR, slots_U=None):
+        records_SR[slots_U] = table.records_VR[rows_U]
+
+    def write(self, table, rows_U, records_SR, slots_U=None):
+        table.records_VR[rows_U] = records_SR[slots_U]
+
+
+LINK = {"host": (HostLink, "cpu", "cpu"), "mapped": (Mapped, "pinned", "cuda"), "staged": (Staged, "cpu", "cuda")}
+
+
+def make_tables(optimizer, storage, rows=ROWS, dim=DIM):
+    tables = [Table(name, rows, dim, optimizer.states(dim), optimizer.scalars, storage) for name in ("input", "output")]
+    for number, table in enumerate(tables):
+        table["weight"].copy_(torch.arange(rows * dim).view(rows, dim) % 19 - number)
+    return tables
+
+
+def gradient(rows, step, dim=DIM):
+    return ((rows[:, None] * 7 + torch.arange(dim) * 3 + step * 5) % 11 - 5).float()
+
+
+def train_dense(optimizer, tables, pages, lr):
+    """Steps over whole tables in memory, one after another."""
+    from w2v.transfer.resident import Resident
+
+    return run(optimizer, tables, Resident(), pages, lr, "cpu")
+
+
+def run(optimizer, tables, engine, pages, lr, device):
+    """`pages` is a list of lists of steps, each a pair of rows of both tables. Plans run a page ahead, on a stream of their own."""
+    planning = torch.cuda.Stream() if device == "cuda" else None
+    done, step = [], 0
+
+    def plan(page):
+        wanted = [(table, torch.unique(torch.cat([rows[number] for rows in page])).to(device)) for number, table in enumerate(tables)]
+        if planning is None:
+            return engine.prefetch(wanted)
+        done.append(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(planning):
+            planning.wait_stream(torch.cuda.current_stream()) if len(done) < 2 else planning.wait_event(done[-2])
+            engine.prefetch(wanted)
+        torch.cuda.current_stream().wait_stream(planning)
+
+    plan(pages[0])
+    for page, following in zip(pages, [*pages[1:], None], strict=True):
+        for both in page:
+            for table, rows in zip(tables, both, strict=True):
+                fetched = engine.fetch(table, rows.to(device))
+                fetched.grad_UD = gradient(rows, step, table.dim).to(device)
+                optimizer.step(fetched, lr)
+                engine.write_back(fetched)
+            step += 1
+        if following:
+            plan(following)
+    engine.flush()
+    return [table.records_VR.cpu().clone() for table in tables]
+
+
+rows = st.sets(st.integers(0, ROWS - 1), max_size=ROWS).map(lambda chosen: torch.tensor(sorted(chosen), dtype=torch.int64))
+steps = st.tuples(rows, rows)
+any_pages = st.lists(st.lists(steps, min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+def needed(pages):
+    return max(sum(len(torch.unique(torch.cat([both[number] for both in page]))) for number in (0, 1)) for page in pages)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@settings(max_examples=150)
+@given(pages=any_pages, spare=st.integers(0, 2 * ROWS))
+def test_equals_dense_training(link, pages, spare):
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0, args={"momentum": 2.0}))
+    make_link, storage, device = LINK[link]
+    expected = train_dense(optimizer, make_tables(optimizer, "cpu"), pages, lr=1.0)
+    tables = make_tables(optimizer, storage)
+    slots = min(2 * ROWS, max(1, needed(pages) + spare))
+    engine = Cached(make_link(), tables, slots, torch.device(device))
+    for ours, dense in zip(run(optimizer, tables, engine, pages, 1.0, device), expected, strict=True):
+        assert torch.equal(ours, dense)
+    assert engine.rows_read - engine.rows_written <= slots
+
+
+def page_of(*steps):
+    return [tuple(torch.tensor(sorted(rows), dtype=torch.int64) for rows in step) for step in steps]
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [page_of(({1, 2}, {3}))] * 6,  # all rows shared
+        [page_of(({n, n + 1}, {n + 2})) for n in range(0, 18, 3)],  # none
+        [page_of(({n, 5}, {n + 1})) for n in range(6, 18, 2)],  # one
+        [page_of(({n % 2}, {n % 2 + 2})) for n in range(12)],  # gone and needed again at every other page
+        [page_of((set(range(n)), set(range(n)))) for n in (1, 12, 2, 12, 3)],  # pages that take all the room
+    ],
+    ids=["all shared", "none shared", "one shared", "to and fro", "full"],
+)
+@pytest.mark.parametrize("slots", [24, 27, 48])
+def test_sharing_patterns(link, pages, slots):
+    optimizer = RowOptimizer(OptimizerConfig(name="Adamax", lr=0.1))
+    make_link, storage, device = LINK[link]
+    expected = train_dense(optimizer, make_tables(optimizer, "cpu"), pages, lr=0.1)
+    tables = make_tables(optimizer, storage)
+    found = run(optimizer, tables, Cached(make_link(), tables, slots, torch.device(device)), pages, 0.1, device)
+    for ours, dense in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=0 if device == "cpu" else 1e-6, atol=0 if device == "cpu" else 1e-6)
+
+
+def test_rows_cross_the_link_only_when_they_are_not_there():
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    tables = make_tables(optimizer, "cpu")
+    engine = Cached(HostLink(), tables, 2 * ROWS, torch.device("cpu"))
+    run(optimizer, tables, engine, [page_of(({1, 2, 3}, {1})), page_of(({2, 3, 4}, {1, 2})), page_of(({1, 4}, {2}))], 1.0, "cpu")
+    assert engine.rows_read == 4 + 2 and engine.rows_written == 0  # each row once; they go home only when the tables are flushed
+
+
+def test_the_least_frequent_rows_leave_first():
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    tables = make_tables(optimizer, "cpu")
+    engine = Cached(HostLink(), tables, 6, torch.device("cpu"))
+    pages = [page_of(step) for step in [({0, 20}, {1}), ({5}, set()), ({7}, set()), ({8}, set())]]
+    run(optimizer, tables, engine, pages, 1.0, "cpu")
+    assert (engine.rows_read, engine.rows_written) == (6, 1)
+    engine.prefetch([(tables[0], torch.tensor([0, 5])), (tables[1], torch.tensor([1]))])
+    assert engine.rows_read == 6  # so it was row 20 that left
+
+
+def test_a_step_that_cannot_fit_is_refused():
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    tables = make_tables(optimizer, "cpu")
+    with pytest.raises(ConfigError, match="transfer.gpu_bytes has room for 4 rows on the GPU, but 6 are needed at once; raise it"):
+        run(optimizer, tables, Cached(HostLink(), tables, 4, torch.device("cpu")), [page_of(({1, 2, 3}, {1, 2, 3}))], 1.0, "cpu")

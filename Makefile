@@ -17,10 +17,10 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate test test-gpu smoke lint clean
+.PHONY: help setup train evaluate test test-gpu bench-transfer smoke lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
@@ -49,6 +49,9 @@ test: $(INSTALLED) ## run the tests that need no GPU
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+bench-transfer: $(INSTALLED) ## measure moving rows between CPU memory and the GPU; tables, tests/bench/results.csv, docs/transfer.png
+	$(PY) tests/bench/transfer.py $(ARGS)
 
 smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in half a minute, into a folder that is removed
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \

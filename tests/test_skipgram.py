@@ -78,7 +78,7 @@ def test_only_words_of_a_pair_are_touched():
         negative_mask_BK=torch.tensor([[False, True], [True, True], [True, True]]),
         epochs_done=0.0,
     )
-    slots = find_slots(batch)
+    slots = find_slots(batch, rows=10)
     assert slots.input_rows_U.tolist() == [3, 9]  # 1 and 7 are masked
     assert slots.output_rows_V.tolist() == [2, 3, 4, 5]  # 8 has no context, so its noise word 6 is not touched either
     assert slots.input_rows_U[slots.context_slots_BC[2]].tolist() == [3, 9]

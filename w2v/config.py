@@ -119,6 +119,7 @@ class TrainConfig:
     epochs: int = key(5, "Passes over the corpus.")
     batch_size: int = key(65_536, "Centers of one optimizer step, counted after subsampling.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the step is computed; auto takes the GPU when there is one.")
+    kernels: Literal["auto", "reference", "fused"] = key("auto", "Arithmetic of a step: plain torch, or CUDA kernels made for it.")
     seed: int = key(1, "Seed of the initial vectors and of all sampling.")
     deterministic: bool = key(False, "Use only operations that give the same bits in every run, at some cost in speed on a GPU.")
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from w2v.batch import Page
 from w2v.config import ConfigError, OptimizerConfig
+from w2v.kernels import cuda
 from w2v.table import RowState
 
 
@@ -30,9 +31,10 @@ class RowOptimizer:
     with `step="row"` each row keeps its own, so that bias correction counts the steps which the row itself has made.
     """
 
-    def __init__(self, config: OptimizerConfig):
+    def __init__(self, config: OptimizerConfig, fused: bool = False):
         self._class = _find_class(config.name)
         self._args = _arguments(self._class, config)
+        self._formula = _fused_formula(self._class, self._args) if fused else None
         try:
             initial = _probe(self._class, self._args)
         except NotRowwise as reason:
@@ -59,6 +61,9 @@ class RowOptimizer:
 
     def step(self, page: Page, lr: float) -> None:
         """Step the page's weights and state in place, by its gradients."""
+        if self._formula:
+            self._step_fused(page, self._formula, lr)
+            return
         weight_UD, state = page["weight"], {key: page[key] for key in self._wide}
         if not self._per_row:
             self._apply(weight_UD, page.grad_UD, state | page.table.scalars, lr)
@@ -76,6 +81,19 @@ class RowOptimizer:
             for key, value in scalars.items():
                 page[key].index_fill_(0, rows, float(value))
 
+    @property
+    def fused(self) -> bool:
+        """Whether one CUDA kernel makes the step instead of the torch.optim class."""
+        return self._formula is not None
+
+    def _step_fused(self, page: Page, formula: Formula, lr: float) -> None:
+        step, own_column = page.table.scalars.get("step"), page.columns.get("step")
+        if step is not None:
+            step += 1
+        column = own_column.start if own_column else -1
+        hyper = formula.hyper._replace(lr=lr)
+        cuda.step_rows(formula.name, len(self._wide), page.records_UR, page.grad_UD, float(step or 0), column, hyper)
+
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:
             self._instances[weight_UD.device] = self._class([nn.Parameter(weight_UD)], **self._args)
@@ -85,6 +103,36 @@ class RowOptimizer:
         parameter.data, parameter.grad, group["lr"] = weight_UD, grad_UD, lr
         optimizer.state[parameter] = state
         optimizer.step()
+
+
+class Formula(NamedTuple):
+    """A function of kernels/optim.cu and its constants."""
+
+    name: str
+    hyper: cuda.Hyper
+
+
+# For each class that has a formula: the arguments of torch's that it takes as beta1 and beta2. It takes these and no others that matter.
+FUSED = {
+    torch.optim.SGD: (), torch.optim.Adagrad: (), torch.optim.RMSprop: ("alpha",),
+    torch.optim.Adam: ("betas",), torch.optim.AdamW: ("betas",), torch.optim.Adamax: ("betas",),
+}  # fmt: skip
+FUSED_TAKES = {"lr", "betas", "alpha", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
+NO_MATTER = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes, not what
+
+
+def _fused_formula(cls: type[torch.optim.Optimizer], args: dict[str, Any]) -> Formula | None:
+    """The formula that makes this optimizer's step, or None if there is none for these arguments."""
+    accepted = inspect.signature(cls).parameters
+    given = {key: parameter.default for key, parameter in accepted.items() if key != "params"} | args
+    if cls not in FUSED or any(given[key] for key in given.keys() - FUSED_TAKES - NO_MATTER):
+        return None
+    betas = [beta for key in FUSED[cls] for beta in (given[key] if key == "betas" else [given[key]])]
+    hyper = cuda.Hyper(**{key: given[key] for key in ("lr", "eps", "weight_decay", "lr_decay") if key in given})
+    for number, beta in enumerate(betas, start=1):
+        log = math.log(beta) if beta else -math.inf
+        hyper = hyper._replace(**{f"beta{number}": beta, f"rest{number}": 1 - beta, f"log_beta{number}": log})
+    return Formula(cls.__name__.lower(), hyper)
 
 
 def learning_rate(config: OptimizerConfig, share: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from w2v import skipgram
 from w2v.batch import Batch
 from w2v.optim import RowOptimizer
-from w2v.skipgram import Slots
+from w2v.skipgram import Kernel, Slots
 from w2v.table import Table
 from w2v.transfer import Engine
 
@@ -41,9 +41,10 @@ class Pipeline:
     """Trains the rows that a batch touches: pages them in, steps them, writes them back."""
 
     def __init__(
-        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1
-    ):
-        self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
+        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, kernel: Kernel, device: torch.device,
+        steps_per_page: int = 1,
+    ):  # fmt: skip
+        self.inputs, self.outputs, self.engine, self.optimizer, self._kernel = inputs, outputs, engine, optimizer, kernel
         self._steps_per_page = steps_per_page
         self.rows_used = 0  # by all steps so far, each step's counted
         self._planning = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -63,7 +64,7 @@ class Pipeline:
         inputs = self.engine.fetch(self.inputs, slots.input_rows_U)
         outputs = self.engine.fetch(self.outputs, slots.output_rows_V)
         self.rows_used += len(slots.input_rows_U) + len(slots.output_rows_V)
-        loss, pairs = skipgram.backward(inputs, outputs, batch, slots)
+        loss, pairs = skipgram.backward(inputs, outputs, batch, slots, self._kernel)
         for page in (inputs, outputs):
             self.optimizer.step(page, lr)
             self.engine.write_back(page)
@@ -82,7 +83,7 @@ class Pipeline:
         return page
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
-        page = [Planned(batch, skipgram.find_slots(batch)) for batch in islice(batches, self._steps_per_page)]
+        page = [Planned(batch, skipgram.find_slots(batch, self.inputs.rows)) for batch in islice(batches, self._steps_per_page)]
         if page:
             if self._planning:  # the page before the one that computes now: the engine may send its rows away
                 self._planning.wait_event(self._computed[0])

@@ -18,6 +18,7 @@ import torch
 from w2v import corpus as text
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
+from w2v.kernels import cuda, reference
 from w2v.optim import RowOptimizer
 from w2v.pipeline import Pipeline
 from w2v.sampler import Sampler
@@ -76,6 +77,7 @@ class Plan:
     engine: str
     reason: str
     table_bytes: int
+    fused: bool  # whether CUDA kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
 
     def __str__(self) -> str:
@@ -88,6 +90,7 @@ class Plan:
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
+            f"kernels   {'fused' if self.fused else 'plain torch'}, optimizer {'fused' if self.optimizer.fused else 'torch.optim'}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
         ])  # fmt: skip
 
@@ -114,7 +117,8 @@ def make_plan(config: Config) -> Plan:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    optimizer = RowOptimizer(config.optimizer)
+    fused = choose_kernels(config, machine, device)
+    optimizer = RowOptimizer(config.optimizer, fused)
     vocab, corpus = open_corpus(config)
     size = config.model.vector_size
     table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
@@ -122,7 +126,7 @@ def make_plan(config: Config) -> Plan:
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
     slots = min(rows, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes))
-    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, slots)
+    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots)
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
@@ -160,6 +164,17 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
     return "mapped", f"{fit}, so rows are paged from pinned CPU memory"
 
 
+def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bool:
+    """Whether to use the fused CUDA kernels; they add gradients in the order in which they come, so not where bits must repeat."""
+    wanted, usable = config.train.kernels, device.type == "cuda" and bool(machine.cuda_cupy)
+    if wanted == "fused" and not usable:
+        why = "CuPy cannot be imported" if device.type == "cuda" else "the run is on the CPU"
+        raise ConfigError(f"train.kernels=fused needs a GPU and CuPy, but {why}; set train.kernels=auto")
+    if wanted == "fused" and config.train.deterministic:
+        raise ConfigError("train.kernels=fused sums in no fixed order, which train.deterministic=true forbids; set train.kernels=auto")
+    return usable and wanted != "reference" and not config.train.deterministic
+
+
 def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     """The objects of the run, tables initialised as word2vec does it: inputs uniform in +-0.5 / D, outputs zero."""
     model, train = plan.config.model, plan.config.train
@@ -178,7 +193,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Cached(link(), [inputs, outputs], plan.slots, plan.device)
     else:
         engine = Paged(link())
-    return sampler, Pipeline(inputs, outputs, engine, plan.optimizer, plan.device, plan.config.transfer.steps_per_page)
+    kernel = cuda.skipgram if plan.fused else reference.skipgram
+    return sampler, Pipeline(inputs, outputs, engine, plan.optimizer, kernel, plan.device, plan.config.transfer.steps_per_page)
 
 
 def environment(plan: Plan) -> str:

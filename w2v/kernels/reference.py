@@ -22,12 +22,18 @@ class SkipgramResult(NamedTuple):
     grad_output_VD: Tensor
 
 
-def unique_rows(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The sorted unique ids where `mask` holds, and each id's slot among them (0 where it does not hold)."""
-    rows_U, inverse = torch.unique(ids[mask], sorted=True, return_inverse=True)
-    slots = torch.zeros_like(ids)
-    slots[mask] = inverse
-    return rows_U, slots
+def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The sorted unique ids where `mask` holds, all below `rows`, and each id's slot among them (0 where the mask does not hold)."""
+    ids = torch.where(mask, ids, rows)
+    if rows > 16 * ids.numel():  # a table so large that marking its rows costs more than sorting the ids
+        rows_U, slots = torch.unique(ids, sorted=True, return_inverse=True)
+        rows_U = rows_U[: len(rows_U) - int(rows_U[-1] == rows)] if len(rows_U) else rows_U
+    else:
+        marked = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+        marked.index_fill_(0, ids.flatten(), True)
+        rows_U = torch.nonzero(marked[:rows]).flatten()
+        slots = (torch.cumsum(marked, 0) - 1)[ids]
+    return rows_U, torch.where(mask, slots, 0)
 
 
 def skipgram(

@@ -1,0 +1,145 @@
+// Skip-gram with negative sampling: loss and both gradients of a batch, as in reference.py::skipgram. One warp takes a center: it holds
+// the vectors of a group of targets (the center itself, then its noise words) in registers while it goes through the contexts, so that a
+// context is read once for a group and each gradient row of a window is added to memory once.
+//
+// Compiled for: DIM dimensions, CONTEXTS and TARGETS of a center; and launched with the floats from one row of a page to the next.
+
+#if DIM % 4 == 0
+typedef float4 vec;
+#define LANES_WIDE 4
+#else
+typedef float vec;
+#define LANES_WIDE 1
+#endif
+
+constexpr int VECTORS = DIM / LANES_WIDE;             // of a row
+constexpr int PER_LANE = (VECTORS + 31) / 32;         // of a row that a lane holds
+constexpr int HELD = PER_LANE * LANES_WIDE;           // numbers of a row that a lane holds
+constexpr int GROUP = HELD >= 32 ? 1 : HELD > 8 ? 2 : HELD > 4 ? 4 : 8;  // targets held at a time; a power of two
+constexpr unsigned ALL = 0xffffffffu;
+
+struct Row {
+    float at[HELD];
+
+    __device__ void load(const float* row, int lane) {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+#if LANES_WIDE == 4
+            const float4 value = i < VECTORS ? ((const float4*)row)[i] : make_float4(0, 0, 0, 0);
+            at[4 * v] = value.x, at[4 * v + 1] = value.y, at[4 * v + 2] = value.z, at[4 * v + 3] = value.w;
+#else
+            at[v] = i < VECTORS ? row[i] : 0;
+#endif
+        }
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int h = 0; h < HELD; h++) at[h] = 0;
+    }
+
+    __device__ void add_scaled(const Row& other, float scale) {
+#pragma unroll
+        for (int h = 0; h < HELD; h++) at[h] += scale * other.at[h];
+    }
+
+    __device__ float dot_here(const Row& other) const {
+        float sum = 0;
+#pragma unroll
+        for (int h = 0; h < HELD; h++) sum += at[h] * other.at[h];
+        return sum;
+    }
+
+    // Adds to a row in memory that other warps add to as well.
+    __device__ void add_to(float* row, int lane) const {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+            if (i >= VECTORS) continue;
+#if LANES_WIDE == 4 && __CUDA_ARCH__ >= 900
+            atomicAdd((float4*)row + i, make_float4(at[4 * v], at[4 * v + 1], at[4 * v + 2], at[4 * v + 3]));
+#else
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, at[v * LANES_WIDE + h]);
+#endif
+        }
+    }
+};
+
+// Sums each of GROUP numbers over the warp; lane l gets the sum of number l / (32 / GROUP). Each exchange halves the numbers.
+__device__ float sum_over_warp(float* number, int lane) {
+    int distance = 16;
+#pragma unroll
+    for (int left = GROUP; left > 1; left /= 2, distance /= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int n = 0; n < left / 2; n++) {
+            const float keep = upper ? number[n + left / 2] : number[n];
+            const float give = upper ? number[n] : number[n + left / 2];
+            number[n] = keep + __shfl_xor_sync(ALL, give, distance);
+        }
+    }
+    float sum = number[0];
+    for (; distance; distance /= 2) sum += __shfl_xor_sync(ALL, sum, distance);
+    return sum;
+}
+
+extern "C" __global__ void skipgram(
+    const float* input, const float* output, long long row_floats, const long long* context_slots, const bool* context_mask,
+    const long long* target_slots, const bool* target_mask, long long centers, float* grad_input, float* grad_output, double* loss) {
+    const int lane = threadIdx.x % 32;
+    const int number = lane / (32 / GROUP);  // of the target in its group whose logit this lane gets
+    const bool counts = lane % (32 / GROUP) == 0;
+    const long long warps = (long long)gridDim.x * blockDim.x / 32;
+    double lane_loss = 0;
+
+    for (long long center = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; center < centers; center += warps) {
+        for (int first = 0; first < TARGETS; first += GROUP) {
+            Row target[GROUP], grad_target[GROUP];
+            long long target_slot[GROUP];
+#pragma unroll
+            for (int t = 0; t < GROUP; t++) {
+                target_slot[t] = first + t < TARGETS ? target_slots[center * TARGETS + first + t] : 0;
+                target[t].load(output + target_slot[t] * row_floats, lane);
+                grad_target[t].clear();
+            }
+            const bool target_counts = first + number < TARGETS && target_mask[center * TARGETS + first + number];
+            const float label = first + number == 0;
+
+            for (int base = 0; base < CONTEXTS; base += 32) {
+                const bool mine = base + lane < CONTEXTS && context_mask[center * CONTEXTS + base + lane];
+                const long long my_slot = mine ? context_slots[center * CONTEXTS + base + lane] : 0;
+                for (unsigned left = __ballot_sync(ALL, mine); left; left &= left - 1) {
+                    const long long slot = __shfl_sync(ALL, my_slot, __ffs(left) - 1);
+                    Row context, grad_context;
+                    context.load(input + slot * row_floats, lane);
+                    grad_context.clear();
+                    float dots[GROUP];
+#pragma unroll
+                    for (int t = 0; t < GROUP; t++) dots[t] = context.dot_here(target[t]);
+                    const float logit = sum_over_warp(dots, lane);
+
+                    const float signed_logit = label ? -logit : logit;  // the loss is softplus of this
+                    const float e = __expf(-fabsf(logit));
+                    const float sigmoid = (logit >= 0 ? 1 : e) / (1 + e);
+                    const float error = target_counts ? sigmoid - label : 0;
+                    if (counts && target_counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
+#pragma unroll
+                    for (int t = 0; t < GROUP; t++) {
+                        const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
+                        grad_context.add_scaled(target[t], scale);
+                        grad_target[t].add_scaled(context, scale);
+                    }
+                    grad_context.add_to(grad_input + slot * DIM, lane);
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < GROUP; t++)
+                if (first + t < TARGETS && target_mask[center * TARGETS + first + t]) grad_target[t].add_to(grad_output + target_slot[t] * DIM, lane);
+        }
+    }
+
+    for (int distance = 16; distance; distance /= 2) lane_loss += __shfl_xor_sync(ALL, lane_loss, distance);
+    if (lane == 0 && lane_loss != 0) atomicAdd(loss, lane_loss);
+}

@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch"},
+    {"config", "batch", "rowfile"},
     {"corpus", "vocab", "kernels", "table"},
     {"optim", "skipgram", "sampler", "transfer"},
     {"pipeline"},
     {"checkpoint", "metrics", "evaluation", "export"},
-    {"plan", "trainer"},
+    {"plan", "trainer", "embedding"},
     {"__init__", "train", "evaluate"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -7,6 +7,7 @@ from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
 from w2v.sampler import Position, Sampler
+from w2v.skipgram import expand
 
 CPU = torch.device("cpu")
 
@@ -23,8 +24,8 @@ def pairs(batches):
     """All (center, context) pairs."""
     return [
         (int(center), int(context))
-        for batch in batches
-        for center, contexts, mask in zip(batch.centers_B, batch.contexts_BC, batch.context_mask_BC, strict=True)
+        for written in map(expand, batches)
+        for center, contexts, mask in zip(written.centers_B, written.contexts_BC, written.context_mask_BC, strict=True)
         for context in contexts[mask]
     ]
 
@@ -48,8 +49,8 @@ def test_windows_never_cross_sentences_or_chunks():
 def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
     sentences = [np.random.default_rng(i).integers(0, 50, 97) for i in range(40)]
     batches = list(sampler(sentences, 50, batch_size=100).epoch())
-    assert torch.equal(torch.cat([b.centers_B for b in batches]), torch.from_numpy(np.concatenate(sentences)))
-    sizes = [len(b.centers_B) for b in batches]
+    assert torch.equal(torch.cat([expand(b).centers_B for b in batches]), torch.from_numpy(np.concatenate(sentences)))
+    sizes = [len(b.windows_B) for b in batches]
     assert max(sizes) <= 100 and min(sizes) >= 90
 
 
@@ -64,7 +65,7 @@ def test_shrinking_windows_weigh_by_distance():
 def test_subsampling_keeps_words_by_their_probability():
     keep = np.array([0.1, 0.5, 0.9, 1.0])
     s = sampler([np.tile(np.arange(4), 5_000)], 4, batch_size=1_000, keep=keep)
-    counts = np.bincount(torch.cat([b.centers_B for b in s.epoch()]), minlength=4)
+    counts = np.bincount(torch.cat([expand(b).centers_B for b in s.epoch()]), minlength=4)
     spread = np.sqrt(5_000 * keep * (1 - keep))
     assert counts[3] == 5_000 and np.all(np.abs(counts - 5_000 * keep) <= 4 * spread)
 
@@ -79,7 +80,7 @@ def test_noise_follows_its_distribution(pool):
     # Draws from a pool repeat its members, so their spread is that of the pools' sizes.
     scale = 1 if not pool else 1 / (1 + 256 * 5 / pool)
     assert chisquare(counts * scale, noise * counts.sum() * scale).pvalue > 1e-3
-    assert not torch.cat([b.negative_mask_BK for b in batches])[drawn.view(-1, 5) == 0].any()
+    assert not torch.cat([expand(b).negative_mask_BK for b in batches])[drawn.view(-1, 5) == 0].any()
 
 
 def test_pool_bounds_the_noise_words_of_a_step():

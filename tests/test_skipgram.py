@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from w2v.batch import Batch
 from w2v.kernels import reference
-from w2v.skipgram import find_slots
+from w2v.skipgram import Pairs, find_slots
 
 
 def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
@@ -69,21 +68,32 @@ def test_large_logits_stay_finite():
     assert torch.isfinite(result.grad_input_UD).all() and torch.isfinite(result.grad_output_VD).all()
 
 
-def test_only_words_of_a_pair_are_touched():
-    batch = Batch(
+@pytest.mark.parametrize("rows", [10, 1000])  # a small table's rows are marked, a large one's sorted
+def test_only_words_of_a_pair_are_touched(rows):
+    pairs = Pairs(
         centers_B=torch.tensor([3, 8, 5]),
         contexts_BC=torch.tensor([[9, 1], [7, 7], [3, 9]]),
         context_mask_BC=torch.tensor([[True, False], [False, False], [True, True]]),
         negatives_BK=torch.tensor([[3, 2], [6, 6], [4, 2]]),
         negative_mask_BK=torch.tensor([[False, True], [True, True], [True, True]]),
-        epochs_done=0.0,
     )
-    slots = find_slots(batch, rows=10)
+    slots = find_slots(pairs, rows)
     assert slots.input_rows_U.tolist() == [3, 9]  # 1 and 7 are masked
     assert slots.output_rows_V.tolist() == [2, 3, 4, 5]  # 8 has no context, so its noise word 6 is not touched either
     assert slots.input_rows_U[slots.context_slots_BC[2]].tolist() == [3, 9]
     assert slots.output_rows_V[slots.target_slots_BT[2]].tolist() == [5, 4, 2]
     assert slots.target_mask_BT.tolist() == [[True, False, True], [False] * 3, [True] * 3]
+
+
+def test_a_batch_without_pairs_changes_nothing():
+    none = torch.zeros(3, 4, dtype=torch.bool)
+    pairs = Pairs(torch.tensor([1, 2, 3]), torch.ones(3, 4, dtype=torch.long), none, torch.ones(3, 2, dtype=torch.long), none[:, :2])
+    slots = find_slots(pairs, 10)
+    assert len(slots.input_rows_U) == len(slots.output_rows_V) == 0
+    result = reference.skipgram(
+        torch.empty(0, 5), torch.empty(0, 5), slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
+    )
+    assert result.loss == 0 and result.pairs == 0 and result.grad_input_UD.shape == result.grad_output_VD.shape == (0, 5)
 
 
 def test_sum_rows():

@@ -1,6 +1,6 @@
 """The records that travel through a step: what to learn from (`Batch`) and the rows it touches (`Page`).
 
-Shapes: B centers, C = 2 * window context positions, K negatives, U unique rows, D dimensions, R elements of a record.
+Shapes: n kept words of a chunk, B centers, K negatives, U unique rows, D dimensions, R elements of a record.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Centers with their context words and noise words, as rows of the vocabulary (int64)."""
+    """Some words of a text as centers, each with the size of its window and its noise words; words are rows of the vocabulary."""
 
-    centers_B: Tensor
-    contexts_BC: Tensor
-    context_mask_BC: Tensor  # bool: False where the window is smaller or leaves the sentence
-    negatives_BK: Tensor
-    negative_mask_BK: Tensor  # bool: False where the noise word is the center itself
+    words_n: Tensor  # int32, the text: what subsampling has kept of a chunk
+    sentences_n: Tensor  # int32, the sentence that each word is in
+    first: int  # the centers are words_n[first : first + B]; their context words may lie beyond
+    windows_B: Tensor  # int32, from 1 to `window`
+    negatives_BK: Tensor  # int32; one that is the center itself does not count
+    window: int
     epochs_done: float  # passes over the corpus that are done with this batch
 
 
@@ -40,3 +41,10 @@ class Page:
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field, "weight" or an optimizer state, of all rows: [U, D], or [U, 1] for a state kept once a row."""
         return self.records_UR[:, self.columns[name]]
+
+
+class Held(NamedTuple):
+    """Where the records of a table lie on the compute device, for kernels that work on them in place."""
+
+    records_SR: Tensor
+    slot_of_V: Tensor | None  # int32, the slot of each row that was asked for; None: the row itself

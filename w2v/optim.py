@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from w2v.batch import Page
+from w2v.batch import Held, Page
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels import cuda
-from w2v.table import RowState
+from w2v.table import RowState, Table
 
 
 class NotRowwise(Exception):
@@ -61,9 +61,6 @@ class RowOptimizer:
 
     def step(self, page: Page, lr: float) -> None:
         """Step the page's weights and state in place, by its gradients."""
-        if self._formula:
-            self._step_fused(page, self._formula, lr)
-            return
         weight_UD, state = page["weight"], {key: page[key] for key in self._wide}
         if not self._per_row:
             self._apply(weight_UD, page.grad_UD, state | page.table.scalars, lr)
@@ -86,13 +83,14 @@ class RowOptimizer:
         """Whether one CUDA kernel makes the step instead of the torch.optim class."""
         return self._formula is not None
 
-    def _step_fused(self, page: Page, formula: Formula, lr: float) -> None:
-        step, own_column = page.table.scalars.get("step"), page.columns.get("step")
+    def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float) -> None:
+        """The same step by a fused kernel, on the `count` claimed rows."""
+        assert self._formula is not None
+        step, own = table.scalars.get("step"), table.columns.get("step")
         if step is not None:
             step += 1
-        column = own_column.start if own_column else -1
-        hyper = formula.hyper._replace(lr=lr)
-        cuda.step_rows(formula.name, len(self._wide), page.records_UR, page.grad_UD, float(step or 0), column, hyper)
+        column, hyper = own.start if own else -1, self._formula.hyper._replace(lr=lr)
+        cuda.step_rows(self._formula.name, len(self._wide), held, claims, count, float(step or 0), column, hyper)
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:

@@ -17,17 +17,20 @@ from torch import Tensor
 
 from w2v import skipgram
 from w2v.batch import Batch
+from w2v.kernels import cuda
 from w2v.optim import RowOptimizer
-from w2v.skipgram import Kernel, Slots
+from w2v.skipgram import Slots
 from w2v.table import Table
 from w2v.transfer import Engine
 
+Both = tuple[cuda.Claims, cuda.Claims]  # of the input table and of the output table
+
 
 class Planned(NamedTuple):
-    """A batch whose rows are known and on their way."""
+    """A batch whose rows are on their way; the fused kernels find its slots themselves."""
 
     batch: Batch
-    slots: Slots
+    slots: Slots | None
 
 
 class StepResult(NamedTuple):
@@ -38,15 +41,14 @@ class StepResult(NamedTuple):
 
 
 class Pipeline:
-    """Trains the rows that a batch touches: pages them in, steps them, writes them back."""
+    """Trains the rows that a batch touches, in plain torch: pages them in, steps them, writes them back."""
 
     def __init__(
-        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, kernel: Kernel, device: torch.device,
-        steps_per_page: int = 1,
-    ):  # fmt: skip
-        self.inputs, self.outputs, self.engine, self.optimizer, self._kernel = inputs, outputs, engine, optimizer, kernel
-        self._steps_per_page = steps_per_page
-        self.rows_used = 0  # by all steps so far, each step's counted
+        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1
+    ):
+        self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
+        self.rows_used = 0  # by all pages so far, each page's counted once
+        self._device, self._steps_per_page = device, steps_per_page
         self._planning = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
@@ -60,11 +62,10 @@ class Pipeline:
             page = self._plan(batches)  # while the device computes the steps of the last one
 
     def step(self, planned: Planned, lr: float) -> StepResult:
-        batch, slots = planned
+        slots = planned.slots
         inputs = self.engine.fetch(self.inputs, slots.input_rows_U)
         outputs = self.engine.fetch(self.outputs, slots.output_rows_V)
-        self.rows_used += len(slots.input_rows_U) + len(slots.output_rows_V)
-        loss, pairs = skipgram.backward(inputs, outputs, batch, slots, self._kernel)
+        loss, pairs = skipgram.backward(inputs, outputs, slots)
         for page in (inputs, outputs):
             self.optimizer.step(page, lr)
             self.engine.write_back(page)
@@ -83,13 +84,61 @@ class Pipeline:
         return page
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
-        page = [Planned(batch, skipgram.find_slots(batch, self.inputs.rows)) for batch in islice(batches, self._steps_per_page)]
+        drawn = islice(batches, self._steps_per_page)
+        page = [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
         if page:
-            if self._planning:  # the page before the one that computes now: the engine may send its rows away
-                self._planning.wait_event(self._computed[0])
-            rows = ([slots.input_rows_U for _, slots in page], [slots.output_rows_V for _, slots in page])
-            self.engine.prefetch([(table, _union(parts)) for table, parts in zip((self.inputs, self.outputs), rows, strict=True)])
+            self._prefetch(_union([slots.input_rows_U for _, slots in page]), _union([slots.output_rows_V for _, slots in page]))
         return page
+
+    def _prefetch(self, input_rows_U: Tensor, output_rows_V: Tensor) -> None:
+        if self._planning:  # the engine may send away the rows of the page before the one that computes now
+            self._planning.wait_event(self._computed[0])
+        self.rows_used += len(input_rows_U) + len(output_rows_V)
+        self.engine.prefetch([(self.inputs, input_rows_U), (self.outputs, output_rows_V)])
+
+
+class FusedPipeline(Pipeline):
+    """The same steps by kernels that work on the records where the engine holds them."""
+
+    _work: Both | None = None  # the computation's
+    _rows: Both | None = None  # the planning's
+
+    def step(self, planned: Planned, lr: float) -> StepResult:
+        batch = planned.batch
+        held = [self.engine.hold(table) for table in (self.inputs, self.outputs)]
+        claims = self._enough(self._work, batch, 1)
+        if claims is not self._work:
+            self._work = claims
+            for claim, table in zip(claims, (self.inputs, self.outputs), strict=True):
+                claim.add_gradients(table.dim)
+        counts = torch.zeros(2, dtype=torch.int32, device=self._device)
+        cuda.claim(batch, *claims, counts)
+        loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1])
+        for number, table in enumerate((self.inputs, self.outputs)):
+            self.optimizer.step_in_place(table, held[number], claims[number], counts[number], lr)
+        return StepResult(loss, pairs)
+
+    def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
+        page = [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
+        if page and self.engine.pages:
+            largest = max((batch for batch, _ in page), key=lambda batch: len(batch.windows_B))
+            self._rows = claims = self._enough(self._rows, largest, self._steps_per_page)
+            counts = torch.zeros(2, dtype=torch.int32, device=self._device)
+            for batch, _ in page:
+                cuda.claim(batch, *claims, counts)
+            rows = [claim.rows_U[:count].sort().values.long() for claim, count in zip(claims, counts.tolist(), strict=True)]
+            for claim, claimed in zip(claims, rows, strict=True):
+                claim.number_V.index_fill_(0, claimed, -1)
+            self._prefetch(*rows)
+        return page
+
+    def _enough(self, claims: Both | None, batch: Batch, batches: int) -> Both:
+        """Claims with room for the rows of so many batches, of which this is the largest: those given, if they have it."""
+        centers, noise = batch.negatives_BK.shape
+        most = batches * (centers + 2 * batch.window), batches * centers * (1 + noise)
+        if claims and all(len(claim.rows_U) >= min(len(claim.number_V), rows) for claim, rows in zip(claims, most, strict=True)):
+            return claims
+        return cuda.Claims(self.inputs.rows, most[0], self._device), cuda.Claims(self.outputs.rows, most[1], self._device)
 
 
 def _union(rows: list[Tensor]) -> Tensor:

@@ -18,9 +18,8 @@ import torch
 from w2v import corpus as text
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
-from w2v.kernels import cuda, reference
 from w2v.optim import RowOptimizer
-from w2v.pipeline import Pipeline
+from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Sampler
 from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine, Link
@@ -90,7 +89,7 @@ class Plan:
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
-            f"kernels   {'fused' if self.fused else 'plain torch'}, optimizer {'fused' if self.optimizer.fused else 'torch.optim'}",
+            f"kernels   {'fused' if self.fused else 'plain torch'}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
         ])  # fmt: skip
 
@@ -117,8 +116,7 @@ def make_plan(config: Config) -> Plan:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    fused = choose_kernels(config, machine, device)
-    optimizer = RowOptimizer(config.optimizer, fused)
+    optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
     vocab, corpus = open_corpus(config)
     size = config.model.vector_size
     table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
@@ -126,6 +124,10 @@ def make_plan(config: Config) -> Plan:
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
     slots = min(rows, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes))
+    fused = optimizer.fused and (engine not in LINKS or slots > 0)
+    if config.train.kernels == "fused" and not fused:
+        why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
+        raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
     return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots)
 
 
@@ -181,7 +183,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     link, storage = LINKS.get(plan.engine, (None, plan.device.type))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
     inputs, outputs = (Table(name, len(plan.vocab.words), size, states, scalars, storage) for name in ("input", "output"))
-    inputs.initialise(uniform(size, 0.5 / size, train.seed))
+    inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
     sampler = Sampler(
         plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
         model, train.batch_size, train.seed, plan.device,
@@ -193,8 +195,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Cached(link(), [inputs, outputs], plan.slots, plan.device)
     else:
         engine = Paged(link())
-    kernel = cuda.skipgram if plan.fused else reference.skipgram
-    return sampler, Pipeline(inputs, outputs, engine, plan.optimizer, kernel, plan.device, plan.config.transfer.steps_per_page)
+    make = FusedPipeline if plan.fused else Pipeline
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, plan.config.transfer.steps_per_page)
 
 
 def environment(plan: Plan) -> str:

@@ -43,7 +43,6 @@ class Sampler:
         self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
         self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
-        self._offsets_C = _window_offsets(model.window).to(device)
         self._generator = torch.Generator(device)
         starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
         self._chunks = [*np.unique(starts[starts < len(offsets_S) - 1]), len(offsets_S) - 1]  # as sentence numbers
@@ -53,60 +52,45 @@ class Sampler:
         """The batches from the current position to the end of the epoch; the position moves on as each is drawn."""
         epoch, first_chunk, first_batch = self.position
         for chunk in range(first_chunk, len(self._chunks) - 1):
-            words_n, sentence_n = self._subsample(epoch, chunk)
+            words_n, sentences_n = self._subsample(epoch, chunk)
             cuts = _even_cuts(len(words_n), self._batch_size)
             begin, end = self._offsets_S[self._chunks[chunk]], self._offsets_S[self._chunks[chunk + 1]]
             for number in range(first_batch, len(cuts) - 1):
-                part, generator = slice(cuts[number], cuts[number + 1]), self._seeded(epoch, chunk, number + 1)
+                size, generator = cuts[number + 1] - cuts[number], self._seeded(epoch, chunk, number + 1)
                 done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
                 self.position = Position(epoch, chunk, number + 1)
-                yield self._draw(words_n, sentence_n, part, generator, epoch + done)
+                windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
+                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, self._model.window, epoch + done)
             first_batch = 0
         self.position = Position(epoch + 1)
 
     def _subsample(self, epoch: int, chunk: int) -> tuple[Tensor, Tensor]:
-        """The kept words of a chunk and the number of the sentence that each is in."""
+        """The kept words of a chunk and the number of the sentence that each is in, int32."""
         first, last = self._chunks[chunk], self._chunks[chunk + 1]
         offsets = self._offsets_S[first : last + 1]
         device = self._keep_V.device
-        words_n = torch.from_numpy(np.array(self._ids_N[offsets[0] : offsets[-1]])).to(device).long()
+        words_n = torch.from_numpy(np.array(self._ids_N[offsets[0] : offsets[-1]])).to(device)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
-        sentence_n = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+        sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
         draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, chunk, 0), device=device)
-        kept_n = draws_n < self._keep_V[words_n]
-        return words_n[kept_n], sentence_n[kept_n]
+        kept_n = draws_n < self._keep_V.index_select(0, words_n)
+        return words_n[kept_n], sentences_n[kept_n]
 
-    def _draw(self, words_n: Tensor, sentence_n: Tensor, part: slice, generator: torch.Generator, epochs_done: float) -> Batch:
-        """The batch of the centers at `part`; their contexts may lie beyond it."""
-        centers_B, device = words_n[part], words_n.device
-        size = len(centers_B)
-        if self._model.shrink_windows:
-            window_B = torch.randint(1, self._model.window + 1, (size,), generator=generator, device=device)
-        else:
-            window_B = torch.full((size,), self._model.window, device=device)
-        at_BC = torch.arange(part.start, part.start + size, device=device)[:, None] + self._offsets_C
-        inside_BC = (at_BC >= 0) & (at_BC < len(words_n))
-        at_BC = at_BC.clamp_(0, len(words_n) - 1)
-        same_sentence_BC = sentence_n[at_BC] == sentence_n[part, None]
-        context_mask_BC = (self._offsets_C.abs() <= window_B[:, None]) & inside_BC & same_sentence_BC
-        negatives_BK = self._noise(size, generator)
-        return Batch(centers_B, words_n[at_BC], context_mask_BC, negatives_BK, negatives_BK != centers_B[:, None], epochs_done)
+    def _windows(self, size: int, generator: torch.Generator) -> Tensor:
+        """How far each center's window reaches: int32 [size]."""
+        lowest = 1 if self._model.shrink_windows else self._model.window
+        return torch.randint(lowest, self._model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
 
     def _noise(self, size: int, generator: torch.Generator) -> Tensor:
-        """Noise words [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
+        """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
         shape, pool = (size, self._model.negative), self._model.negative_pool
         uniform = torch.rand((pool,) if pool else shape, generator=generator, device=generator.device, dtype=torch.float64)
-        drawn = torch.searchsorted(self._noise_cdf_V, uniform, right=True).clamp_(max=len(self._noise_cdf_V) - 1)
+        drawn = torch.searchsorted(self._noise_cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(self._noise_cdf_V) - 1)
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
         digest = hashlib.blake2b(struct.pack("<4q", self._seed, epoch, chunk, draw), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def _window_offsets(window: int) -> Tensor:
-    """-window..-1, 1..window"""
-    return torch.cat([torch.arange(-window, 0), torch.arange(1, window + 1)])
 
 
 def _even_cuts(length: int, size: int) -> list[int]:

@@ -1,8 +1,10 @@
-"""The objective on pages: skip-gram with negative sampling, its gradients left on the pages."""
+"""The objective on pages: skip-gram with negative sampling, its gradients left on the pages.
+
+Shapes: B centers, C = 2 * window context positions, K negatives, T = 1 + K targets, U and V unique rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,15 @@ from torch import Tensor
 from w2v.batch import Batch, Page
 from w2v.kernels import reference
 
-Kernel = Callable[..., reference.SkipgramResult]  # reference.skipgram, or one that is tested equal to it
+
+class Pairs(NamedTuple):
+    """A batch written out: which context words and noise words each center is paired with (int64 and bool)."""
+
+    centers_B: Tensor
+    contexts_BC: Tensor
+    context_mask_BC: Tensor  # False where the window is smaller or leaves the sentence
+    negatives_BK: Tensor
+    negative_mask_BK: Tensor  # False where the noise word is the center itself
 
 
 class Slots(NamedTuple):
@@ -22,25 +32,41 @@ class Slots(NamedTuple):
 
     input_rows_U: Tensor
     context_slots_BC: Tensor
+    context_mask_BC: Tensor
     output_rows_V: Tensor
     target_slots_BT: Tensor
     target_mask_BT: Tensor
 
 
-def find_slots(batch: Batch, rows: int) -> Slots:
-    """Which of so many rows of the input table (context words) and of the output table (centers and noise words) the batch touches."""
-    targets_BT = torch.cat([batch.centers_B[:, None], batch.negatives_BK], dim=1)
-    has_context_B1 = batch.context_mask_BC.any(dim=1, keepdim=True)
-    target_mask_BT = torch.cat([has_context_B1, batch.negative_mask_BK & has_context_B1], dim=1)
-    input_rows_U, context_slots_BC = reference.unique_rows(batch.contexts_BC, batch.context_mask_BC, rows)
+def expand(batch: Batch) -> Pairs:
+    """Write out the windows."""
+    words_n, size = batch.words_n, len(batch.windows_B)
+    distances = torch.arange(1, batch.window + 1, device=words_n.device)
+    offsets_C = torch.cat([-distances.flip(0), distances])
+    centers = slice(batch.first, batch.first + size)
+    at_BC = torch.arange(centers.start, centers.stop, device=words_n.device)[:, None] + offsets_C
+    inside_BC = (at_BC >= 0) & (at_BC < len(words_n))
+    at_BC = at_BC.clamp_(0, len(words_n) - 1)
+    same_sentence_BC = batch.sentences_n[at_BC] == batch.sentences_n[centers, None]
+    context_mask_BC = (offsets_C.abs() <= batch.windows_B[:, None]) & inside_BC & same_sentence_BC
+    centers_B, negatives_BK = words_n[centers].long(), batch.negatives_BK.long()
+    return Pairs(centers_B, words_n[at_BC].long(), context_mask_BC, negatives_BK, negatives_BK != centers_B[:, None])
+
+
+def find_slots(pairs: Pairs, rows: int) -> Slots:
+    """Which of so many rows of the input table (context words) and of the output table (centers and noise words) are touched."""
+    targets_BT = torch.cat([pairs.centers_B[:, None], pairs.negatives_BK], dim=1)
+    has_context_B1 = pairs.context_mask_BC.any(dim=1, keepdim=True)
+    target_mask_BT = torch.cat([has_context_B1, pairs.negative_mask_BK & has_context_B1], dim=1)
+    input_rows_U, context_slots_BC = reference.unique_rows(pairs.contexts_BC, pairs.context_mask_BC, rows)
     output_rows_V, target_slots_BT = reference.unique_rows(targets_BT, target_mask_BT, rows)
-    return Slots(input_rows_U, context_slots_BC, output_rows_V, target_slots_BT, target_mask_BT)
+    return Slots(input_rows_U, context_slots_BC, pairs.context_mask_BC, output_rows_V, target_slots_BT, target_mask_BT)
 
 
-def backward(inputs: Page, outputs: Page, batch: Batch, slots: Slots, kernel: Kernel = reference.skipgram) -> tuple[Tensor, Tensor]:
+def backward(inputs: Page, outputs: Page, slots: Slots) -> tuple[Tensor, Tensor]:
     """Leave the gradients of the batch's summed loss on both pages; give that loss (float64) and its number of positive pairs."""
-    result = kernel(
-        inputs["weight"], outputs["weight"], slots.context_slots_BC, batch.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
+    result = reference.skipgram(
+        inputs["weight"], outputs["weight"], slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
     )
     inputs.grad_UD, outputs.grad_UD = result.grad_input_UD, result.grad_output_VD
     return result.loss, result.pairs

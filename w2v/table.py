@@ -1,22 +1,30 @@
 """One embedding matrix with its row-aligned optimizer state: one contiguous, 128-byte aligned record per row.
 
-Shapes: V rows, D dimensions, R elements of a record (weight, then each state, padded to 128 bytes).
+Shapes: V rows, D dimensions, U unique rows, R elements of a record (weight, then each state, padded to 128 bytes).
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
-CHUNK_ROWS = 1 << 16  # rows initialised at a time, which bounds the scratch memory
+from w2v.rowfile import NPY_TYPES, RowFile
 
-Storage = Literal["cpu", "cuda", "pinned"]
+ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
+CHUNK_ROWS = 1 << 14  # rows initialised at a time, which bounds the scratch memory
+TOUCH_BYTES = 64 << 20  # memory that one thread makes exist at a time
+
+Storage = Literal["cpu", "cuda", "pinned", "mmap"]
+Init = Callable[[Tensor], Tensor]  # row numbers [n] -> weights [n, D]
 
 
 class RowState(NamedTuple):
@@ -27,21 +35,49 @@ class RowState(NamedTuple):
 
 
 class Table:
-    """V rows of D weights with optimizer state, in ordinary CPU memory, on the GPU, or in pinned CPU memory.
+    """V rows of D weights with optimizer state, in ordinary CPU memory, on the GPU, in pinned CPU memory, or in a file ("mmap").
 
-    `scalars` holds the state that the optimizer keeps once for the whole table, such as Adam's step.
+    Elements are float32, bfloat16 or float16; pages are float32 whatever the table holds. float16 has no room for squared gradients
+    under 6e-8, so optimizers that keep them want bfloat16. `scalars` holds what is kept once for the whole table: the optimizer's,
+    such as Adam's step, and the count of writes that seeds the rounding to bfloat16.
+
+    storage="mmap" keeps the records in the file `path`, and their layout and the scalars in `<path>.json`; rows without state may also
+    be an .npy file [V, D], which needs no .json. An existing file is continued (`continued` is then True), if it is of this layout. A
+    new one is written aside and gets its name at the first `flush`, so a file of that name is always whole. What is promised: after
+    `flush` all is on disk, and survives a crash of the machine. Rows written later reach the file when the system chooses. If the
+    process is killed, every row is as of the last flush or as some later write left it (the one row being copied at that moment may be
+    partly new), and the scalars are as of the last flush; the layout is never damaged. After a crash of the machine, rows written
+    since the flush may be partly new. One process at a time may have the file open.
+
+    Raises `ValueError` for sizes, types and files that cannot be used, `MemoryError` where memory cannot be pinned, `OSError` where
+    the disk has no room.
     """
 
-    def __init__(self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage):
-        self.name, self.rows, self.dim, self.storage = name, rows, dim, storage
+    def __init__(
+        self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage,
+        dtype: torch.dtype = torch.float32, path: str | Path | None = None,
+    ):  # fmt: skip
+        _check(rows, dim, states, storage, dtype, path)
+        self.name, self.rows, self.dim, self.storage, self.dtype = name, rows, dim, storage, dtype
         self.columns = record_columns(dim, states)
-        self.width = record_width(dim, states)
+        self.width = record_width(dim, states, dtype.itemsize)
         self.scalars = {key: value.clone() for key, value in scalars.items()}
-        self.records_VR = _host_memory(rows, self.width) if storage == "pinned" else torch.zeros(
-            rows, self.width, device="cuda" if storage == "cuda" else "cpu"
-        )
-        for key, state in states.items():
-            self[key].fill_(state.initial)
+        if dtype == torch.bfloat16:
+            self.scalars["writes"] = torch.zeros((), dtype=torch.int64)
+        self._file = None
+        if storage == "mmap":
+            self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)
+            self.records_VR = self._file.records_VR
+            self.width = self.records_VR.shape[1]  # an .npy file has no padding
+        elif storage == "pinned":
+            self.records_VR = _host_memory(rows * self.width * dtype.itemsize).view(dtype).view(rows, self.width)
+        else:
+            self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
+        self.continued = self._file is not None and self._file.continued
+        if not self.continued:
+            for key, state in states.items():
+                if state.initial:
+                    self[key].fill_(state.initial)
         if storage == "pinned":
             _register(self.records_VR)
 
@@ -53,11 +89,40 @@ class Table:
     def bytes(self) -> int:
         return self.rows * self.width * self.records_VR.element_size()
 
-    def initialise(self, values: Callable[[Tensor], Tensor]) -> None:
-        """Set the weights, a chunk of rows at a time: `values` maps row numbers [n] to weights [n, D]."""
+    def initialise(self, values: Init, device: torch.device | None = None) -> None:
+        """Set the weights, a chunk of rows at a time: `values` maps row numbers [n] to weights [n, D].
+
+        device: where the row numbers are, and with them the computation; by default where the table is.
+        """
         for start in range(0, self.rows, CHUNK_ROWS):
-            rows = torch.arange(start, min(start + CHUNK_ROWS, self.rows), device=self.records_VR.device)
-            self["weight"][start : start + len(rows)] = values(rows)
+            rows = torch.arange(start, min(start + CHUNK_ROWS, self.rows), device=device or self.records_VR.device)
+            weights = values(rows)
+            if weights.shape != (len(rows), self.dim):
+                raise ValueError(f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]")
+            self["weight"][start : start + len(rows)].copy_(weights)
+
+    def encode(self, rows_U: Tensor, records_UR: Tensor) -> Tensor:
+        """The float32 records of a page as the table is to hold them; one call for each write.
+
+        float16 is rounded to nearest. bfloat16 is rounded up or down with the chances that keep the mean, since to nearest would lose
+        every update under 1/512 of its weight; the bits depend on (count of writes, row, column) alone.
+        """
+        if self.dtype != torch.bfloat16:
+            return records_UR.to(self.dtype)
+        self.scalars["writes"] += 1
+        counter = rows_U[:, None] * (self.width // 4) + torch.arange(self.width // 4, device=rows_U.device)
+        noise_UR = _splitmix64(counter, int(self.scalars["writes"])).view(torch.int16)  # four from each
+        rounded_UR = (records_UR.view(torch.int32) + (noise_UR.int() & 0xFFFF)) & ~0xFFFF
+        return torch.where(records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR).bfloat16()
+
+    def is_in(self, path: str | Path) -> bool:
+        """Whether the records lie in this file."""
+        return self._file is not None and self._file.path.resolve() == Path(path).resolve()
+
+    def flush(self) -> None:
+        """Return when all rows and scalars are on disk, for a table in a file; otherwise there is nothing to do."""
+        if self._file:
+            self._file.flush()
 
 
 def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]:
@@ -76,7 +141,7 @@ def record_width(dim: int, states: Mapping[str, RowState], element_size: int = 4
     return -(-elements // per_line) * per_line
 
 
-def uniform(dim: int, bound: float, seed: int) -> Callable[[Tensor], Tensor]:
+def uniform(dim: int, bound: float, seed: int) -> Init:
     """Weights uniform in [-bound, bound), each a function of (seed, row, column) alone.
 
     The bits come from SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), counted by row * dim + column, so they depend neither
@@ -84,21 +149,41 @@ def uniform(dim: int, bound: float, seed: int) -> Callable[[Tensor], Tensor]:
     """
 
     def values(rows_n: Tensor) -> Tensor:
-        columns = torch.arange(dim, device=rows_n.device)
-        bits = _splitmix64(rows_n[:, None] * dim + columns + 1, seed)
-        return ((bits & 0xFFFFFF).float() / (1 << 23) - 1) * bound
+        return ((_bits(rows_n, dim, seed) & 0xFFFFFF).float() / (1 << 23) - 1) * bound
 
     return values
 
 
-def _splitmix64(counter: Tensor, seed: int) -> Tensor:
-    def shift_right(value: Tensor, by: int) -> Tensor:  # of unsigned numbers, in signed ones
-        return (value >> by) & ((1 << (64 - by)) - 1)
+def normal(dim: int, std: float, seed: int) -> Init:
+    """Weights normal with mean 0, each a function of (seed, row, column) alone, by Box and Muller (1958) from the bits of `uniform`.
 
+    Computed in float64, so that devices agree but for a last bit once in some hundred million values.
+    """
+
+    def values(rows_n: Tensor) -> Tensor:
+        bits = _bits(rows_n, dim, seed)
+        radius = ((_shift_right(bits, 32) + 0.5).double() / 2**32).log_().mul_(-2).sqrt_()
+        angle = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
+        return (radius * angle.cos_() * std).float()
+
+    return values
+
+
+def _bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
+    """64 random bits for each row and column: [n, D]."""
+    return _splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, seed)
+
+
+def _splitmix64(counter: Tensor, seed: int) -> Tensor:
     bits = counter * _signed(0x9E3779B97F4A7C15) + _signed(_mix(seed))
-    bits = (bits ^ shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    return bits ^ shift_right(bits, 31)
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(value: Tensor, by: int) -> Tensor:
+    """Of unsigned numbers, in signed ones."""
+    return (value >> by) & ((1 << (64 - by)) - 1)
 
 
 def _mix(seed: int) -> int:
@@ -110,19 +195,52 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _host_memory(rows: int, width: int) -> Tensor:
-    """Zeros in anonymous memory, huge pages advised; exactly the bytes asked for, rounded up to a page."""
-    memory = mmap.mmap(-1, max(rows * width * 4, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _check(rows: int, dim: int, states: Mapping[str, RowState], storage: str, dtype: torch.dtype, path: str | Path | None) -> None:
+    if min(rows, dim) < 1:
+        raise ValueError(f"a table of {rows} rows of {dim} dimensions cannot be made; both must be at least 1")
+    if storage not in get_args(Storage):
+        raise ValueError(f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype} cannot be stored; choose torch.float32, torch.bfloat16 or torch.float16")
+    counters = [key for key, state in states.items() if state.width == 1]
+    if dtype.itemsize == 2 and counters:
+        raise ValueError(f"dtype={dtype} cannot hold the state {counters[0]!r} that counts for each row; use float32, or step=table")
+    if (storage == "mmap") != (path is not None):
+        raise ValueError(f"storage={storage!r} with path={path}: a path goes with storage='mmap', which needs one")
+    if path is not None and Path(path).suffix == ".npy" and (states or dtype not in NPY_TYPES):
+        raise ValueError(f"path={path}: an .npy file holds weights alone, in float32 or float16; give the path another ending")
+    if storage in ("cuda", "pinned") and not torch.cuda.is_available():
+        raise ValueError(f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'")
+
+
+def _host_memory(nbytes: int) -> Tensor:
+    """Zero bytes in anonymous memory, huge pages advised; exactly as many as asked for, rounded up to a page.
+
+    Making pages exist is what takes the time: a write to each of them, by as many threads as torch uses, has the system zero them in
+    parallel, and touches the memory once.
+    """
+    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32, count=rows * width).view(rows, width)
+    content = np.frombuffer(memory, np.uint8)
+
+    def touch(start: int) -> None:
+        content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(touch, range(0, nbytes, TOUCH_BYTES)))
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
 def _register(records: Tensor) -> None:
-    """Pin host memory in place for as long as its storage lives (CUDA runtime API, cudaHostRegister)."""
-    from cupy.cuda import runtime  # unlike torch's binding it clears the error that a failure leaves for the next kernel
+    """Pin host memory in place for as long as its storage lives (CUDA runtime API, cudaHostRegister).
 
-    records.add_(0)  # touches each page: registering memory that exists is three times faster than having the driver fault it in
+    The memory exists already, which is three times faster than having the driver fault it in.
+    """
+    try:
+        from cupy.cuda import runtime  # unlike torch's binding it clears the error that a failure leaves for the next kernel
+    except ImportError:
+        raise ValueError("storage='pinned' needs CuPy, which cannot be imported; install cupy-cuda12x or cupy-cuda13x") from None
     nbytes = records.numel() * records.element_size()
     try:
         runtime.hostRegister(records.data_ptr(), nbytes, 0)

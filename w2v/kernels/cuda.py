@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.kernels.reference import SkipgramResult
+from w2v.batch import Batch, Held
 
+KERNELS = Path(__file__).parent
 THREADS = 256
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 
@@ -42,34 +43,53 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
         _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, count, width)
 
 
-def skipgram(
-    input_UD: Tensor, output_VD: Tensor, context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor
-) -> SkipgramResult:
-    """`reference.skipgram`, in one kernel. The vectors are columns of pages, whose rows are equally far apart in both."""
-    (B, C), T, D = context_slots_BC.shape, target_slots_BT.shape[1], input_UD.shape[1]
-    assert input_UD.stride() == output_VD.stride() and input_UD.stride(1) == 1 and input_UD.dtype == output_VD.dtype == torch.float32
-    for slots in (context_slots_BC, target_slots_BT):
-        assert slots.dtype == torch.int64 and slots.is_contiguous()
-    grad_input_UD, grad_output_VD = (torch.zeros(len(rows), D, device=rows.device) for rows in (input_UD, output_VD))
-    loss = torch.zeros((), dtype=torch.float64, device=input_UD.device)
+class Claims:
+    """The rows of a table that the batch at hand touches, `most` at most, and room for a gradient of each; all on the GPU.
+
+    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number.
+    """
+
+    def __init__(self, rows: int, most: int, device: torch.device):
+        self.number_V = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.rows_U = torch.empty(min(rows, most), dtype=torch.int32, device=device)
+
+    def add_gradients(self, dim: int) -> None:
+        self.grad_UD = torch.zeros(len(self.rows_U), dim, device=self.rows_U.device)
+
+
+def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None:
+    """Claim the rows of both tables that take part in a pair of the batch; counts: int32 [2], of input and output rows so far."""
+    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch(
-        "sgns.cu", "skipgram", {"DIM": D, "CONTEXTS": C, "TARGETS": T}, _enough_blocks(B),
-        input_UD, output_VD, np.int64(input_UD.stride(0)), context_slots_BC, context_mask_BC.contiguous(), target_slots_BT,
-        target_mask_BT.contiguous(), np.int64(B), grad_input_UD, grad_output_VD, loss,
+        "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
+        inputs.number_V, inputs.rows_U, outputs.number_V, outputs.rows_U, counts,
     )  # fmt: skip
-    return SkipgramResult(loss, context_mask_BC.sum(), grad_input_UD, grad_output_VD)
 
 
-def step_rows(formula: str, states: int, records_UR: Tensor, grad_UD: Tensor, step: float, step_column: int, hyper: Hyper) -> None:
-    """One optimizer step of all rows in place, the table's `step`th; a row's own count of steps is at `step_column`, if not negative."""
-    assert records_UR.is_contiguous() and grad_UD.is_contiguous() and records_UR.dtype == grad_UD.dtype == torch.float32
-    rows, dim = grad_UD.shape
-    if rows:
-        _launch(
-            "optim.cu", "step", {"STEP": formula, "STATES": states}, _enough_blocks(rows),
-            records_UR, np.int64(records_UR.shape[1]), grad_UD, np.int64(rows), np.int32(dim), np.int32(step_column), np.float32(step),
-            *map(np.float32, hyper),
-        )  # fmt: skip
+def skipgram(batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims) -> tuple[Tensor, Tensor]:
+    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64)."""
+    row_floats, dim = inputs.records_SR.shape[1], input_claims.grad_UD.shape[1]
+    assert outputs.records_SR.shape[1] == row_floats and inputs.records_SR.dtype == outputs.records_SR.dtype == torch.float32
+    loss, pairs = (torch.zeros((), dtype=dtype, device=inputs.records_SR.device) for dtype in (torch.float64, torch.int64))
+    _launch(
+        "sgns.cu", "skipgram", _shape(batch) | {"DIM": dim}, _enough_blocks(32 * len(batch.windows_B)), *_arguments(batch),
+        inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD,
+        outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, np.int64(row_floats), loss, pairs,
+    )  # fmt: skip
+    return loss, pairs
+
+
+def step_rows(formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper) -> None:
+    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes the gradients.
+
+    A row's own count of steps is at `step_column` of its record, if that is not negative.
+    """
+    dim = claims.grad_UD.shape[1]
+    _launch(
+        "optim.cu", "step", {"STEP": formula, "STATES": states}, _enough_blocks(32 * len(claims.rows_U)),
+        held.records_SR, held.slot_of_V, np.int64(held.records_SR.shape[1]), claims.grad_UD, claims.rows_U, count, claims.number_V,
+        np.int32(dim), np.int32(step_column), np.float32(step), *map(np.float32, hyper),
+    )  # fmt: skip
 
 
 class Hyper(NamedTuple):
@@ -87,9 +107,23 @@ class Hyper(NamedTuple):
     log_beta2: float = -math.inf
 
 
-def _enough_blocks(warps: int) -> int:
-    """Blocks for so many warps, at most what fills the GPU several times over."""
-    return min(-(-warps * 32 // THREADS), 8 * torch.cuda.get_device_properties().multi_processor_count)
+def _shape(batch: Batch) -> dict[str, int | str]:
+    return {"WINDOW": batch.window, "TARGETS": 1 + batch.negatives_BK.shape[1]}
+
+
+def _arguments(batch: Batch) -> list[Tensor | np.generic]:
+    text = [batch.words_n, batch.sentences_n, np.int64(len(batch.words_n)), np.int64(batch.first), np.int64(len(batch.windows_B))]
+    return [*text, batch.windows_B, batch.negatives_BK]
+
+
+def _enough_blocks(threads: int) -> int:
+    """Blocks for so many threads, at most what fills the GPU several times over."""
+    return max(1, min(-(-threads // THREADS), 8 * _processors()))
+
+
+@functools.cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
 
 
 def _launch(source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | np.generic | None) -> None:
@@ -115,5 +149,5 @@ def _stream(pointer: int) -> Any:
 def _module(source: str, defines: tuple[tuple[str, int | str], ...]) -> Any:
     import cupy
 
-    options = ("-std=c++17", *(f"-D{name}={value}" for name, value in defines))
-    return cupy.RawModule(code=(Path(__file__).parent / source).read_text(), options=options)
+    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines))
+    return cupy.RawModule(code=(KERNELS / source).read_text(), options=options)

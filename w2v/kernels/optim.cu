@@ -1,4 +1,4 @@
-// Row optimizers on a page: weight, gradient and state of a row are read once and written once. Each function is the step of the
+// Row optimizers on records in place: weight, gradient and state of a row are read once and written once. Each function is the step of the
 // torch.optim class of that name, for one number; what is the same for all rows of a step is worked out on the CPU.
 //
 // Compiled for: STEP, one of the functions below, and STATES, how many states it keeps.
@@ -48,17 +48,18 @@ __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bi
     w -= h.lr / bias.first * state[0] / state[1];
 }
 
-// A record is dim weights, then STATES times dim numbers, then, where `step_column` is not negative, the row's own count of steps there.
-// One warp takes a row.
+// Steps the claimed rows in place (sgns.cu), zeroes their gradients and takes the claims back. A record is dim weights, then STATES times
+// dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
 extern "C" __global__ void step(
-    float* records, long long row_floats, const float* grads, long long rows, int dim, int step_column, float table_step,
-    float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1, float beta2, float rest2,
-    float log_beta2) {
+    float* records, const int* slot, long long row_floats, float* grads, const int* rows, const int* count, int* number, int dim,
+    int step_column, float table_step, float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1,
+    float beta2, float rest2, float log_beta2) {
     const Hyper hyper = {lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2};
     const int lane = threadIdx.x % 32;
-    const long long warps = (long long)gridDim.x * blockDim.x / 32;
-    for (long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; row < rows; row += warps) {
-        float* record = records + row * row_floats;
+    const long long warps = (long long)gridDim.x * blockDim.x / 32, claimed = *count;
+    for (long long n = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < claimed; n += warps) {
+        const int row = rows[n];
+        float* record = records + (slot ? slot[row] : row) * row_floats;
         Bias bias;
         bias.step = step_column < 0 ? table_step : record[step_column] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
@@ -67,11 +68,15 @@ extern "C" __global__ void step(
             float state[STATES + 1];
             for (int s = 0; s < STATES; s++) state[s] = record[(s + 1) * dim + d];
             float weight = record[d];
-            STEP(weight, grads[row * dim + d], state, hyper, bias);
+            STEP(weight, grads[n * dim + d], state, hyper, bias);
             record[d] = weight;
             for (int s = 0; s < STATES; s++) record[(s + 1) * dim + d] = state[s];
+            grads[n * dim + d] = 0;
         }
         __syncwarp();
-        if (step_column >= 0 && lane == 0) record[step_column] = bias.step;
+        if (lane == 0) {
+            number[row] = -1;
+            if (step_column >= 0) record[step_column] = bias.step;
+        }
     }
 }

@@ -46,6 +46,8 @@ def skipgram(
     the logits of a center are one small matrix product (Ji et al. 2016, arXiv 1604.04661).
     """
     (B, C), T = context_slots_BC.shape, target_slots_BT.shape[1]
+    if not len(input_UD):  # no center has a context word
+        return SkipgramResult(input_UD.new_zeros((), dtype=torch.float64), context_mask_BC.sum(), input_UD, output_VD)
     context_BCD = input_UD.index_select(0, context_slots_BC.flatten()).view(B, C, -1)
     target_BTD = output_VD.index_select(0, target_slots_BT.flatten()).view(B, T, -1)
     counted_BCT = context_mask_BC[:, :, None] & target_mask_BT[:, None, :]

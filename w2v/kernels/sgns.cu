@@ -1,8 +1,10 @@
-// Skip-gram with negative sampling: loss and both gradients of a batch, as in reference.py::skipgram. One warp takes a center: it holds
-// the vectors of a group of targets (the center itself, then its noise words) in registers while it goes through the contexts, so that a
-// context is read once for a group and each gradient row of a window is added to memory once.
+// Skip-gram with negative sampling on records in place: the loss and both gradients, as in reference.py::skipgram. One warp takes a
+// center: it holds the vectors of a group of targets (the center, then its noise words) in registers while it goes through the context
+// words, so that a context is read once for a group and each row of a window is added to memory once.
 //
-// Compiled for: DIM dimensions, CONTEXTS and TARGETS of a center; and launched with the floats from one row of a page to the next.
+// Compiled for: DIM dimensions, WINDOW positions to either side, TARGETS of a center.
+
+#include "batch.cuh"
 
 #if DIM % 4 == 0
 typedef float4 vec;
@@ -16,6 +18,7 @@ constexpr int VECTORS = DIM / LANES_WIDE;             // of a row
 constexpr int PER_LANE = (VECTORS + 31) / 32;         // of a row that a lane holds
 constexpr int HELD = PER_LANE * LANES_WIDE;           // numbers of a row that a lane holds
 constexpr int GROUP = HELD >= 32 ? 1 : HELD > 8 ? 2 : HELD > 4 ? 4 : 8;  // targets held at a time; a power of two
+constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;  // of a group, at most
 constexpr unsigned ALL = 0xffffffffu;
 
 struct Row {
@@ -85,39 +88,48 @@ __device__ float sum_over_warp(float* number, int lane) {
     return sum;
 }
 
+// A row's record is at slot_*[row], or at the row itself where slot_* is null; its gradient at number_*[row].
 extern "C" __global__ void skipgram(
-    const float* input, const float* output, long long row_floats, const long long* context_slots, const bool* context_mask,
-    const long long* target_slots, const bool* target_mask, long long centers, float* grad_input, float* grad_output, double* loss) {
+    BATCH, const float* input, const int* slot_in, const int* number_in, float* grad_input, const float* output, const int* slot_out,
+    const int* number_out, float* grad_output, long long row_floats, double* loss, long long* pairs) {
+    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
     const int lane = threadIdx.x % 32;
     const int number = lane / (32 / GROUP);  // of the target in its group whose logit this lane gets
     const bool counts = lane % (32 / GROUP) == 0;
     const long long warps = (long long)gridDim.x * blockDim.x / 32;
     double lane_loss = 0;
+    long long lane_pairs = 0;
 
     for (long long center = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; center < centers; center += warps) {
-        for (int first = 0; first < TARGETS; first += GROUP) {
-            Row target[GROUP], grad_target[GROUP];
-            long long target_slot[GROUP];
+        if (!batch.has_context(center)) continue;
+        for (int start = 0; start < TARGETS; start += GROUP) {
+            // Lane t looks target t up; all lanes then share it.
+            const int mine = start + lane < TARGETS && lane < GROUP ? batch.target(center, start + lane) : -1;
+            const long long my_slot = mine < 0 ? 0 : slot_out ? slot_out[mine] : mine;
+            const long long my_number = mine < 0 ? -1 : number_out[mine];
+            Row target[TAKEN], grad_target[TAKEN];
 #pragma unroll
-            for (int t = 0; t < GROUP; t++) {
-                target_slot[t] = first + t < TARGETS ? target_slots[center * TARGETS + first + t] : 0;
-                target[t].load(output + target_slot[t] * row_floats, lane);
+            for (int t = 0; t < TAKEN; t++) {
+                const long long slot = __shfl_sync(ALL, my_slot, t);
+                target[t].load(output + slot * row_floats, lane);
                 grad_target[t].clear();
             }
-            const bool target_counts = first + number < TARGETS && target_mask[center * TARGETS + first + number];
-            const float label = first + number == 0;
+            const bool target_counts = __shfl_sync(ALL, my_number, number) >= 0;
+            const float label = start + number == 0;
 
-            for (int base = 0; base < CONTEXTS; base += 32) {
-                const bool mine = base + lane < CONTEXTS && context_mask[center * CONTEXTS + base + lane];
-                const long long my_slot = mine ? context_slots[center * CONTEXTS + base + lane] : 0;
-                for (unsigned left = __ballot_sync(ALL, mine); left; left &= left - 1) {
-                    const long long slot = __shfl_sync(ALL, my_slot, __ffs(left) - 1);
+            for (int base = 0; base < 2 * WINDOW; base += 32) {
+                const int word = base + lane < 2 * WINDOW ? batch.context(center, base + lane) : -1;
+                const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
+                const long long word_number = word < 0 ? 0 : number_in[word];
+                lane_pairs += start == 0 && word >= 0;
+                for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
+                    const int source = __ffs(left) - 1;
                     Row context, grad_context;
-                    context.load(input + slot * row_floats, lane);
+                    context.load(input + __shfl_sync(ALL, word_slot, source) * row_floats, lane);
                     grad_context.clear();
                     float dots[GROUP];
 #pragma unroll
-                    for (int t = 0; t < GROUP; t++) dots[t] = context.dot_here(target[t]);
+                    for (int t = 0; t < GROUP; t++) dots[t] = t < TAKEN ? context.dot_here(target[t]) : 0;
                     const float logit = sum_over_warp(dots, lane);
 
                     const float signed_logit = label ? -logit : logit;  // the loss is softplus of this
@@ -126,20 +138,28 @@ extern "C" __global__ void skipgram(
                     const float error = target_counts ? sigmoid - label : 0;
                     if (counts && target_counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
 #pragma unroll
-                    for (int t = 0; t < GROUP; t++) {
+                    for (int t = 0; t < TAKEN; t++) {
                         const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
                         grad_context.add_scaled(target[t], scale);
                         grad_target[t].add_scaled(context, scale);
                     }
-                    grad_context.add_to(grad_input + slot * DIM, lane);
+                    grad_context.add_to(grad_input + __shfl_sync(ALL, word_number, source) * DIM, lane);
                 }
             }
 #pragma unroll
-            for (int t = 0; t < GROUP; t++)
-                if (first + t < TARGETS && target_mask[center * TARGETS + first + t]) grad_target[t].add_to(grad_output + target_slot[t] * DIM, lane);
+            for (int t = 0; t < TAKEN; t++) {
+                const long long at = __shfl_sync(ALL, my_number, t);
+                if (at >= 0) grad_target[t].add_to(grad_output + at * DIM, lane);
+            }
         }
     }
 
-    for (int distance = 16; distance; distance /= 2) lane_loss += __shfl_xor_sync(ALL, lane_loss, distance);
-    if (lane == 0 && lane_loss != 0) atomicAdd(loss, lane_loss);
+    for (int distance = 16; distance; distance /= 2) {
+        lane_loss += __shfl_xor_sync(ALL, lane_loss, distance);
+        lane_pairs += __shfl_xor_sync(ALL, lane_pairs, distance);
+    }
+    if (lane == 0 && lane_pairs) {
+        atomicAdd(loss, lane_loss);
+        atomicAdd((unsigned long long*)pairs, (unsigned long long)lane_pairs);
+    }
 }

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from w2v.batch import Page
+from w2v.batch import Held, Page
 from w2v.table import Table
 
 Wanted = Sequence[tuple[Table, Tensor]]  # tables with sorted unique rows
@@ -25,6 +25,10 @@ class Engine(Protocol):
     def write_back(self, page: Page) -> None:
         """Put the page's records into its table; the page is spent."""
 
+    def hold(self, table: Table) -> Held:
+        """Where the records lie that were prefetched, for kernels that work on them in place."""
+
+    pages: bool  # whether rows have to be prefetched before they are held
     rows_read: int  # that crossed the link to the GPU, so far
     rows_written: int  # that went back
 

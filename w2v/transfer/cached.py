@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from w2v.batch import Page
+from w2v.batch import Held, Page
 from w2v.config import ConfigError
 from w2v.table import Table
 from w2v.transfer import Link, Wanted
@@ -33,6 +33,8 @@ class Cached:
 
     G numbers the rows of all tables, one table after another; S as a slot means "not on the GPU".
     """
+
+    pages = True
 
     def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
         assert len({table.width for table in tables}) == 1, "the slots of a store hold records of one width"
@@ -58,16 +60,20 @@ class Cached:
         if not self._bring(wanted, in_use=self._plan - 1):
             self._waiting = wanted
 
-    def fetch(self, table: Table, rows_U: Tensor) -> Page:
+    def hold(self, table: Table) -> Held:
         if self._waiting:
             self._bring_at_last()
         if self._reads:
             torch.cuda.current_stream().wait_stream(self._reads)
-        slots_U = self._slot_of_G[rows_U + self._first[id(table)]].long()
-        return Page(table, rows_U, self._records_SR.index_select(0, slots_U), table.columns, slots_U=slots_U)
+        first = self._first[id(table)]
+        return Held(self._records_SR, self._slot_of_G[first : first + table.rows])
+
+    def fetch(self, table: Table, rows_U: Tensor) -> Page:
+        slots_U = self.hold(table).slot_of_V[rows_U].long()
+        return Page(table, rows_U, self._records_SR.index_select(0, slots_U).float(), table.columns, slots_U=slots_U)
 
     def write_back(self, page: Page) -> None:
-        self._records_SR.index_copy_(0, page.slots_U, page.records_UR)
+        self._records_SR.index_copy_(0, page.slots_U, page.table.encode(page.rows_U, page.records_UR))
 
     def flush(self) -> None:
         self._join()

@@ -5,22 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from w2v.batch import Page
+from w2v.batch import Held, Page
 from w2v.table import Table
 from w2v.transfer import Wanted
 
 
 class Resident:
+    pages = False
     rows_read = rows_written = 0  # nothing crosses a link
 
     def prefetch(self, wanted: Wanted) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
-        return Page(table, rows_U, table.records_VR.index_select(0, rows_U), table.columns)
+        return Page(table, rows_U, table.records_VR.index_select(0, rows_U).float(), table.columns)
 
     def write_back(self, page: Page) -> None:
-        page.table.records_VR.index_copy_(0, page.rows_U, page.records_UR)
+        page.table.records_VR.index_copy_(0, page.rows_U, page.table.encode(page.rows_U, page.records_UR))
+
+    def hold(self, table: Table) -> Held:
+        return Held(table.records_VR, None)
 
     def flush(self) -> None:
         if torch.cuda.is_available():

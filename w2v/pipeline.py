@@ -49,7 +49,7 @@ class Pipeline:
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self.rows_used = 0  # by all pages so far, each page's counted once
         self._device, self._steps_per_page = device, steps_per_page
-        self._planning = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
 

@@ -49,7 +49,7 @@ class Cached:
         self._plan_of_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)  # the last plan that wanted the slot's row
         self._free = torch.arange(slots, device=device)  # free slots, the longest free first
         self._plan = 0
-        self._reads, self._writes = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._reads, self._writes = (torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2))
         self._planned = None if self._reads is None else torch.cuda.current_stream().record_event()
         self._waiting: Wanted = ()  # rows for which there was no room beside those in use
         self._held: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still read
@@ -79,7 +79,8 @@ class Cached:
         self._join()
         here = torch.nonzero(self._row_of_S >= 0).flatten()
         rows, order = self._row_of_S[here].sort()
-        for table, part in self._by_table(rows):
+        (by_table,) = self._by_table(rows)
+        for table, part in by_table:
             self.link.write(table, rows[part] - self._first[id(table)], self._records_SR, here[order][part])
         if self._reads:
             torch.cuda.current_stream().synchronize()
@@ -104,21 +105,24 @@ class Cached:
             torch.cuda.current_stream().wait_event(self._planned)
         rows = torch.cat([rows_U + self._first[id(table)] for table, rows_U in wanted])
         slots = self._slot_of_G[rows].long()
-        self._plan_of_S[slots] = self._plan
+        self._plan_of_S.index_fill_(0, slots, self._plan)
         coming = rows[slots == self.slots]
+        self._held.append((rows, slots, coming))
+        if not len(coming):
+            return True
         lacking = len(coming) - len(self._free)
         # Where it must empty slots, it empties as many again: the next plan then has free ones and its reads need not wait.
         leaving = self._leaving(lacking + len(coming), in_use) if lacking + len(coming) > 0 else coming[:0]
         if len(leaving) < lacking:
             return False
         left = self._slot_of_G[leaving].long()
-        self._slot_of_G[leaving] = self.slots
-        self._row_of_S[left] = -1
+        self._slot_of_G.index_fill_(0, leaving, self.slots)
+        self._row_of_S.index_fill_(0, left, -1)
         available = torch.cat([self._free, left])
         taken, self._free = available[: len(coming)], available[len(coming) :]
         self._slot_of_G[coming] = taken.int()
         self._row_of_S[taken] = coming
-        self._plan_of_S[taken] = self._plan
+        self._plan_of_S.index_fill_(0, taken, self._plan)
         self._move(coming, taken, leaving, left, reads_wait=lacking > 0)
         self.rows_read, self.rows_written = self.rows_read + len(coming), self.rows_written + len(leaving)
         return True
@@ -131,8 +135,8 @@ class Cached:
 
     def _move(self, coming: Tensor, taken: Tensor, leaving: Tensor, left: Tensor, reads_wait: bool) -> None:
         """Start to write back `leaving` rows from their slots `left` and to read `coming` ones into slots `taken`."""
-        reads, writes = self._by_table(coming), self._by_table(leaving)
-        self._held.append((coming, taken, leaving, left))
+        reads, writes = self._by_table(coming, leaving)
+        self._held[-1] += (taken, leaving, left)
         if self._reads:
             self._planned = torch.cuda.current_stream().record_event()
             self._reads.wait_stream(self._writes)  # the writes planned before this
@@ -147,10 +151,12 @@ class Cached:
             for table, part in reads:
                 self.link.read(table, coming[part] - self._first[id(table)], self._records_SR, taken[part])
 
-    def _by_table(self, rows: Tensor) -> list[tuple[Table, slice]]:
-        """Which part of the rows, sorted and in G, belongs to each table."""
-        cuts = torch.searchsorted(rows, self._firsts).tolist()
-        return [(table, slice(*cut)) for table, cut in zip(self.tables, pairwise(cuts), strict=True) if cut[0] < cut[1]]
+    def _by_table(self, *rows: Tensor) -> list[list[tuple[Table, slice]]]:
+        """Which part of the rows, sorted and in G, belongs to each table; for each tensor of rows."""
+        all_cuts = torch.stack([torch.searchsorted(some, self._firsts) for some in rows]).tolist()
+        return [
+            [(table, slice(*cut)) for table, cut in zip(self.tables, pairwise(cuts), strict=True) if cut[0] < cut[1]] for cuts in all_cuts
+        ]
 
     def _join(self) -> None:
         """Have the current stream wait for all plans and moves."""

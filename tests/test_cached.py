@@ -157,3 +157,28 @@ def test_a_step_that_cannot_fit_is_refused():
     tables = make_tables(optimizer, "cpu")
     with pytest.raises(ConfigError, match="transfer.gpu_bytes has room for 4 rows on the GPU, but 6 are needed at once; raise it"):
         run(optimizer, tables, Cached(HostLink(), tables, 4, torch.device("cpu")), [page_of(({1, 2, 3}, {1, 2, 3}))], 1.0, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("link", ["mapped", "staged"])
+def test_stress(link):
+    """Thousands of overlapped steps over many rows, with little room and much: the tables end exactly as dense training leaves them."""
+    total, dim, count = 3000, 32, 10_000 if link == "mapped" else 500
+    g = torch.Generator().manual_seed(7)
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    popular = torch.randint(total, (64,), generator=g)
+
+    def some_rows():
+        return torch.unique(torch.cat([torch.randint(total, (150,), generator=g), popular[torch.rand(64, generator=g) < 0.7]]))
+
+    pages = [[(some_rows(), some_rows())] for _ in range(count)]
+    make_link, storage, device = LINK[link]
+    expected = make_tables(optimizer, "cpu", total, dim)
+    for step, [both] in enumerate(pages):
+        for table, rows in zip(expected, both, strict=True):
+            table["weight"][rows] -= gradient(rows, step, dim)
+    for slots in (1000, 4000):
+        tables = make_tables(optimizer, storage, total, dim)
+        found = run(optimizer, tables, Cached(make_link(), tables, slots, torch.device(device)), pages, 1.0, device)
+        for ours, dense in zip(found, expected, strict=True):
+            assert torch.equal(ours, dense.records_VR)

@@ -99,12 +99,12 @@ class TransferConfig:
         "auto", "Tables on the compute device (resident), or in CPU memory that the GPU reads in place (mapped) or by copies (staged)."
     )
     gpu_bytes: str = key("auto", "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.")
-    steps_per_page: int = key(1, "Steps whose rows are brought to the GPU together; more of them move fewer rows and need more GPU memory.")
+    steps_per_page: int = key(0, "Steps whose rows are brought to the GPU together, which moves fewer rows and needs more GPU memory; 0 is auto.")
 
     def __post_init__(self) -> None:
         valid = "auto, 0, a size such as 500MB or 20GiB, or a share of the tables such as 50%"
         require(self.gpu_bytes == "auto" or SIZE.fullmatch(self.gpu_bytes) is not None, "transfer.gpu_bytes", self.gpu_bytes, valid)
-        require(self.steps_per_page >= 1, "transfer.steps_per_page", self.steps_per_page, "at least 1")
+        require(self.steps_per_page >= 0, "transfer.steps_per_page", self.steps_per_page, "0 or more")
 
     def gpu_bytes_of(self, table_bytes: int) -> int | None:
         """`gpu_bytes` as a number, for tables of that many bytes; None for auto."""

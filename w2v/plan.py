@@ -32,6 +32,7 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
+STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
 
 
@@ -196,7 +197,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     else:
         engine = Paged(link())
     make = FusedPipeline if plan.fused else Pipeline
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, plan.config.transfer.steps_per_page)
+    steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps)
 
 
 def environment(plan: Plan) -> str:

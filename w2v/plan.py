@@ -153,8 +153,10 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
             raise ConfigError(f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU; set transfer.engine=resident")
         return "resident", "the CPU computes where the tables are"
     install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
-    if wanted == "mapped" and not machine.cuda_cupy:
-        raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=staged")
+    if not machine.cuda_cupy:
+        if wanted == "mapped":
+            raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=staged")
+        log.warning(f"CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped can be used; {install}")
     if wanted != "auto":
         return wanted, "as configured"
     room = machine.gpu_free_bytes - GPU_RESERVE
@@ -162,7 +164,6 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
     if table_bytes <= room:
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
-        log.warning(f"{fit}, so rows are paged, but CuPy, which would page them faster, cannot be imported; {install}")
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU for want of CuPy"
     return "mapped", f"{fit}, so rows are paged from pinned CPU memory"
 

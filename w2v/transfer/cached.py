@@ -52,7 +52,7 @@ class Cached:
         self._reads, self._writes = (torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2))
         self._planned = None if self._reads is None else torch.cuda.current_stream().record_event()
         self._waiting: Wanted = ()  # rows for which there was no room beside those in use
-        self._held: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still read
+        self._held: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still use
 
     def prefetch(self, wanted: Wanted) -> None:
         """Plan on the current stream, and start the moves, for the steps after those that compute now."""

@@ -52,19 +52,23 @@ def train_dense(optimizer, tables, pages, lr):
     return run(optimizer, tables, Resident(), pages, lr, "cpu")
 
 
+def marked(rows, count):
+    return torch.zeros(count, dtype=torch.bool).index_fill(0, rows, True)
+
+
 def run(optimizer, tables, engine, pages, lr, device):
     """`pages` is a list of lists of steps, each a pair of rows of both tables. Plans run a page ahead, on a stream of their own."""
     planning = torch.cuda.Stream() if device == "cuda" else None
     done, step = [], 0
 
     def plan(page):
-        wanted = [(table, torch.unique(torch.cat([rows[number] for rows in page])).to(device)) for number, table in enumerate(tables)]
+        marks = [marked(torch.cat([rows[number] for rows in page]), table.rows).to(device) for number, table in enumerate(tables)]
         if planning is None:
-            return engine.prefetch(wanted)
+            return engine.prefetch(marks)
         done.append(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(planning):
             planning.wait_stream(torch.cuda.current_stream()) if len(done) < 2 else planning.wait_event(done[-2])
-            engine.prefetch(wanted)
+            engine.prefetch(marks)
         torch.cuda.current_stream().wait_stream(planning)
 
     plan(pages[0])
@@ -148,7 +152,7 @@ def test_the_least_frequent_rows_leave_first():
     pages = [page_of(step) for step in [({0, 20}, {1}), ({5}, set()), ({7}, set()), ({8}, set())]]
     run(optimizer, tables, engine, pages, 1.0, "cpu")
     assert (engine.rows_read, engine.rows_written) == (6, 1)
-    engine.prefetch([(tables[0], torch.tensor([0, 5])), (tables[1], torch.tensor([1]))])
+    engine.prefetch([marked(torch.tensor([0, 5]), ROWS), marked(torch.tensor([1]), ROWS)])
     assert engine.rows_read == 6  # so it was row 20 that left
 
 

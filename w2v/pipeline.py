@@ -47,7 +47,6 @@ class Pipeline:
         self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1
     ):
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
-        self.rows_used = 0  # by all pages so far, each page's counted once
         self._device, self._steps_per_page = device, steps_per_page
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
@@ -87,14 +86,20 @@ class Pipeline:
         drawn = islice(batches, self._steps_per_page)
         page = [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
         if page:
-            self._prefetch(_union([slots.input_rows_U for _, slots in page]), _union([slots.output_rows_V for _, slots in page]))
+            rows = [slots.input_rows_U for _, slots in page], [slots.output_rows_V for _, slots in page]
+            self._prefetch([self._marks(table, parts) for table, parts in zip((self.inputs, self.outputs), rows, strict=True)])
         return page
 
-    def _prefetch(self, input_rows_U: Tensor, output_rows_V: Tensor) -> None:
+    def _marks(self, table: Table, rows: list[Tensor]) -> Tensor:
+        marks_V = torch.zeros(table.rows, dtype=torch.bool, device=self._device)
+        for rows_U in rows:
+            marks_V.index_fill_(0, rows_U, True)
+        return marks_V
+
+    def _prefetch(self, marks: list[Tensor]) -> None:
         if self._planning:  # the engine may send away the rows of the page before the one that computes now
             self._planning.wait_event(self._computed[0])
-        self.rows_used += len(input_rows_U) + len(output_rows_V)
-        self.engine.prefetch([(self.inputs, input_rows_U), (self.outputs, output_rows_V)])
+        self.engine.prefetch(marks)
 
 
 class FusedPipeline(Pipeline):
@@ -126,10 +131,9 @@ class FusedPipeline(Pipeline):
             counts = torch.zeros(2, dtype=torch.int32, device=self._device)
             for batch, _ in page:
                 cuda.claim(batch, *claims, counts)
-            rows = [claim.rows_U[:count].sort().values.long() for claim, count in zip(claims, counts.tolist(), strict=True)]
-            for claim, claimed in zip(claims, rows, strict=True):
-                claim.number_V.index_fill_(0, claimed, -1)
-            self._prefetch(*rows)
+            self._prefetch([claim.number_V >= 0 for claim in claims])
+            for claim in claims:
+                claim.number_V.fill_(-1)
         return page
 
     def _enough(self, claims: Both | None, batch: Batch, batches: int) -> Both:
@@ -139,8 +143,3 @@ class FusedPipeline(Pipeline):
         if claims and all(len(claim.rows_U) >= min(len(claim.number_V), rows) for claim, rows in zip(claims, most, strict=True)):
             return claims
         return cuda.Claims(self.inputs.rows, most[0], self._device), cuda.Claims(self.outputs.rows, most[1], self._device)
-
-
-def _union(rows: list[Tensor]) -> Tensor:
-    """Sorted and unique."""
-    return rows[0] if len(rows) == 1 else torch.unique(torch.cat(rows))

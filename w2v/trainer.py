@@ -46,9 +46,10 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
-        read, written = self.pipeline.engine.rows_read, self.pipeline.engine.rows_written
-        if read:
-            share, per_word = read / self.pipeline.rows_used, read / self._total_words
+        engine = self.pipeline.engine
+        if engine.rows_used:
+            read, written = engine.rows_read, engine.rows_written
+            share, per_word = read / engine.rows_used, read / self._total_words
             log.info(f"over the link came {read:,} rows, {share:.1%} of those used, {per_word:.3f} a word, and {written:,} went back")
 
     def _score_epoch(self, epoch: int) -> None:

@@ -43,7 +43,7 @@ def train_once(config: settings.Config) -> dict[str, tuple[float, str]]:
     }  # fmt: skip
     read = pipeline.engine.rows_read
     if read:
-        figures["rows read"] = (100 * read / pipeline.rows_used, "% of used")
+        figures["rows read"] = (100 * read / pipeline.engine.rows_used, "% of used")
         figures["link"] = (read * pipeline.inputs.bytes / pipeline.inputs.rows / trainer.metrics.seconds / 1e9, "GB/s each way")
     if planned.device.type == "cuda":
         figures["gpu memory"] = (torch.cuda.max_memory_allocated() / 2**30, "GiB")

@@ -10,14 +10,12 @@ from torch import Tensor
 from w2v.batch import Held, Page
 from w2v.table import Table
 
-Wanted = Sequence[tuple[Table, Tensor]]  # tables with sorted unique rows
-
 
 class Engine(Protocol):
     """What a training step asks for."""
 
-    def prefetch(self, wanted: Wanted) -> None:
-        """Rows that the steps after the current ones will fetch: an engine may begin to bring them."""
+    def prefetch(self, marks: Sequence[Tensor]) -> None:
+        """Rows that the steps after the current ones will fetch, bool [V] for each table: an engine may begin to bring them."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""
@@ -29,6 +27,7 @@ class Engine(Protocol):
         """Where the records lie that were prefetched, for kernels that work on them in place."""
 
     pages: bool  # whether rows have to be prefetched before they are held
+    rows_used: int  # by pages so far, each page's counted once
     rows_read: int  # that crossed the link to the GPU, so far
     rows_written: int  # that went back
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from w2v.batch import Held, Page
 from w2v.table import Table
-from w2v.transfer import Link, Wanted
+from w2v.transfer import Link
 
 
 class Paged:
@@ -15,15 +17,15 @@ class Paged:
 
     def __init__(self, link: Link):
         self.link = link
-        self.rows_read = self.rows_written = 0
+        self.rows_used = self.rows_read = self.rows_written = 0
 
-    def prefetch(self, wanted: Wanted) -> None:
+    def prefetch(self, marks: Sequence[Tensor]) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         records_UR = torch.empty(len(rows_U), table.width, dtype=table.records_VR.dtype, device=rows_U.device)
         self.link.read(table, rows_U, records_UR)
-        self.rows_read += len(rows_U)
+        self.rows_used, self.rows_read = self.rows_used + len(rows_U), self.rows_read + len(rows_U)
         return Page(table, rows_U, records_UR.float(), table.columns)
 
     def write_back(self, page: Page) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from w2v.batch import Held, Page
 from w2v.table import Table
-from w2v.transfer import Wanted
 
 
 class Resident:
     pages = False
-    rows_read = rows_written = 0  # nothing crosses a link
+    rows_used = rows_read = rows_written = 0  # nothing crosses a link
 
-    def prefetch(self, wanted: Wanted) -> None:
+    def prefetch(self, marks: Sequence[Tensor]) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

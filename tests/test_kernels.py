@@ -126,6 +126,33 @@ def test_fused_training_equals_plain_training(name, slots, steps_per_page):
         assert (mine - plain).norm() < 1e-3 * plain.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+def test_planning_far_ahead_of_a_slow_computation_changes_nothing(fused):
+    """Each step waits for 5 ms of other work, so that the CPU could plan, and overwrite, many batches before the first is computed."""
+    rows, dim, device = 5_000, 32, torch.device("cuda")
+    ids = np.random.default_rng(1).integers(0, rows, 40_000).astype(np.int32)
+
+    def trained(cycles):
+        optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.01), fused)
+        tables = [Table(name, rows, dim, {}, {}, "cuda") for name in ("input", "output")]
+        for number, table in enumerate(tables):
+            table.initialise(uniform(dim, 0.5, number))
+        sampler = Sampler(ids, np.array([0, len(ids)]), np.ones(rows), np.full(rows, 1 / rows), ModelConfig(), 1_000, 1, device)
+        pipeline = (FusedPipeline if fused else Pipeline)(*tables, Resident(), optimizer, device)
+        losses = []
+        for planned in pipeline.ahead(sampler.epoch()):
+            torch.cuda._sleep(cycles)
+            losses.append(pipeline.step(planned, 0.01).loss)
+            if not cycles:
+                torch.cuda.synchronize()
+        return torch.stack(losses).cpu(), tables[0]["weight"].cpu()
+
+    (slow_losses, slow), (losses, weights) = trained(10_000_000), trained(0)
+    torch.testing.assert_close(slow_losses, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slow, weights, rtol=1e-5, atol=1e-6)
+
+
 OPTIMIZERS = [
     ("SGD", {}), ("SGD", {"weight_decay": 0.1}), ("Adagrad", {}), ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     ("RMSprop", {}), ("RMSprop", {"alpha": 0.9, "weight_decay": 0.1}), ("Adam", {}), ("Adam", {"betas": [0.5, 0.99], "weight_decay": 0.1}),

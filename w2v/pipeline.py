@@ -77,6 +77,8 @@ class Pipeline:
         current = torch.cuda.current_stream()
         self._computed.append(current.record_event())
         with torch.cuda.stream(self._planning):
+            # The page before the one that computes now is done: its memory may be used again, and the engine may send its rows away.
+            self._planning.wait_event(self._computed[0])
             page = self._draw(batches)
         current.wait_stream(self._planning)
         self._held.append(page)
@@ -87,7 +89,7 @@ class Pipeline:
         page = [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
         if page:
             rows = [slots.input_rows_U for _, slots in page], [slots.output_rows_V for _, slots in page]
-            self._prefetch([self._marks(table, parts) for table, parts in zip((self.inputs, self.outputs), rows, strict=True)])
+            self.engine.prefetch([self._marks(table, parts) for table, parts in zip((self.inputs, self.outputs), rows, strict=True)])
         return page
 
     def _marks(self, table: Table, rows: list[Tensor]) -> Tensor:
@@ -95,11 +97,6 @@ class Pipeline:
         for rows_U in rows:
             marks_V.index_fill_(0, rows_U, True)
         return marks_V
-
-    def _prefetch(self, marks: list[Tensor]) -> None:
-        if self._planning:  # the engine may send away the rows of the page before the one that computes now
-            self._planning.wait_event(self._computed[0])
-        self.engine.prefetch(marks)
 
 
 class FusedPipeline(Pipeline):
@@ -131,7 +128,7 @@ class FusedPipeline(Pipeline):
             counts = torch.zeros(2, dtype=torch.int32, device=self._device)
             for batch, _ in page:
                 cuda.claim(batch, *claims, counts)
-            self._prefetch([claim.number_V >= 0 for claim in claims])
+            self.engine.prefetch([claim.number_V >= 0 for claim in claims])
             for claim in claims:
                 claim.number_V.fill_(-1)
         return page

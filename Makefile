@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CORPUS ?=
-CONFIG ?= $(firstword $(wildcard configs/$(CORPUS).yaml) configs/default.yaml)
+# configs/default.yaml is for the small sample; what one brings is taken for a text of text8's kind unless CONFIG says otherwise.
+CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/default.yaml)
 ARGS ?=
 RUN ?= latest
 

@@ -84,6 +84,16 @@ def test_corpus_is_read_once(tmp_path, monkeypatch):
     assert plan.open_corpus(fewer)[0].words == ["b", "a"]
 
 
+def test_a_text_too_small_for_the_batch_is_warned_of(caplog):
+    caplog.set_level(logging.WARNING, "w2v")
+    logging.getLogger("w2v").propagate = True
+    vocab = plan.Vocab(["a", "b"], np.array([6000, 4000]), raw_words=10_000, raw_types=2)
+    plan.warn_of_few_steps(configured("model.sample=0", "train.epochs=10", "train.batch_size=1000"), vocab)
+    assert not caplog.text
+    plan.warn_of_few_steps(configured("model.sample=0", "train.epochs=10", "train.batch_size=4000"), vocab)
+    assert "train.batch_size=4000 leaves 25 optimizer steps, too few to learn from; try train.batch_size=100" in caplog.text
+
+
 def test_plan_is_said_in_words(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 50)

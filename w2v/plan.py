@@ -31,6 +31,7 @@ from w2v.transfer.staged import Staged
 from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
+FEWEST_STEPS = 100
 GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
 STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
@@ -119,6 +120,7 @@ def make_plan(config: Config) -> Plan:
         torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
     vocab, corpus = open_corpus(config)
+    warn_of_few_steps(config, vocab)
     size = config.model.vector_size
     table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
     engine, reason = choose_engine(config, machine, device, table_bytes)
@@ -130,6 +132,17 @@ def make_plan(config: Config) -> Plan:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
     return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots)
+
+
+def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
+    """Say so when the text is too small for the batch size to be learned from."""
+    train = config.train
+    centers = float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum()) * train.epochs
+    if centers < FEWEST_STEPS * train.batch_size:
+        log.warning(
+            f"train.batch_size={train.batch_size} leaves {centers / train.batch_size:.0f} optimizer steps, too few to learn from; "
+            f"try train.batch_size={max(1, int(centers / (10 * FEWEST_STEPS)))} with a smaller optimizer.lr"
+        )
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:

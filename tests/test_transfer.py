@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from w2v.table import RowState, Table
+from w2v.transfer import staged
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
@@ -38,3 +39,34 @@ def test_fetch_and_write_back_move_exactly_the_rows_asked_for(storage, dim, stat
     engine.flush()
     before[rows] *= 2
     assert torch.equal(table.records_VR.cpu(), before)
+
+
+class Copies:
+    """Stands for the CUDA event of a buffer: a copy is under way from `record` until it is waited for."""
+
+    under_way = False
+
+    def record(self):
+        assert not self.under_way, "the buffer was used again while its last copy was under way"
+        self.under_way = True
+
+    def synchronize(self):
+        self.under_way = False
+
+
+def test_staged_buffers_are_used_again_only_when_their_last_copy_is_done(monkeypatch):
+    """Reads and writes in turn, of more records than the ring has room for; without a GPU the copies themselves are immediate."""
+    table = Table("input", 100, 32, {}, {}, "cpu")
+    before = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
+    table["weight"].copy_(before)
+    monkeypatch.setattr(staged, "BUFFER_BYTES", 4 * 128)  # of four records
+    link, records = staged.Staged(), torch.zeros(60, 32)
+    link._ring = [(torch.empty(staged.BUFFER_BYTES, dtype=torch.uint8), Copies()) for _ in range(staged.RING)]
+    rows, slots = torch.arange(3, 93, 3), torch.arange(59, 29, -1)
+    for _ in range(2):
+        link.read(table, rows, records, slots)
+        assert torch.equal(records[slots], before[rows])
+        records[slots] *= 2
+        link.write(table, rows, records, slots)
+        before[rows] *= 2
+        assert torch.equal(table["weight"], before)

@@ -7,10 +7,8 @@
 #include "batch.cuh"
 
 #if DIM % 4 == 0
-typedef float4 vec;
 #define LANES_WIDE 4
 #else
-typedef float vec;
 #define LANES_WIDE 1
 #endif
 

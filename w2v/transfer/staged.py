@@ -1,6 +1,6 @@
 """Tables in any CPU memory: the CPU gathers records into pinned slots, which are copied whole; for machines where zero-copy is slow.
 
-Each direction has a ring of buffers, so that the CPU fills one while the last is copied. Moving rows waits for the ids, which the CPU
+A ring of buffers serves both directions, so that the CPU fills one while the last is copied. Moving rows waits for the ids, which the CPU
 has to read, and a write waits for its copy: the link of last resort.
 """
 
@@ -22,7 +22,6 @@ class Staged:
         rows, start = rows_U.cpu(), 0
         for number, part in enumerate(rows.split(self._rows_per_buffer(table))):
             buffer, copied = self._buffer(number, table, len(part))
-            copied.synchronize()
             torch.index_select(table.records_VR, 0, part, out=buffer)
             _place(buffer, records_SR, start, slots_U)
             copied.record()
@@ -48,10 +47,11 @@ class Staged:
         return max(1, BUFFER_BYTES // (table.width * table.records_VR.element_size()))
 
     def _buffer(self, number: int, table: Table, rows: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Pinned memory for some records, and the event after which its last copy is done."""
+        """Pinned memory for some records, whose last copy is done, whichever way it went; and the event to record after the next."""
         if not self._ring:
             self._ring = [(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(RING)]
         raw, copied = self._ring[number % RING]
+        copied.synchronize()
         nbytes = rows * table.width * table.records_VR.element_size()
         if nbytes > len(raw):
             raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

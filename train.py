@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 
-from w2v import config as settings
+from w2v import settings
+from w2v.config import Config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(config: settings.Config) -> None:
+def run(config: Config) -> None:
     from w2v import metrics, plan, trainer  # heavy, so only once the config is known to be right
 
     metrics.log_to_console()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from w2v import config as settings
-from w2v import plan
+from w2v import plan, settings
 from w2v.config import ConfigError
 
 CPU_ONLY = plan.Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile"},
-    {"corpus", "vocab", "kernels", "table"},
+    {"settings", "corpus", "vocab", "kernels", "table"},
     {"optim", "skipgram", "sampler", "transfer"},
     {"pipeline"},
     {"checkpoint", "metrics", "evaluation", "export"},

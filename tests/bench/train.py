@@ -15,12 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results
-from w2v import config as settings
-from w2v import evaluation, export, metrics, plan
+from w2v import evaluation, export, metrics, plan, settings
+from w2v.config import Config
 from w2v.trainer import Trainer
 
 
-def train_once(config: settings.Config) -> dict[str, tuple[float, str]]:
+def train_once(config: Config) -> dict[str, tuple[float, str]]:
     """One run of the config: {metric: (value, unit)}."""
     planned = plan.make_plan(config)
     if planned.device.type == "cuda":

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from w2v.config import FOREIGN_NAMES, Config, ConfigError, describe, load, names, save
+from w2v.config import Config, ConfigError
+from w2v.settings import FOREIGN_NAMES, describe, load, names, save
 
 CLI = "(from the command line)"
 
@@ -218,7 +219,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_importing_needs_no_heavy_module() -> None:
-    code = "import sys, w2v.config; w2v.config.load(); print(*sorted({'torch', 'numpy', 'gensim', 'cupy'} & set(sys.modules)))"
+    code = "import sys, w2v.settings; w2v.settings.load(); print(*sorted({'torch', 'numpy', 'gensim', 'cupy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     assert done.stdout == "\n"
 

@@ -13,12 +13,13 @@ from w2v.config import ConfigError, OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table
 from w2v.transfer.cached import Cached
+from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.staged import Staged
 
 ROWS, DIM = 24, 3
 GPU = pytest.mark.gpu
-LINKS = ["host", pytest.param("mapped", marks=GPU), pytest.param("staged", marks=GPU)]
+ENGINES = ["host", pytest.param("mapped", marks=GPU), pytest.param("staged", marks=GPU), pytest.param("planned on the GPU", marks=GPU)]
 
 
 class HostLink:
@@ -32,6 +33,13 @@ class HostLink:
 
 
 LINK = {"host": (HostLink, "cpu", "cpu"), "mapped": (Mapped, "pinned", "cuda"), "staged": (Staged, "cpu", "cuda")}
+PLACES = {name: (storage, device) for name, (_, storage, device) in LINK.items()} | {"planned on the GPU": ("pinned", "cuda")}
+
+
+def make_engine(name, tables, slots, uses_TV=None):
+    device = torch.device(PLACES[name][1])
+    args = tables, slots, device, None if uses_TV is None else uses_TV.to(device)
+    return Cached(LINK[name][0](), *args) if name in LINK else CachedMapped(*args)
 
 
 def make_tables(optimizer, storage, rows=ROWS, dim=DIM):
@@ -62,7 +70,8 @@ def run(optimizer, tables, engine, pages, lr, device):
     done, step = [], 0
 
     def plan(page):
-        marks = [marked(torch.cat([rows[number] for rows in page]), table.rows).to(device) for number, table in enumerate(tables)]
+        marks = torch.stack([marked(torch.cat([both[number] for both in page]), table.rows) for number, table in enumerate(tables)])
+        marks = marks.to(device)
         if planning is None:
             return engine.prefetch(marks)
         done.append(torch.cuda.current_stream().record_event())
@@ -95,16 +104,17 @@ def needed(pages):
     return max(sum(len(torch.unique(torch.cat([both[number] for both in page]))) for number in (0, 1)) for page in pages)
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=150)
-@given(pages=any_pages, spare=st.integers(0, 2 * ROWS))
-def test_equals_dense_training(link, pages, spare):
+@given(pages=any_pages, spare=st.integers(0, 2 * ROWS), uses=st.none() | st.integers(0, 2**31))
+def test_equals_dense_training(name, pages, spare, uses):
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0, args={"momentum": 2.0}))
-    make_link, storage, device = LINK[link]
+    storage, device = PLACES[name]
     expected = train_dense(optimizer, make_tables(optimizer, "cpu"), pages, lr=1.0)
     tables = make_tables(optimizer, storage)
     slots = min(2 * ROWS, max(1, needed(pages) + spare))
-    engine = Cached(make_link(), tables, slots, torch.device(device))
+    uses_TV = None if uses is None else torch.rand(2, ROWS, generator=torch.Generator().manual_seed(uses))
+    engine = make_engine(name, tables, slots, uses_TV)
     for ours, dense in zip(run(optimizer, tables, engine, pages, 1.0, device), expected, strict=True):
         assert torch.equal(ours, dense)
     assert engine.rows_read - engine.rows_written <= slots
@@ -114,7 +124,7 @@ def page_of(*steps):
     return [tuple(torch.tensor(sorted(rows), dtype=torch.int64) for rows in step) for step in steps]
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(
     "pages",
     [
@@ -127,12 +137,12 @@ def page_of(*steps):
     ids=["all shared", "none shared", "one shared", "to and fro", "full"],
 )
 @pytest.mark.parametrize("slots", [24, 27, 48])
-def test_sharing_patterns(link, pages, slots):
+def test_sharing_patterns(name, pages, slots):
     optimizer = RowOptimizer(OptimizerConfig(name="Adamax", lr=0.1))
-    make_link, storage, device = LINK[link]
+    storage, device = PLACES[name]
     expected = train_dense(optimizer, make_tables(optimizer, "cpu"), pages, lr=0.1)
     tables = make_tables(optimizer, storage)
-    found = run(optimizer, tables, Cached(make_link(), tables, slots, torch.device(device)), pages, 0.1, device)
+    found = run(optimizer, tables, make_engine(name, tables, slots), pages, 0.1, device)
     for ours, dense in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, dense, rtol=0 if device == "cpu" else 1e-6, atol=0 if device == "cpu" else 1e-6)
 
@@ -149,25 +159,55 @@ def test_the_least_frequent_rows_leave_first():
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
     tables = make_tables(optimizer, "cpu")
     engine = Cached(HostLink(), tables, 6, torch.device("cpu"))
-    pages = [page_of(step) for step in [({0, 20}, {1}), ({5}, set()), ({7}, set()), ({8}, set())]]
+    pages = [page_of(step) for step in [({0, 20}, {1}), ({5}, set()), ({7}, set()), ({8}, set()), ({9}, set())]]
     run(optimizer, tables, engine, pages, 1.0, "cpu")
-    assert (engine.rows_read, engine.rows_written) == (6, 1)
-    engine.prefetch([marked(torch.tensor([0, 5]), ROWS), marked(torch.tensor([1]), ROWS)])
-    assert engine.rows_read == 6  # so it was row 20 that left
+    assert (engine.rows_read, engine.rows_written) == (7, 1)
+    engine.prefetch(torch.stack([marked(torch.tensor([0, 5]), ROWS), marked(torch.tensor([1]), ROWS)]))
+    assert engine.rows_read == 7  # so it was row 20 that left
 
 
-def test_a_step_that_cannot_fit_is_refused():
+def test_the_least_used_rows_leave_first():
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
     tables = make_tables(optimizer, "cpu")
+    uses_TV = torch.stack([torch.arange(ROWS), torch.full((ROWS,), 0.5)])
+    engine = make_engine("host", tables, 6, uses_TV)
+    pages = [page_of(step) for step in [({0, 20}, {1}), ({5}, set()), ({7}, set()), ({8}, set()), ({9}, set()), ({10}, set())]]
+    run(optimizer, tables, engine, pages, 1.0, "cpu")
+    assert (engine.rows_read, engine.rows_written) == (8, 2)
+    engine.prefetch(torch.stack([marked(torch.tensor([5, 20]), ROWS), marked(torch.tensor([]).long(), ROWS)]))
+    assert engine.rows_read == 8  # so it was input row 0 that left, and output row 1
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_step_that_cannot_fit_is_refused(name):
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    storage, device = PLACES[name]
+    tables = make_tables(optimizer, storage)
     with pytest.raises(ConfigError, match="transfer.gpu_bytes has room for 4 rows on the GPU, but 6 are needed at once; raise it"):
-        run(optimizer, tables, Cached(HostLink(), tables, 4, torch.device("cpu")), [page_of(({1, 2, 3}, {1, 2, 3}))], 1.0, "cpu")
+        run(optimizer, tables, make_engine(name, tables, 4), [page_of(({1, 2, 3}, {1, 2, 3}))] * 5, 1.0, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("link", ["mapped", "staged"])
-def test_stress(link):
+def test_plans_made_on_the_gpu_are_those_of_plain_torch():
+    """Where each page finds room beside the one before, both bring and send away the same rows."""
+    g = torch.Generator().manual_seed(3)
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    pages = [page_of(*[({*torch.randint(2000, (90,), generator=g).tolist()}, {*torch.randint(2000, (60,), generator=g).tolist()})] * 2)
+             for _ in range(60)]  # fmt: skip
+    moved = {}
+    for name in ("mapped", "planned on the GPU"):
+        tables = make_tables(optimizer, "pinned", rows=2000)
+        engine = make_engine(name, tables, 700, torch.rand(2, 2000, generator=torch.Generator().manual_seed(1)))
+        run(optimizer, tables, engine, pages, 1.0, "cuda")
+        moved[name] = engine.rows_used, engine.rows_read, engine.rows_written
+    assert moved["mapped"] == moved["planned on the GPU"] and moved["mapped"][2] > 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mapped", "staged", "planned on the GPU"])
+def test_stress(name):
     """Thousands of overlapped steps over many rows, with little room and much: the tables end exactly as dense training leaves them."""
-    total, dim, count = 3000, 32, 10_000 if link == "mapped" else 500
+    total, dim, count = 3000, 32, 500 if name == "staged" else 10_000
     g = torch.Generator().manual_seed(7)
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
     popular = torch.randint(total, (64,), generator=g)
@@ -176,13 +216,13 @@ def test_stress(link):
         return torch.unique(torch.cat([torch.randint(total, (150,), generator=g), popular[torch.rand(64, generator=g) < 0.7]]))
 
     pages = [[(some_rows(), some_rows())] for _ in range(count)]
-    make_link, storage, device = LINK[link]
+    storage, device = PLACES[name]
     expected = make_tables(optimizer, "cpu", total, dim)
     for step, [both] in enumerate(pages):
         for table, rows in zip(expected, both, strict=True):
             table["weight"][rows] -= gradient(rows, step, dim)
     for slots in (1000, 4000):
         tables = make_tables(optimizer, storage, total, dim)
-        found = run(optimizer, tables, Cached(make_link(), tables, slots, torch.device(device)), pages, 1.0, device)
+        found = run(optimizer, tables, make_engine(name, tables, slots), pages, 1.0, device)
         for ours, dense in zip(found, expected, strict=True):
             assert torch.equal(ours, dense.records_VR)

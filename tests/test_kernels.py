@@ -18,8 +18,7 @@ from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Sampler
 from w2v.skipgram import expand, find_slots
 from w2v.table import RowState, Table, uniform
-from w2v.transfer.cached import Cached
-from w2v.transfer.mapped import Mapped
+from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.resident import Resident
 
 KERNELS = Path(__file__).parent.parent / "w2v" / "kernels"
@@ -27,6 +26,7 @@ FORMULAS = [("sgd", 0), ("adagrad", 1), ("rmsprop", 1), ("adam", 2), ("adamw", 2
 COMPILED = [
     ("rows.cu", []),
     ("claim.cu", ["-DWINDOW=5", "-DTARGETS=6"]),
+    ("cache.cu", []),
     *(("sgns.cu", [f"-DDIM={d}", f"-DWINDOW={w}", f"-DTARGETS={t}"]) for d, w, t in [(128, 5, 6), (33, 20, 65), (1024, 1, 2)]),
     *(("optim.cu", [f"-DSTEP={name}", f"-DSTATES={states}"]) for name, states in FORMULAS),
 ]
@@ -62,9 +62,7 @@ def check_skipgram(batch, tables):
     expected = reference.skipgram(*weights, slots.context_slots_BC, masks[0], slots.target_slots_BT, masks[1])
 
     on_gpu = Batch(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in batch))
-    claims = [cuda.Claims(table.rows, 10**6, torch.device("cuda")) for table in tables]
-    for claim, table in zip(claims, tables, strict=True):
-        claim.add_gradients(table.dim)
+    claims = [cuda.Claims(table.rows, 10**6, table.dim, torch.device("cuda")) for table in tables]
     counts = torch.zeros(2, dtype=torch.int32, device="cuda")
     cuda.claim(on_gpu, *claims, counts)
     held = [Held(table.records_VR.cuda(), None) for table in tables]
@@ -114,7 +112,7 @@ def test_fused_training_equals_plain_training(name, slots, steps_per_page):
         for number, table in enumerate(tables):
             table.initialise(uniform(dim, 0.5, number))
         sampler = Sampler(ids, np.cumsum([0, *lengths]), np.ones(rows), noise, ModelConfig(negative=3), 64, 1, device)
-        engine = Cached(Mapped(), tables, slots, device) if paged else Resident()
+        engine = CachedMapped(tables, slots, device) if paged else Resident()
         pipeline = (FusedPipeline if fused else Pipeline)(*tables, engine, optimizer, device, steps_per_page)
         losses = [pipeline.step(planned, 0.002) for _ in range(3) for planned in pipeline.ahead(sampler.epoch())]
         engine.flush()
@@ -166,8 +164,7 @@ def steps_of_random_rows(name, args, step, device, fused, rows=70, dim=50, steps
     table = Table("input", rows, dim, optimizer.states(dim), optimizer.scalars, device)
     g = torch.Generator().manual_seed(5)
     table["weight"].copy_(torch.randn(rows, dim, generator=g))
-    claims = cuda.Claims(rows, rows, torch.device(device))
-    claims.add_gradients(dim)
+    claims = cuda.Claims(rows, rows, dim, torch.device(device))
     for number in range(steps):
         touched = torch.nonzero(torch.rand(rows, generator=g) < 0.6).flatten()
         grad, lr = torch.randn(len(touched), dim, generator=g).to(device), 0.05 * (1 - number / steps)

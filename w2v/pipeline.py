@@ -88,31 +88,26 @@ class Pipeline:
         drawn = islice(batches, self._steps_per_page)
         page = [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
         if page:
-            rows = [slots.input_rows_U for _, slots in page], [slots.output_rows_V for _, slots in page]
-            self.engine.prefetch([self._marks(table, parts) for table, parts in zip((self.inputs, self.outputs), rows, strict=True)])
+            marks_TV = self._no_marks()
+            for _, slots in page:
+                marks_TV[0].index_fill_(0, slots.input_rows_U, True)
+                marks_TV[1].index_fill_(0, slots.output_rows_V, True)
+            self.engine.prefetch(marks_TV)
         return page
 
-    def _marks(self, table: Table, rows: list[Tensor]) -> Tensor:
-        marks_V = torch.zeros(table.rows, dtype=torch.bool, device=self._device)
-        for rows_U in rows:
-            marks_V.index_fill_(0, rows_U, True)
-        return marks_V
+    def _no_marks(self) -> Tensor:
+        return torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=self._device)
 
 
 class FusedPipeline(Pipeline):
     """The same steps by kernels that work on the records where the engine holds them."""
 
-    _work: Both | None = None  # the computation's
-    _rows: Both | None = None  # the planning's
+    _work: Both | None = None
 
     def step(self, planned: Planned, lr: float) -> StepResult:
         batch = planned.batch
         held = [self.engine.hold(table) for table in (self.inputs, self.outputs)]
-        claims = self._enough(self._work, batch, 1)
-        if claims is not self._work:
-            self._work = claims
-            for claim, table in zip(claims, (self.inputs, self.outputs), strict=True):
-                claim.add_gradients(table.dim)
+        claims = self._work = self._enough(self._work, batch)
         counts = torch.zeros(2, dtype=torch.int32, device=self._device)
         cuda.claim(batch, *claims, counts)
         loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1])
@@ -123,20 +118,17 @@ class FusedPipeline(Pipeline):
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         page = [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
         if page and self.engine.pages:
-            largest = max((batch for batch, _ in page), key=lambda batch: len(batch.windows_B))
-            self._rows = claims = self._enough(self._rows, largest, self._steps_per_page)
-            counts = torch.zeros(2, dtype=torch.int32, device=self._device)
+            marks_TV = self._no_marks()
             for batch, _ in page:
-                cuda.claim(batch, *claims, counts)
-            self.engine.prefetch([claim.number_V >= 0 for claim in claims])
-            for claim in claims:
-                claim.number_V.fill_(-1)
+                cuda.mark(batch, marks_TV)
+            self.engine.prefetch(marks_TV)
         return page
 
-    def _enough(self, claims: Both | None, batch: Batch, batches: int) -> Both:
-        """Claims with room for the rows of so many batches, of which this is the largest: those given, if they have it."""
+    def _enough(self, claims: Both | None, batch: Batch) -> Both:
+        """Claims with room for the batch's rows: those given, if they have it."""
         centers, noise = batch.negatives_BK.shape
-        most = batches * (centers + 2 * batch.window), batches * centers * (1 + noise)
+        most = centers + 2 * batch.window, centers * (1 + noise)
         if claims and all(len(claim.rows_U) >= min(len(claim.number_V), rows) for claim, rows in zip(claims, most, strict=True)):
             return claims
-        return cuda.Claims(self.inputs.rows, most[0], self._device), cuda.Claims(self.outputs.rows, most[1], self._device)
+        tables = (self.inputs, self.outputs)
+        return tuple(cuda.Claims(table.rows, rows, table.dim, self._device) for table, rows in zip(tables, most, strict=True))

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from w2v import corpus as text
 from w2v.config import Config, ConfigError
@@ -24,6 +26,7 @@ from w2v.sampler import Sampler
 from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine, Link
 from w2v.transfer.cached import Cached
+from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
@@ -206,13 +209,23 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     engine: Engine
     if link is None:
         engine = Resident()
+    elif plan.slots and link is Mapped:
+        engine = CachedMapped([inputs, outputs], plan.slots, plan.device, expected_uses(plan))
     elif plan.slots:
-        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device)
+        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, expected_uses(plan))
     else:
         engine = Paged(link())
     make = FusedPipeline if plan.fused else Pipeline
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps)
+
+
+def expected_uses(plan: Plan) -> Tensor:
+    """How often an epoch uses each row of the input and of the output table: float64 [2, V] on the compute device."""
+    model, vocab = plan.config.model, plan.vocab
+    kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
+    noise_V = model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
+    return torch.from_numpy(np.stack([kept_V, kept_V + noise_V])).to(plan.device)
 
 
 def environment(plan: Plan) -> str:

@@ -81,14 +81,21 @@ def as_records(table: Table, record_bytes: int) -> Tensor:
 
 
 class Moves:
-    """Gather and scatter of `count` random records, sorted and unique; those of one call are disjoint."""
+    """Gather and scatter of `count` random records, sorted and unique, one by one and at once; those of one call are disjoint."""
 
     def __init__(self, records_VR: Tensor, count: int):
         self.records_VR, self.sets = records_VR, row_sets(len(records_VR), count)
         self.nbytes = count * records_VR.shape[1] * 4
         self.arriving, self.leaving = (torch.randn(count, records_VR.shape[1], device="cuda") for _ in range(2))
+        self.address = torch.tensor([records_VR.data_ptr()], device="cuda")
+        self.slots, self.numbers = torch.arange(count, dtype=torch.int32, device="cuda"), torch.tensor([count, 0], device="cuda")
         self.disjoint = len(self.sets) > 1
         self._check()
+
+    def both(self, i: int) -> None:
+        coming, leaving = (self.sets[(i + n) % len(self.sets)] for n in range(2))
+        moves = cuda.Moves(coming, leaving, self.slots, self.numbers)
+        cuda.exchange(moves, self.address, len(self.records_VR), self.leaving)
 
     def gather(self, i: int) -> None:
         cuda.gather_records(self.records_VR, self.sets[i % len(self.sets)], self.arriving)
@@ -103,6 +110,11 @@ class Moves:
         assert torch.equal(self.records_VR[self.sets[0][:1000].cpu()], self.leaving[:1000].cpu())
         self.gather(0)
         assert torch.equal(self.arriving[:1000], self.leaving[:1000])
+        if self.disjoint:
+            expected = self.leaving.clone(), self.arriving.clone()
+            self.both(0)
+            self.gather(1)
+            assert torch.equal(self.arriving, expected[0]) and torch.equal(self.leaving, expected[1])
 
 
 def records(link: Figures, sizes: Sizes, file: Path) -> None:
@@ -126,7 +138,7 @@ def rates(moves: Moves, link: Figures) -> Figures:
     """Gather, scatter, and, where the table has rows enough, the total of both at once."""
     runs = {"gather": (moves.gather, 1, "to GPU"), "scatter": (moves.scatter, 1, "from GPU")}
     if moves.disjoint:
-        runs["both"] = (at_once(moves.gather, moves.scatter), 2, "both")
+        runs["both"] = (moves.both, 2, "both")
     figures = {}
     for move, (run, directions, way) in runs.items():
         figures[move] = rate(directions * moves.nbytes, milliseconds(run, queued=True))
@@ -135,7 +147,7 @@ def rates(moves: Moves, link: Figures) -> Figures:
 
 
 def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
-    """Rates by the number of thread blocks of the kernels; where both run at once, of each."""
+    """Rates by the number of thread blocks of the kernels."""
     table, _ = pinned_table(sizes.gib[0])
     count = min(65_536, sizes.counts[-1])
     moves = Moves(as_records(table, 1536), count)
@@ -152,15 +164,11 @@ def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
     try:
         for number in numbers:
             figures = {}
-            for move, run, way in [("gather", moves.gather, "to GPU"), ("scatter", moves.scatter, "from GPU")]:
-                figures[move] = rate(moves.nbytes, milliseconds(launched(run, number), queued=True))
+            runs = [("gather", moves.gather, 1, "to GPU"), ("scatter", moves.scatter, 1, "from GPU"), ("both", moves.both, 2, "both")]
+            for move, run, directions, way in runs:
+                figures[move] = rate(directions * moves.nbytes, milliseconds(launched(run, number), queued=True))
                 figures[f"{move} share"] = share(figures[move], link[way])
             section.add(f"blocks {number}", figures)
-        for gathering in numbers:
-            for scattering in numbers:
-                run = at_once(launched(moves.gather, gathering), launched(moves.scatter, scattering))
-                both = rate(2 * moves.nbytes, milliseconds(run, queued=True))
-                section.add(f"blocks {gathering} gather, {scattering} scatter", {"both": both, "both share": share(both, link["both"])})
     finally:
         cuda.MOVING_BLOCKS = usual
     section.print()

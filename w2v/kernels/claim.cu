@@ -4,23 +4,38 @@
 
 // The number of a row is number[row], -1 before it has one; rows[number[row]] is the row.
 __device__ void claim_row(int row, int* number, int* rows, int* count) {
-    if (row < 0 || number[row] != -1 || atomicCAS(number + row, -1, -2) != -1) return;
+    if (number[row] != -1 || atomicCAS(number + row, -1, -2) != -1) return;
     const int next = atomicAdd(count, 1);
     rows[next] = row;
     number[row] = next;
 }
 
+// Calls input(row) and output(row) for each row of the two tables that takes part in a pair, some of them many times.
+template <class Input, class Output>
+__device__ void each_row(const Batch& batch, Input input, Output output) {
+    constexpr int ITEMS = 2 * WINDOW + TARGETS;
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < batch.centers * ITEMS; i += step) {
+        const long long center = i / ITEMS;
+        const int item = i - center * ITEMS;
+        const int row = item < 2 * WINDOW ? batch.context(center, item) : batch.has_context(center) ? batch.target(center, item - 2 * WINDOW) : -1;
+        if (row < 0) continue;
+        if (item < 2 * WINDOW)
+            input(row);
+        else
+            output(row);
+    }
+}
+
 // Claims the rows of both tables that take part in a pair. counts: of input rows and of output rows so far.
 extern "C" __global__ void claim(BATCH, int* number_in, int* rows_in, int* number_out, int* rows_out, int* counts) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    constexpr int ITEMS = 2 * WINDOW + TARGETS;
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < centers * ITEMS; i += step) {
-        const long long center = i / ITEMS;
-        const int item = i - center * ITEMS;
-        if (item < 2 * WINDOW)
-            claim_row(batch.context(center, item), number_in, rows_in, counts);
-        else if (batch.has_context(center))
-            claim_row(batch.target(center, item - 2 * WINDOW), number_out, rows_out, counts + 1);
-    }
+    each_row(batch, [&](int row) { claim_row(row, number_in, rows_in, counts); },
+             [&](int row) { claim_row(row, number_out, rows_out, counts + 1); });
+}
+
+// Sets the marks of those rows.
+extern "C" __global__ void mark(BATCH, bool* input_marks, bool* output_marks) {
+    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
+    each_row(batch, [&](int row) { input_marks[row] = true; }, [&](int row) { output_marks[row] = true; });
 }

@@ -44,17 +44,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
 
 
 class Claims:
-    """The rows of a table that the batch at hand touches, `most` at most, and room for a gradient of each; all on the GPU.
+    """The rows of a table that the batch at hand touches, `most` at most, with a gradient of each; all on the GPU.
 
-    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number.
+    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32.
     """
 
-    def __init__(self, rows: int, most: int, device: torch.device):
+    def __init__(self, rows: int, most: int, dim: int, device: torch.device):
         self.number_V = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.rows_U = torch.empty(min(rows, most), dtype=torch.int32, device=device)
-
-    def add_gradients(self, dim: int) -> None:
-        self.grad_UD = torch.zeros(len(self.rows_U), dim, device=self.rows_U.device)
+        self.grad_UD = torch.zeros(len(self.rows_U), dim, device=device)
 
 
 def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None:
@@ -64,6 +62,78 @@ def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None
         "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
         inputs.number_V, inputs.rows_U, outputs.number_V, outputs.rows_U, counts,
     )  # fmt: skip
+
+
+def mark(batch: Batch, marks_TV: Tensor) -> None:
+    """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
+    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
+    _launch("claim.cu", "mark", _shape(batch), _enough_blocks(items), *_arguments(batch), *marks_TV)
+
+
+class Slots(NamedTuple):
+    """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
+
+    count: S; slot_of_TV: int32, S for a row that is in none; wanted_TV: int32, the last plan that wanted a row; order_N: int64, the rows,
+    the most used first; book: int64 [4], slots that were ever used, and rows used, read and written so far.
+    """
+
+    count: int
+    slot_of_TV: Tensor
+    wanted_TV: Tensor
+    order_N: Tensor
+    book: Tensor
+
+
+class Moves(NamedTuple):
+    """Rows that come to slots, some of them in place of rows that leave, in lists on the GPU; rows are counted through all tables.
+
+    coming, leaving: int64; slots: int32, of those that come; numbers: int64, how many come, and how many of them to slots that nobody
+    leaves: these are first in the list, and the others take the places of those that leave, in order.
+    """
+
+    coming: Tensor
+    leaving: Tensor
+    slots: Tensor
+    numbers: Tensor
+
+
+class Orders:
+    """The moves of a plan for `slots`, and what it tells the CPU.
+
+    notice: int64 [2] in pinned memory, the rows for which there was no room beside those in use, and how many were refused since there
+    was none at all.
+    """
+
+    def __init__(self, slots: Slots):
+        device, rows = slots.book.device, len(slots.order_N)
+        self.stretch = max(256, -(-rows // (64 * THREADS)))  # rows that one warp surveys
+        self.stretches = -(-rows // self.stretch)
+        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int64, device=device) for _ in range(2))
+        lists = [torch.empty(min(slots.count, rows), dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
+        self.moves = Moves(*lists, torch.zeros(4, dtype=torch.int64, device=device))
+        self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+
+
+def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int, in_use: int) -> None:
+    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay."""
+    over = [slots.slot_of_TV, slots.wanted_TV, slots.order_N, *map(np.int64, (len(slots.order_N), orders.stretch, slots.count))]
+    over += [np.int32(plan), np.int32(in_use)]
+    coming, leaving, given, numbers = orders.moves
+    counts = orders.missing, orders.idle, np.int64(orders.stretches), np.int64(slots.count)
+    blocks, final = -(-32 * orders.stretches // THREADS), np.bool_(in_use == plan)
+    _launch("cache.cu", "survey", {}, blocks, *over, marks_TV, orders.missing, orders.idle, slots.book)
+    _launch("cache.cu", "decide", {}, 1, *counts, final, slots.book, numbers, orders.notice)
+    _launch("cache.cu", "leave", {}, blocks, *over, orders.idle, numbers, leaving, given)
+    _launch("cache.cu", "come", {}, blocks, *over, orders.missing, numbers, coming, given)
+
+
+def exchange(moves: Moves, tables: Tensor, rows: int, records_SR: Tensor) -> None:
+    """Read the records that come into their slots, and write to their tables those that leave them.
+
+    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each.
+    """
+    width = np.int32(records_SR.shape[1] * records_SR.element_size() // 16)
+    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, np.int64(rows), records_SR, width, *moves)
 
 
 def skipgram(batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,8 +13,8 @@ from w2v.table import Table
 class Engine(Protocol):
     """What a training step asks for."""
 
-    def prefetch(self, marks: Sequence[Tensor]) -> None:
-        """Rows that the steps after the current ones will fetch, bool [V] for each table: an engine may begin to bring them."""
+    def prefetch(self, marks_TV: Tensor) -> None:
+        """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""

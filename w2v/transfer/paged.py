@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ class Paged:
         self.link = link
         self.rows_used = self.rows_read = self.rows_written = 0
 
-    def prefetch(self, marks: Sequence[Tensor]) -> None:
+    def prefetch(self, marks_TV: Tensor) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

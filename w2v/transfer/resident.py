@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ class Resident:
     pages = False
     rows_used = rows_read = rows_written = 0  # nothing crosses a link
 
-    def prefetch(self, marks: Sequence[Tensor]) -> None:
+    def prefetch(self, marks_TV: Tensor) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

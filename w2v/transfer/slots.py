@@ -1,0 +1,83 @@
+"""Rows on the GPU in slots, whatever plans which rows are there: what `Cached` and `CachedMapped` share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from w2v.batch import Held, Page
+from w2v.config import ConfigError
+from w2v.table import Table
+from w2v.transfer import Link
+
+
+class InSlots:
+    """Records of T tables of V rows in S slots on the `device`; S as a slot means "not on the GPU".
+
+    uses_TV: how often each row is expected to be used, which says which rows to keep; by default rows are in order of frequency.
+    """
+
+    pages = True
+
+    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
+        assert len({(table.rows, table.width) for table in tables}) == 1, "tables that share slots are of one shape"
+        self.link, self.tables, self.slots = link, list(tables), slots
+        # The last record is nobody's: kernels find it where a row that found no room would lie.
+        self._records_SR = torch.empty(slots + 1, tables[0].width, dtype=tables[0].records_VR.dtype, device=device)
+        self._slot_of_TV = torch.full((len(tables), tables[0].rows), slots, dtype=torch.int32, device=device)
+        self._wanted_TV = torch.zeros_like(self._slot_of_TV)  # the last plan that wanted the row
+        rows_TV = torch.arange(len(tables) * tables[0].rows, device=device).view(len(tables), -1)
+        by_rank_N = rows_TV.T.flatten()
+        # The rows, counted through all tables, the most used first; those of a table in their order where uses are equal.
+        self._order_N = by_rank_N if uses_TV is None else by_rank_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+        self._plan = 0
+        on_gpu = device.type == "cuda"
+        self._reads, self._writes = (torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2))
+        self._planned = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def hold(self, table: Table) -> Held:
+        self._settle()
+        if self._reads:
+            torch.cuda.current_stream().wait_stream(self._reads)
+        return Held(self._records_SR, self._slot_of_TV[self.tables.index(table)])
+
+    def fetch(self, table: Table, rows_U: Tensor) -> Page:
+        slots_U = self.hold(table).slot_of_V[rows_U].long()
+        return Page(table, rows_U, self._records_SR.index_select(0, slots_U).float(), table.columns, slots_U=slots_U)
+
+    def write_back(self, page: Page) -> None:
+        self._records_SR.index_copy_(0, page.slots_U, page.table.encode(page.rows_U, page.records_UR))
+
+    def flush(self) -> None:
+        self._settle()
+        self._join()
+        for table, slot_of_V in zip(self.tables, self._slot_of_TV, strict=True):
+            rows = torch.nonzero(slot_of_V != self.slots).flatten()
+            self.link.write(table, rows, self._records_SR, slot_of_V[rows].long())
+        if self._reads:
+            torch.cuda.current_stream().synchronize()
+
+    def _settle(self) -> None:
+        """See to it that all rows of the last plan have slots, now that the steps before it are computed."""
+        raise NotImplementedError
+
+    def _join(self) -> None:
+        """Have the current stream wait for all plans and moves."""
+        if self._reads:
+            current = torch.cuda.current_stream()
+            current.wait_event(self._planned)
+            current.wait_stream(self._reads)
+            current.wait_stream(self._writes)
+
+    def _no_room(self, needed: int) -> ConfigError:
+        return ConfigError(
+            f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but {needed:,} are needed at once; "
+            "raise it, or lower train.batch_size, transfer.steps_per_page or model.negative_pool"
+        )
+
+
+def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
+    return torch.cuda.stream(stream) if stream else contextlib.nullcontext()

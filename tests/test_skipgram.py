@@ -1,5 +1,7 @@
 """The closed-form gradients against autograd, and which rows a batch touches."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,28 @@ def test_closed_form_equals_autograd(seed):
     torch.testing.assert_close(result.grad_input_UD, grad_input, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(result.grad_output_VD, grad_output, rtol=1e-10, atol=1e-12)
     assert result.pairs == problem[3].sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_are_counted(seed):
+    inputs, outputs, contexts, context_mask, targets, target_mask = random_problem(seed)
+    expected = [0] * len(inputs), [0] * len(outputs)
+    for b, c, t in itertools.product(*map(range, (*contexts.shape, targets.shape[1]))):
+        if context_mask[b, c] and target_mask[b, t]:
+            expected[0][contexts[b, c]] += 1
+            expected[1][targets[b, t]] += 1
+    found = reference.count_pairs(contexts, context_mask, targets, target_mask, (len(inputs), len(outputs)))
+    assert tuple(counts.tolist() for counts in found) == expected
+
+
+@pytest.mark.parametrize("product, error", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_products_of_16_bits_are_near(product, error):
+    problem = random_problem(3, B=50, D=64)
+    exact, near = (reference.skipgram(problem[0].float(), problem[1].float(), *problem[2:], product=p) for p in (None, product))
+    assert near.loss.item() == pytest.approx(exact.loss.item(), rel=error)
+    for name in ("grad_input_UD", "grad_output_VD"):
+        ours, theirs = getattr(near, name), getattr(exact, name)
+        assert ours.dtype == torch.float32 and 0 < (ours - theirs).norm() < error * theirs.norm()
 
 
 def test_gradcheck():

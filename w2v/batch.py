@@ -36,6 +36,7 @@ class Page:
     records_UR: Tensor
     columns: Mapping[str, slice]
     grad_UD: Tensor | None = None
+    pairs_U: Tensor | None = None  # of how many pairs each gradient is the sum
     slots_U: Tensor | None = None  # where an engine that keeps records on the GPU has these
 
     def __getitem__(self, name: str) -> Tensor:

@@ -79,6 +79,7 @@ class OptimizerConfig:
     lr: float = key(0.4, "Learning rate at the start, or at the end of the warm-up; sparse rows want 10 to 200 times torch's defaults.")
     args: dict[str, Any] = key({}, "Further arguments of the torch.optim class, passed as they are, such as {betas: [0.5, 0.99]}.")
     step: Literal["table", "row"] = key("table", "Steps that bias correction counts: the table's, as SparseAdam does, or each row's own.")
+    occurrence_cap: int = key(0, "A row that takes part in n pairs of a step has its summed gradient scaled by min(1, cap / n); 0: no cap.")
     schedule: Literal["constant", "linear", "cosine"] = key("linear", "How the learning rate falls to min_lr over the run.")
     warmup: float = key(0.0, "Share of the run over which the learning rate first rises from 0.")
     min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.")
@@ -86,6 +87,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(math.isfinite(self.lr) and self.lr > 0, "optimizer.lr", self.lr, "a number above 0")
         require(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "from 0 to below 1")
+        require(self.occurrence_cap >= 0, "optimizer.occurrence_cap", self.occurrence_cap, "0 or more; 16 suits SGD at lr 0.1")
         require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"from 0 to optimizer.lr={self.lr}")
 
 
@@ -116,6 +118,9 @@ class TrainConfig:
     batch_size: int = key(65_536, "Centers of one optimizer step, counted after subsampling.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the step is computed; auto takes the GPU when there is one.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Arithmetic of a step: plain torch, or CUDA kernels made for it.")
+    precision: Literal["float32", "amp", "bf16", "fp16"] = key(
+        "float32", "amp: matrix products of 16 bits; bf16, fp16: the tables' rows too, which halves what crosses the link."
+    )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.")
     deterministic: bool = key(False, "Use only operations that give the same bits in every run, at some cost in speed on a GPU.")
 

@@ -45,6 +45,7 @@ class RowOptimizer:
         self._wide = {key: float(value.flatten()[0]) for key, value in initial.items() if value.dim()}
         self._scalars = {key: value for key, value in initial.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
+        self.occurrence_cap = config.occurrence_cap
         self._instances: dict[torch.device, torch.optim.Optimizer] = {}
 
     def states(self, dim: int) -> dict[str, RowState]:
@@ -61,6 +62,8 @@ class RowOptimizer:
 
     def step(self, page: Page, lr: float) -> None:
         """Step the page's weights and state in place, by its gradients."""
+        if self.occurrence_cap:
+            page.grad_UD = page.grad_UD * (self.occurrence_cap / page.pairs_U.clamp(min=self.occurrence_cap))[:, None]
         weight_UD, state = page["weight"], {key: page[key] for key in self._wide}
         if not self._per_row:
             self._apply(weight_UD, page.grad_UD, state | page.table.scalars, lr)
@@ -90,7 +93,8 @@ class RowOptimizer:
         if step is not None:
             step += 1
         column, hyper = own.start if own else -1, self._formula.hyper._replace(lr=lr)
-        cuda.step_rows(self._formula.name, len(self._wide), held, claims, count, float(step or 0), column, hyper)
+        steps, noise = float(step or 0), table.next_noise()
+        cuda.step_rows(self._formula.name, len(self._wide), held, claims, count, steps, column, hyper, self.occurrence_cap, noise)
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:

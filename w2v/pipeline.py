@@ -41,13 +41,17 @@ class StepResult(NamedTuple):
 
 
 class Pipeline:
-    """Trains the rows that a batch touches, in plain torch: pages them in, steps them, writes them back."""
+    """Trains the rows that a batch touches, in plain torch: pages them in, steps them, writes them back.
+
+    product: what matrix products are computed in; by default float32, as all else.
+    """
 
     def __init__(
-        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1
-    ):
+        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1,
+        product: torch.dtype | None = None,
+    ):  # fmt: skip
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
-        self._device, self._steps_per_page = device, steps_per_page
+        self._device, self._steps_per_page, self._product = device, steps_per_page, product
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
@@ -64,7 +68,7 @@ class Pipeline:
         slots = planned.slots
         inputs = self.engine.fetch(self.inputs, slots.input_rows_U)
         outputs = self.engine.fetch(self.outputs, slots.output_rows_V)
-        loss, pairs = skipgram.backward(inputs, outputs, slots)
+        loss, pairs = skipgram.backward(inputs, outputs, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
         for page in (inputs, outputs):
             self.optimizer.step(page, lr)
             self.engine.write_back(page)
@@ -110,7 +114,7 @@ class FusedPipeline(Pipeline):
         claims = self._work = self._enough(self._work, batch)
         counts = torch.zeros(2, dtype=torch.int32, device=self._device)
         cuda.claim(batch, *claims, counts)
-        loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1])
+        loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], counted=self.optimizer.occurrence_cap > 0)
         for number, table in enumerate((self.inputs, self.outputs)):
             self.optimizer.step_in_place(table, held[number], claims[number], counts[number], lr)
         return StepResult(loss, pairs)

@@ -37,6 +37,8 @@ log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
 GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
 STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
+ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what a precision keeps rows in, float32 where it is not named
+PRODUCTS = ROWS | {"amp": torch.bfloat16}  # and what it computes matrix products in, by plain torch; the fused kernels have none
 LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
 
 
@@ -94,7 +96,7 @@ class Plan:
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
-            f"kernels   {'fused' if self.fused else 'plain torch'}",
+            f"kernels   {'fused' if self.fused else 'plain torch'}, precision {self.config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
         ])  # fmt: skip
 
@@ -125,7 +127,8 @@ def make_plan(config: Config) -> Plan:
     vocab, corpus = open_corpus(config)
     warn_of_few_steps(config, vocab)
     size = config.model.vector_size
-    table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size)) * 4
+    element = ROWS.get(config.train.precision, torch.float32).itemsize
+    table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size), element) * element
     engine, reason = choose_engine(config, machine, device, table_bytes)
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
@@ -200,7 +203,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     model, train = plan.config.model, plan.config.train
     link, storage = LINKS.get(plan.engine, (None, plan.device.type))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
-    inputs, outputs = (Table(name, len(plan.vocab.words), size, states, scalars, storage) for name in ("input", "output"))
+    rows, dtype = len(plan.vocab.words), ROWS.get(train.precision, torch.float32)
+    inputs, outputs = (Table(name, rows, size, states, scalars, storage, dtype) for name in ("input", "output"))
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
     sampler = Sampler(
         plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
@@ -217,7 +221,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Paged(link())
     make = FusedPipeline if plan.fused else Pipeline
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps)
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
 
 
 def expected_uses(plan: Plan) -> Tensor:

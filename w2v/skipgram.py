@@ -63,10 +63,16 @@ def find_slots(pairs: Pairs, rows: int) -> Slots:
     return Slots(input_rows_U, context_slots_BC, pairs.context_mask_BC, output_rows_V, target_slots_BT, target_mask_BT)
 
 
-def backward(inputs: Page, outputs: Page, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Leave the gradients of the batch's summed loss on both pages; give that loss (float64) and its number of positive pairs."""
-    result = reference.skipgram(
-        inputs["weight"], outputs["weight"], slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
-    )
+def backward(
+    inputs: Page, outputs: Page, slots: Slots, product: torch.dtype | None = None, counted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Leave the gradients of the batch's summed loss on both pages; give that loss (float64) and its number of positive pairs.
+
+    product: what matrix products are computed in; counted: whether to leave the number of pairs of each row on the pages, too.
+    """
+    pairs = slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
+    result = reference.skipgram(inputs["weight"], outputs["weight"], *pairs, product)
     inputs.grad_UD, outputs.grad_UD = result.grad_input_UD, result.grad_output_VD
+    if counted:
+        inputs.pairs_U, outputs.pairs_U = reference.count_pairs(*pairs, (len(inputs.rows_U), len(outputs.rows_U)))
     return result.loss, result.pairs

@@ -109,11 +109,17 @@ class Table:
         """
         if self.dtype != torch.bfloat16:
             return records_UR.to(self.dtype)
-        self.scalars["writes"] += 1
         counter = rows_U[:, None] * (self.width // 4) + torch.arange(self.width // 4, device=rows_U.device)
-        noise_UR = _splitmix64(counter, int(self.scalars["writes"])).view(torch.int16)  # four from each
+        noise_UR = _splitmix64(counter, self.next_noise()).view(torch.int16)  # four from each
         rounded_UR = (records_UR.view(torch.int32) + (noise_UR.int() & 0xFFFF)) & ~0xFFFF
         return torch.where(records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR).bfloat16()
+
+    def next_noise(self) -> int:
+        """The seed, mixed, that rounds the next write to bfloat16: of 64 bits, unsigned; 0 for other elements."""
+        if self.dtype != torch.bfloat16:
+            return 0
+        self.scalars["writes"] += 1
+        return _mix(int(self.scalars["writes"]))
 
     def is_in(self, path: str | Path) -> bool:
         """Whether the records lie in this file."""
@@ -171,11 +177,11 @@ def normal(dim: int, std: float, seed: int) -> Init:
 
 def _bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
     """64 random bits for each row and column: [n, D]."""
-    return _splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, seed)
+    return _splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, _mix(seed))
 
 
-def _splitmix64(counter: Tensor, seed: int) -> Tensor:
-    bits = counter * _signed(0x9E3779B97F4A7C15) + _signed(_mix(seed))
+def _splitmix64(counter: Tensor, mixed_seed: int) -> Tensor:
+    bits = counter * _signed(0x9E3779B97F4A7C15) + _signed(mixed_seed)
     bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
     return bits ^ _shift_right(bits, 31)

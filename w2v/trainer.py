@@ -54,7 +54,7 @@ class Trainer:
 
     def _score_epoch(self, epoch: int) -> None:
         self.pipeline.engine.flush()
-        score = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"])
+        score = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"].float())
         log.info(f"epoch {epoch}: analogies {score.total.accuracy:.1%}")
         self.metrics.write(epoch=epoch, analogies=score.total.accuracy)
 
@@ -63,9 +63,9 @@ class Trainer:
         for table in (self.pipeline.inputs, self.pipeline.outputs):
             save_table(table, self.folder / "tables")
         self.vocab.save(self.folder / "vocab.tsv")
-        keyed = export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].cpu().numpy())
+        keyed = export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
         export.save(keyed, self.folder)
-        analogies = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"])
+        analogies = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"].float())
         similarities = [evaluation.similarity(keyed, name) for name in evaluation.PAIR_SETS]
         scores = json.dumps(evaluation.as_dict(analogies, similarities), indent=1)
         (self.folder / "scores.json").write_text(scores, encoding="utf-8")

@@ -29,7 +29,7 @@ def train_once(config: Config) -> dict[str, tuple[float, str]]:
     with TemporaryDirectory() as folder:
         trainer = Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, Path(folder))
         trainer.train()
-    vectors = pipeline.inputs["weight"]
+    vectors = pipeline.inputs["weight"].float()
     score = evaluation.analogies(planned.vocab.words, vectors.to(planned.device))
     keyed = export.keyed_vectors(planned.vocab.words, planned.vocab.counts, vectors.cpu().numpy())
     words = planned.corpus.raw_words * config.train.epochs

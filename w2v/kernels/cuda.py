@@ -15,6 +15,7 @@ from w2v.batch import Batch, Held
 
 KERNELS = Path(__file__).parent
 THREADS = 256
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 
 
@@ -46,13 +47,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
 class Claims:
     """The rows of a table that the batch at hand touches, `most` at most, with a gradient of each; all on the GPU.
 
-    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32.
+    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32; pairs_U: int32, how many pairs
+    a gradient sums, where they are counted.
     """
 
     def __init__(self, rows: int, most: int, dim: int, device: torch.device):
         self.number_V = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.rows_U = torch.empty(min(rows, most), dtype=torch.int32, device=device)
         self.grad_UD = torch.zeros(len(self.rows_U), dim, device=device)
+        self.pairs_U = torch.zeros_like(self.rows_U)
 
 
 def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None:
@@ -136,29 +139,40 @@ def exchange(moves: Moves, tables: Tensor, rows: int, records_SR: Tensor) -> Non
     _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, np.int64(rows), records_SR, width, *moves)
 
 
-def skipgram(batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims) -> tuple[Tensor, Tensor]:
-    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64)."""
-    row_floats, dim = inputs.records_SR.shape[1], input_claims.grad_UD.shape[1]
-    assert outputs.records_SR.shape[1] == row_floats and inputs.records_SR.dtype == outputs.records_SR.dtype == torch.float32
-    loss, pairs = (torch.zeros((), dtype=dtype, device=inputs.records_SR.device) for dtype in (torch.float64, torch.int64))
+def skipgram(
+    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, counted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64).
+
+    counted: whether to count the pairs of each row too.
+    """
+    (_, row_width), dim, dtype = inputs.records_SR.shape, input_claims.grad_UD.shape[1], inputs.records_SR.dtype
+    assert outputs.records_SR.shape[1] == row_width and outputs.records_SR.dtype == dtype
+    loss, pairs = (torch.zeros((), dtype=kind, device=inputs.records_SR.device) for kind in (torch.float64, torch.int64))
+    made_for = _shape(batch) | {"DIM": dim, "ELEMENT": ELEMENTS[dtype], "COUNTED": int(counted)}
     _launch(
-        "sgns.cu", "skipgram", _shape(batch) | {"DIM": dim}, _enough_blocks(32 * len(batch.windows_B)), *_arguments(batch),
-        inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD,
-        outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, np.int64(row_floats), loss, pairs,
+        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * len(batch.windows_B)), *_arguments(batch),
+        inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD, input_claims.pairs_U,
+        outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, output_claims.pairs_U,
+        np.int64(row_width), loss, pairs,
     )  # fmt: skip
     return loss, pairs
 
 
-def step_rows(formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper) -> None:
-    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes the gradients.
+def step_rows(
+    formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper, cap: int, noise: int
+) -> None:
+    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
 
-    A row's own count of steps is at `step_column` of its record, if that is not negative.
+    A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
+    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16.
     """
-    dim = claims.grad_UD.shape[1]
+    dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
+    made_for = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": 1 if dim % 4 else 4}
     _launch(
-        "optim.cu", "step", {"STEP": formula, "STATES": states}, _enough_blocks(32 * len(claims.rows_U)),
-        held.records_SR, held.slot_of_V, np.int64(held.records_SR.shape[1]), claims.grad_UD, claims.rows_U, count, claims.number_V,
-        np.int32(dim), np.int32(step_column), np.float32(step), *map(np.float32, hyper),
+        "optim.cu", "step", made_for, _enough_blocks(32 * len(claims.rows_U)),
+        held.records_SR, held.slot_of_V, np.int64(row_width), claims.grad_UD, claims.pairs_U, claims.rows_U, count, claims.number_V,
+        *map(np.int32, (dim, step_column)), np.float32(step), np.int32(cap), np.uint64(noise), *map(np.float32, hyper),
     )  # fmt: skip
 
 

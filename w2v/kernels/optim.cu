@@ -1,7 +1,10 @@
 // Row optimizers on records in place: weight, gradient and state of a row are read once and written once. Each function is the step of the
 // torch.optim class of that name, for one number; what is the same for all rows of a step is worked out on the CPU.
 //
-// Compiled for: STEP, one of the functions below, and STATES, how many states it keeps.
+// Compiled for: STEP, one of the functions below, STATES, how many states it keeps, ELEMENT of the records, and WIDE, how many numbers of a
+// row go together, 1 or 4.
+
+#include "element.cuh"
 
 struct Hyper {  // of one step; the CPU works out what would lose digits in float
     float lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2;  // rest = 1 - beta
@@ -48,35 +51,63 @@ __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bi
     w -= h.lr / bias.first * state[0] / state[1];
 }
 
+struct alignas(4 * WIDE) Grads {
+    float at[WIDE];
+};
+
+// The random bits that round pack number i of a row's record, as in table.py::Table.encode: 64 for each four elements.
+__device__ unsigned long long rounding(long long row, long long row_width, int i, unsigned long long noise) {
+#if ELEMENT == 1
+    const int first = i * WIDE;
+    return splitmix64(row * (row_width / 4) + first / 4, noise) >> 16 * (first % 4);
+#else
+    return 0;
+#endif
+}
+
 // Steps the claimed rows in place (sgns.cu), zeroes their gradients and takes the claims back. A record is dim weights, then STATES times
 // dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
+//
+// pairs: of how many pairs each gradient is the sum; where `cap` is not 0, gradients of more are scaled down to the mean of `cap` of them.
+// noise: the seed, already mixed, of the rounding to bfloat16.
 extern "C" __global__ void step(
-    float* records, const int* slot, long long row_floats, float* grads, const int* rows, const int* count, int* number, int dim,
-    int step_column, float table_step, float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1,
-    float beta2, float rest2, float log_beta2) {
+    Element* records, const int* slot, long long row_width, float* grads, int* pairs, const int* rows, const int* count, int* number, int dim,
+    int step_column, float table_step, int cap, unsigned long long noise, float lr, float eps, float weight_decay, float lr_decay, float beta1,
+    float rest1, float log_beta1, float beta2, float rest2, float log_beta2) {
     const Hyper hyper = {lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2};
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, packs = dim / WIDE;
     const long long warps = (long long)gridDim.x * blockDim.x / 32, claimed = *count;
     for (long long n = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < claimed; n += warps) {
         const int row = rows[n];
-        float* record = records + (slot ? slot[row] : row) * row_floats;
+        Element* record = records + (slot ? slot[row] : row) * row_width;
         Bias bias;
-        bias.step = step_column < 0 ? table_step : record[step_column] + 1;
+        bias.step = table_step;
+        if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
         bias.second = -expm1f(bias.step * hyper.log_beta2);
-        for (int d = lane; d < dim; d += 32) {
-            float state[STATES + 1];
-            for (int s = 0; s < STATES; s++) state[s] = record[(s + 1) * dim + d];
-            float weight = record[d];
-            STEP(weight, grads[n * dim + d], state, hyper, bias);
-            record[d] = weight;
-            for (int s = 0; s < STATES; s++) record[(s + 1) * dim + d] = state[s];
-            grads[n * dim + d] = 0;
+        const float scale = cap && pairs[n] > cap ? (float)cap / pairs[n] : 1;
+        for (int i = lane; i < packs; i += 32) {
+            Grads* its = (Grads*)(grads + n * dim) + i;
+            const Grads grad = *its;
+            *its = {};
+            Pack<WIDE> field[STATES + 1];  // the weight, then the states
+#pragma unroll
+            for (int f = 0; f <= STATES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);
+#pragma unroll
+            for (int w = 0; w < WIDE; w++) {
+                float state[STATES + 1];
+                for (int s = 0; s < STATES; s++) state[s] = field[s + 1].at[w];
+                STEP(field[0].at[w], scale * grad.at[w], state, hyper, bias);
+                for (int s = 0; s < STATES; s++) field[s + 1].at[w] = state[s];
+            }
+#pragma unroll
+            for (int f = 0; f <= STATES; f++) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, noise));
         }
         __syncwarp();
         if (lane == 0) {
             number[row] = -1;
-            if (step_column >= 0) record[step_column] = bias.step;
+            if (cap) pairs[n] = 0;
+            if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }
 }

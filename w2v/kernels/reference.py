@@ -37,30 +37,34 @@ def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def skipgram(
-    input_UD: Tensor, output_VD: Tensor, context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor
-) -> SkipgramResult:
+    input_UD: Tensor, output_VD: Tensor, context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor,
+    product: torch.dtype | None = None,
+) -> SkipgramResult:  # fmt: skip
     """Skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546), loss and both gradients in closed form.
 
     For a context's vector x, its center's vector y_0 and noise vectors y_k the loss is -log s(x.y_0) - sum_k log s(-x.y_k), with
     s the logistic function; its gradient along a logit is s(logit) - label. A window's contexts share the center's noise words, so
     the logits of a center are one small matrix product (Ji et al. 2016, arXiv 1604.04661).
+
+    product: what the matrix products take and give, such as torch.bfloat16; sums of more than a window stay in the vectors' type.
     """
     (B, C), T = context_slots_BC.shape, target_slots_BT.shape[1]
     if not len(input_UD):  # no center has a context word
         return SkipgramResult(input_UD.new_zeros((), dtype=torch.float64), context_mask_BC.sum(), input_UD, output_VD)
-    context_BCD = input_UD.index_select(0, context_slots_BC.flatten()).view(B, C, -1)
-    target_BTD = output_VD.index_select(0, target_slots_BT.flatten()).view(B, T, -1)
+    product = product or input_UD.dtype
+    context_BCD = input_UD.to(product).index_select(0, context_slots_BC.flatten()).view(B, C, -1)
+    target_BTD = output_VD.to(product).index_select(0, target_slots_BT.flatten()).view(B, T, -1)
     counted_BCT = context_mask_BC[:, :, None] & target_mask_BT[:, None, :]
-    logits_BCT = torch.bmm(context_BCD, target_BTD.transpose(1, 2))
+    logits_BCT = torch.bmm(context_BCD, target_BTD.transpose(1, 2)).to(input_UD.dtype)
 
     signed_BCT = torch.cat([-logits_BCT[:, :, :1], logits_BCT[:, :, 1:]], dim=2)  # the loss is softplus of these
     loss = torch.where(counted_BCT, F.softplus(signed_BCT), 0).sum(dtype=torch.float64)
     error_BCT = logits_BCT.sigmoid()
     error_BCT[:, :, 0] -= 1
-    error_BCT = torch.where(counted_BCT, error_BCT, 0)
+    error_BCT = torch.where(counted_BCT, error_BCT, 0).to(product)
 
-    grad_context_BCD = torch.bmm(error_BCT, target_BTD)
-    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD)
+    grad_context_BCD = torch.bmm(error_BCT, target_BTD).to(input_UD.dtype)
+    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD).to(input_UD.dtype)
     return SkipgramResult(
         loss,
         context_mask_BC.sum(),
@@ -73,3 +77,15 @@ def sum_rows(values_BND: Tensor, slots_BN: Tensor, slots: int) -> Tensor:
     """The sum of the values of each slot: [slots, D]. The order of summation is fixed on the CPU, and in torch's deterministic mode."""
     values_ND = values_BND.flatten(0, 1)
     return values_ND.new_zeros(slots, values_ND.shape[1]).index_add_(0, slots_BN.flatten(), values_ND)
+
+
+def count_pairs(
+    context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor, rows: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """In how many pairs of a context and a target each row takes part: int64 [U] and [V], for so many rows of both tables."""
+
+    def count(slots_BN: Tensor, counts_BN: Tensor, slots: int) -> Tensor:
+        return counts_BN.new_zeros(max(1, slots)).index_add_(0, slots_BN.flatten(), counts_BN.flatten())[:slots]
+
+    contexts_B, targets_B = context_mask_BC.sum(1, keepdim=True), target_mask_BT.sum(1, keepdim=True)
+    return count(context_slots_BC, context_mask_BC * targets_B, rows[0]), count(target_slots_BT, target_mask_BT * contexts_B, rows[1])

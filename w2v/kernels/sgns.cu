@@ -2,9 +2,11 @@
 // center: it holds the vectors of a group of targets (the center, then its noise words) in registers while it goes through the context
 // words, so that a context is read once for a group and each row of a window is added to memory once.
 //
-// Compiled for: DIM dimensions, WINDOW positions to either side, TARGETS of a center.
+// Compiled for: DIM dimensions, WINDOW positions to either side, TARGETS of a center, ELEMENT of the records, COUNTED to count the pairs
+// of each row.
 
 #include "batch.cuh"
+#include "element.cuh"
 
 #if DIM % 4 == 0
 #define LANES_WIDE 4
@@ -22,16 +24,14 @@ constexpr unsigned ALL = 0xffffffffu;
 struct Row {
     float at[HELD];
 
-    __device__ void load(const float* row, int lane) {
+    __device__ void load(const Element* row, int lane) {
 #pragma unroll
         for (int v = 0; v < PER_LANE; v++) {
             const int i = lane + 32 * v;
-#if LANES_WIDE == 4
-            const float4 value = i < VECTORS ? ((const float4*)row)[i] : make_float4(0, 0, 0, 0);
-            at[4 * v] = value.x, at[4 * v + 1] = value.y, at[4 * v + 2] = value.z, at[4 * v + 3] = value.w;
-#else
-            at[v] = i < VECTORS ? row[i] : 0;
-#endif
+            Pack<LANES_WIDE> pack = {};
+            if (i < VECTORS) pack = Pack<LANES_WIDE>::load(row, i);
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] = pack.at[h];
         }
     }
 
@@ -86,10 +86,11 @@ __device__ float sum_over_warp(float* number, int lane) {
     return sum;
 }
 
-// A row's record is at slot_*[row], or at the row itself where slot_* is null; its gradient at number_*[row].
+// A row's record is at slot_*[row], or at the row itself where slot_* is null; its gradient, and the number of pairs that it sums, at
+// number_*[row].
 extern "C" __global__ void skipgram(
-    BATCH, const float* input, const int* slot_in, const int* number_in, float* grad_input, const float* output, const int* slot_out,
-    const int* number_out, float* grad_output, long long row_floats, double* loss, long long* pairs) {
+    BATCH, const Element* input, const int* slot_in, const int* number_in, float* grad_input, int* pairs_input, const Element* output,
+    const int* slot_out, const int* number_out, float* grad_output, int* pairs_output, long long row_width, double* loss, long long* pairs) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
     const int lane = threadIdx.x % 32;
     const int number = lane / (32 / GROUP);  // of the target in its group whose logit this lane gets
@@ -109,10 +110,14 @@ extern "C" __global__ void skipgram(
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
                 const long long slot = __shfl_sync(ALL, my_slot, t);
-                target[t].load(output + slot * row_floats, lane);
+                target[t].load(output + slot * row_width, lane);
                 grad_target[t].clear();
             }
             const bool target_counts = __shfl_sync(ALL, my_number, number) >= 0;
+#if COUNTED
+            const int targets = __popc(__ballot_sync(ALL, my_number >= 0));
+            int contexts = 0;
+#endif
             const float label = start + number == 0;
 
             for (int base = 0; base < 2 * WINDOW; base += 32) {
@@ -120,10 +125,14 @@ extern "C" __global__ void skipgram(
                 const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
                 const long long word_number = word < 0 ? 0 : number_in[word];
                 lane_pairs += start == 0 && word >= 0;
+#if COUNTED
+                contexts += __popc(__ballot_sync(ALL, word >= 0));
+                if (word >= 0) atomicAdd(pairs_input + word_number, targets);
+#endif
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context;
-                    context.load(input + __shfl_sync(ALL, word_slot, source) * row_floats, lane);
+                    context.load(input + __shfl_sync(ALL, word_slot, source) * row_width, lane);
                     grad_context.clear();
                     float dots[GROUP];
 #pragma unroll
@@ -149,6 +158,9 @@ extern "C" __global__ void skipgram(
                 const long long at = __shfl_sync(ALL, my_number, t);
                 if (at >= 0) grad_target[t].add_to(grad_output + at * DIM, lane);
             }
+#if COUNTED
+            if (my_number >= 0) atomicAdd(pairs_output + my_number, contexts);
+#endif
         }
     }
 

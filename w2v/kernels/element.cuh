@@ -1,0 +1,68 @@
+// Elements of records in float, bfloat16 or float16, read and written in packs; arithmetic is in float.
+//
+// Compiled for: ELEMENT, 0 for float, 1 for bfloat16, 2 for float16.
+
+#if ELEMENT == 0
+typedef float Element;
+#else
+typedef unsigned short Element;  // the bits
+#endif
+
+__device__ float to_float(Element stored) {
+#if ELEMENT == 1
+    return __uint_as_float((unsigned)stored << 16);
+#elif ELEMENT == 2
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(stored));
+    return value;
+#else
+    return stored;
+#endif
+}
+
+// As table.py::Table.encode does: float16 is rounded to nearest, bfloat16 up or down by 16 bits of noise, which keeps the mean.
+__device__ Element to_element(float value, unsigned noise) {
+#if ELEMENT == 1
+    return (__float_as_uint(value) + (isfinite(value) ? noise & 0xffff : 0)) >> 16;
+#elif ELEMENT == 2
+    Element stored;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored) : "f"(value));
+    return stored;
+#else
+    return value;
+#endif
+}
+
+// The bits of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in table.py::_splitmix64.
+__device__ unsigned long long splitmix64(unsigned long long counter, unsigned long long mixed_seed) {
+    unsigned long long bits = counter * 0x9E3779B97F4A7C15ull + mixed_seed;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
+    return bits ^ (bits >> 31);
+}
+
+// N numbers that stand side by side; `i` counts such packs from the start of an array.
+template <int N>
+struct Pack {
+    float at[N];
+
+    struct alignas(sizeof(Element) * N) Stored {
+        Element at[N];
+    };
+
+    __device__ static Pack load(const Element* from, long long i) {
+        const Stored stored = ((const Stored*)from)[i];
+        Pack pack;
+#pragma unroll
+        for (int n = 0; n < N; n++) pack.at[n] = to_float(stored.at[n]);
+        return pack;
+    }
+
+    // noise: 16 bits for each number.
+    __device__ void store(Element* to, long long i, unsigned long long noise) const {
+        Stored stored;
+#pragma unroll
+        for (int n = 0; n < N; n++) stored.at[n] = to_element(at[n], noise >> 16 * n);
+        ((Stored*)to)[i] = stored;
+    }
+};

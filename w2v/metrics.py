@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,15 @@ class Metrics:
             log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  loss {self.loss:.4f}  lr {lr:.4g}  {left:.0f} s left")
         self._loss, self._pairs = 0.0, 0
         self._logged, self._logged_words = now, self.words
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that passes inside is none of the training's."""
+        began = time.monotonic()
+        self.seconds = began - self._start
+        yield
+        away = time.monotonic() - began
+        self._start, self._logged, self._shown = self._start + away, self._logged + away, self._shown + away
 
     def write(self, **values: Any) -> None:
         """Append one JSON object to metrics.jsonl, at once."""

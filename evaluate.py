@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 try:
                     if len(words) != size:
                         raise evaluation.EvaluationError(f"{' '.join(words)!r} is not {size} word{'s' * (size > 1)}; see --help")
-                    print(" ".join(words), *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(kv, *words, options.topn)), sep="\n", flush=True)
+                    print(" ".join(words), *(f"  {cos:7.4f}  {word}" for word, cos in ask(kv, *words, options.topn)), sep="\n", flush=True)
                 except evaluation.EvaluationError as error:
                     print(f"error: {error}", file=sys.stderr, flush=True)
                     failed |= bool(given)

@@ -27,6 +27,7 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 ENOUGH_STEPS = 500
+TUNED_WORDS = 70_000  # in the vocabulary of texts of text8's kind, for which configs/optimizers are tuned
 ALWAYS = ["train.held_out_words=20000", "run.score_epochs=true", "run.log_seconds=0.1"]
 
 
@@ -43,24 +44,25 @@ class Opened:
         return self._corpora[asked]
 
 
-def with_batch(config: Config, size: int) -> Config:
-    """The config with another batch size, and the learning rate that goes with it: in proportion to the square root of the batch.
+def with_batch(config: Config, size: int, oftener: float = 1.0) -> Config:
+    """The config with another batch size, and the learning rate that goes with it.
 
-    For optimizers that divide by the gradients' size see Malladi et al. 2022, arXiv 2205.10287.
+    It goes with the square root of how often a step meets a word, since that many gradients are summed before the optimizer divides by
+    their size (Malladi et al. 2022, arXiv 2205.10287). oftener: how many times as often each word occurs, in a text of fewer words.
     """
-    factor, optimizer = (size / config.train.batch_size) ** 0.5, config.optimizer
+    factor, optimizer = (size / config.train.batch_size * oftener) ** 0.5, config.optimizer
     if factor == 1:
-        return config
+        return replace(config, train=replace(config.train, batch_size=size))
     lr, min_lr = (float(f"{rate * factor:.3g}") for rate in (optimizer.lr, optimizer.min_lr))
     return replace(config, optimizer=replace(optimizer, lr=lr, min_lr=min_lr), train=replace(config.train, batch_size=size))
 
 
-def fitting_batch(config: Config, vocab: Vocab) -> int:
-    """The batch size halved until the text is enough for ENOUGH_STEPS steps: settings for a long text then serve a short one."""
-    size, centers = config.train.batch_size, plan.expected_centers(config, vocab)
-    while size > 1 and centers < ENOUGH_STEPS * size:
+def fitted(config: Config, vocab: Vocab) -> Config:
+    """The config, or where the text is too short for ENOUGH_STEPS steps, one with smaller batches and the learning rate for them."""
+    tuned = size = config.train.batch_size
+    while size > 1 and plan.expected_centers(config, vocab) < ENOUGH_STEPS * size:
         size //= 2
-    return size
+    return config if size == tuned else with_batch(config, size, min(TUNED_WORDS / len(vocab.words), tuned / size))
 
 
 def train_once(config: Config, opened: Opened, folder: Path) -> Trainer:
@@ -126,7 +128,7 @@ def _train(config: Config, opened: Opened, run: Path) -> None:
         keyed = trainer.vectors()
         export.save(keyed, run, ("kv",))
         scores = evaluation.as_dict(*trainer.score(keyed)) | trainer.took()
-    except metrics.Diverged as error:
+    except (metrics.Diverged, evaluation.EvaluationError) as error:
         scores = {"diverged": str(error)}
     (run / "scores.json").write_text(json.dumps(scores, indent=1), encoding="utf-8")
 
@@ -150,9 +152,9 @@ def _line(run: comparison.Run) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let only warnings through."""
+    """Keep what a run says to itself; what it warns of was said when the configs were checked."""
     level = log.level
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -173,7 +175,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", default="configs/text8.yaml", metavar="CONFIG", help="what all share (default: configs/text8.yaml)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="seeds of each config (default: 1)")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="laid over every config")
-    batch = f"halve batch sizes until there are {ENOUGH_STEPS} steps, or keep them; lr falls with the square root (default: fit)"
+    batch = f"halve batches until there are {ENOUGH_STEPS} steps, and lower the learning rate with them, or keep them (default: fit)"
     parser.add_argument("--batch", choices=("fit", "keep"), default="fit", help=batch)
     parser.add_argument("--with", dest="gensim", choices=("gensim",), help="a row by gensim, with the same model")
     parser.add_argument("--gensim-alpha", type=float, default=0.025, metavar="LR", help="gensim's learning rate (default: 0.025)")
@@ -189,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in options.configs:
             config = settings.load([options.base, path], [*ALWAYS, *options.set])
             if options.batch == "fit":
-                config = with_batch(config, fitting_batch(config, opened(config)[0]))
+                config = fitted(config, opened(config)[0])
             plan.make_plan(config, opened(config))  # what it refuses is said before anything is trained
             configs[Path(path).stem] = config
         folder = options.to or folder_to_use(Path(config.run.dir))

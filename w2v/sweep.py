@@ -30,9 +30,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from w2v import comparison, metrics, plan, settings
+from w2v import comparison, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
-from w2v.experiments import Opened, train_once, warm_up, with_batch
+from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
 
 log = logging.getLogger("w2v")
 FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch size
@@ -55,10 +55,11 @@ Setting = tuple[str, ...]  # the values of IDENTITY, as the file has them
 
 
 def grid(
-    files: Sequence[str | Path], assignments: Sequence[str], lrs: Sequence[float], batches: Sequence[int], axes: dict[str, list[Any]]
-) -> list[Config]:
-    """Every combination laid over the files; by default FACTORS of their learning rate and BATCH_FACTORS of their batch size."""
-    centre, found = settings.load(files, assignments), []
+    centre: Config, files: Sequence[str | Path], assignments: Sequence[str], lrs: Sequence[float], batches: Sequence[int],
+    axes: dict[str, list[Any]],
+) -> list[Config]:  # fmt: skip
+    """Every combination laid over the files; by default FACTORS of the centre's learning rate and BATCH_FACTORS of its batch size."""
+    found = []
     for batch in batches or [max(1, int(centre.train.batch_size * factor)) for factor in BATCH_FACTORS]:
         usual = with_batch(centre, batch).optimizer.lr
         for lr in lrs or [float(f"{usual * factor:.2g}") for factor in FACTORS]:
@@ -84,10 +85,10 @@ def score(config: Config, opened: Opened) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         try:
             trainer = train_once(config, opened, Path(folder))
-        except metrics.Diverged:
+            analogies, similarities = trainer.score(trainer.vectors())
+            took = trainer.took()
+        except (metrics.Diverged, evaluation.EvaluationError):
             return {}
-        analogies, similarities = trainer.score(trainer.vectors())
-        took = trainer.took()
     shares = {"analogies": analogies.total, "semantic": analogies.semantic, "syntactic": analogies.syntactic}
     return {
         **{name: section.accuracy for name, section in shares.items()},
@@ -221,7 +222,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="+", metavar="NAME", help="an optimizer; the search begins at its file in configs/optimizers")
     parser.add_argument("--base", default="configs/text8.yaml", metavar="CONFIG", help="what it is laid over (default: configs/text8.yaml)")
     parser.add_argument("--lr", nargs="+", type=float, default=[], help=f"learning rates (default: {FACTORS} of the file's, by batch)")
-    parser.add_argument("--batch", nargs="+", type=int, default=[], help=f"batch sizes (default: {BATCH_FACTORS} of the file's)")
+    batch = f"batch sizes (default: {BATCH_FACTORS} of the file's, or of what leaves a short text enough steps)"
+    parser.add_argument("--batch", nargs="+", type=int, default=[], help=batch)
     parser.add_argument("--epochs", type=int, help="default: the base's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="the first for each, all for the best (default: 1)")
     what = "a value for all settings, or several: optimizer.args.betas=[0,0.99],[0.5,0.99], instead of those usual for the optimizer"
@@ -242,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             given |= {"train.epochs": [options.epochs]} if options.epochs else {}
             fixed = [f"{key}={json.dumps(values[0])}" for key, values in given.items() if len(values) == 1]
             axes = {key: values for key, values in given.items() if len(values) > 1}
-            configs = grid(files, [*BASICS, *fixed], options.lr, options.batch, axes)
+            fixed = [*BASICS, *fixed]
+            centre = settings.load(files, fixed)
+            configs = grid(fitted(centre, opened(centre)[0]), files, fixed, options.lr, options.batch, axes)
             results = Results((options.to or path.parent) / f"{path.stem}.sweep.csv")
             best = sweep(configs, options.seeds, results, opened, deadline)
             if any(results.lines.values()):

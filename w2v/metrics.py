@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,12 @@ class Metrics:
         self._loss, self._pairs = 0.0, 0
         self._logged, self._logged_words = now, self.words
 
-    @contextmanager
+    def write(self, **values: Any) -> None:
+        """Append one JSON object to metrics.jsonl, at once."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Time that passes inside is none of the training's."""
         began = time.monotonic()
@@ -95,11 +100,6 @@ class Metrics:
         yield
         away = time.monotonic() - began
         self._start, self._logged, self._shown = self._start + away, self._logged + away, self._shown + away
-
-    def write(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl, at once."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
 
     def __enter__(self) -> Metrics:
         return self

@@ -48,12 +48,11 @@ class Pipeline:
     ):
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page = device, steps_per_page
-        self._planning = None
-        if device.type == "cuda":
-            self._planning = torch.cuda.Stream(device, priority=-1)
-            torch.cuda.reset_peak_memory_stats(device)
+        self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
+        if self._planning:
+            torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def bytes_gpu(self) -> int:

@@ -141,7 +141,8 @@ def table(compared: Sequence[Row]) -> list[list[str]]:
     for row in compared:
         cells = [_plain(row.settings.get(key)) for key in SHOWN]
         if differ:
-            cells.append(" ".join(f"{key.partition('.')[2]}={_plain(row.settings[key])}" for key in differ if row.settings.get(key)))
+            said = [key for key in differ if row.settings.get(key) not in ({}, None)]
+            cells.append(" ".join(f"{key.partition('.')[2]}={_plain(row.settings[key])}" for key in said))
         whole = sum(not run.diverged for run in row.runs)
         if several:
             cells.append(str(whole) if whole == len(row.runs) else f"{whole} of {len(row.runs)}")
@@ -193,12 +194,13 @@ def _write_csv(compared: Sequence[Row], file: Path) -> None:
     """Unrounded: for each figure its mean and its standard deviation."""
     with file.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
-        writer.writerow([*compared[0].settings, "seeds", *(name + part for name in FIGURES for part in ("", " stdev"))])
+        keys = list(compared[0].settings)
+        writer.writerow([*keys, "seeds", *(name + part for name in FIGURES for part in ("", " stdev"))])
         for row in compared:
             figures = []
             for values in map(row.values, FIGURES):
                 figures += [mean(values) if values else "", stdev(values) if len(values) > 1 else ""]
-            writer.writerow([*map(_plain, row.settings.values()), len(row.runs), *figures])
+            writer.writerow([*(_plain(row.settings.get(key)) for key in keys), len(row.runs), *figures])
 
 
 def _draw(compared: Sequence[Row], file: Path) -> None:

@@ -6,7 +6,10 @@ VENV ?= .venv
 CORPUS ?=
 # configs/default.yaml is for the small sample; what one brings is taken for a text of text8's kind unless CONFIG says otherwise.
 CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/default.yaml)
+CONFIGS ?= configs/optimizers/*.yaml
+SEEDS ?= 1
 ARGS ?=
+OPT ?=
 RUN ?= latest
 
 # The stamp is older than what it stands for when pyproject.toml or the pinned versions change.
@@ -18,11 +21,12 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate test test-gpu bench-transfer smoke lint clean
+.PHONY: help setup train evaluate compare sweep test test-gpu bench-transfer smoke lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
+	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax"
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
 
@@ -36,7 +40,7 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=dev,cuda12 found="CUDA $$cuda"; \
 	else echo "nvidia-smi reports CUDA $$cuda; 12 or newer is needed: update the NVIDIA driver" >&2; exit 1; fi; \
 	echo "nvidia-smi reports $$found: installing torch $$torch and .[$$extras]"; \
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[$$extras]"
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[plots,$$extras]"
 	@touch $@
 
 train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS (the small Wikipedia sample by default)
@@ -44,6 +48,13 @@ train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS (the small 
 
 evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)
+
+compare: $(INSTALLED) ## train every config of CONFIGS with every seed of SEEDS on CORPUS, and compare them: runs/compare-<date>/
+	$(PY) -m w2v.experiments $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+
+sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS, ARGS='section.key=value,value --lr .02 .04 --batch 32768'
+	@test -n "$(OPT)" || { echo "say which: make sweep OPT=Adamax" >&2; exit 2; }
+	$(PY) -m w2v.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no GPU
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -m "not gpu" $(ARGS)

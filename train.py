@@ -40,7 +40,7 @@ def run(config: Config) -> None:
     metrics.log_to_file(folder / "train.log")
     settings.save(config, folder / "config.yaml")
     (folder / "env.txt").write_text(plan.environment(planned), encoding="utf-8")
-    job = trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder)
+    job = trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder, plan.held_out(planned))
     job.train()
     job.export()
 

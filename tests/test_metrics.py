@@ -27,6 +27,21 @@ def test_loss_is_the_mean_over_pairs_since_the_last_line(tmp_path):
     assert metrics.seconds == pytest.approx(second["seconds"], abs=0.001) and second["words_per_s"] > 0
 
 
+def test_time_that_is_paused_is_none_of_the_training(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Metrics(tmp_path / "m.jsonl", total_words=100, log_seconds=1e9) as metrics:
+        now += 2
+        metrics.update(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 50, 0.1)
+        with metrics.paused():
+            assert metrics.seconds == 2
+            now += 30
+        now += 3
+        metrics.update(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 100, 0.1)
+        metrics.log(0.1)
+    assert metrics.seconds == 5 and lines(tmp_path / "m.jsonl")[0]["words_per_s"] == 20
+
+
 def test_sums_do_not_saturate(tmp_path):
     """A float32 sum stands still at 2**24; gensim's loss is known for it."""
     with Metrics(tmp_path / "m.jsonl", 10, 1e9) as metrics:

@@ -13,8 +13,10 @@ LAYERS = [
     {"settings", "corpus", "vocab", "kernels", "table"},
     {"optim", "skipgram", "sampler", "transfer"},
     {"pipeline"},
-    {"checkpoint", "metrics", "evaluation", "export"},
-    {"plan", "trainer", "embedding"},
+    {"checkpoint", "metrics", "evaluation", "export", "heldout", "comparison"},
+    {"plan", "trainer", "embedding", "baseline"},
+    {"experiments"},
+    {"sweep"},
     {"__init__", "train", "evaluate"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -122,12 +122,14 @@ class TrainConfig:
         "float32", "amp: matrix products of 16 bits; bf16, fp16: the tables' rows too, which halves what crosses the link."
     )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.")
+    held_out_words: int = key(0, "Keep sentences of about this many words, spread over the text, for a loss that compares across settings.")
     deterministic: bool = key(False, "Use only operations that give the same bits in every run, at some cost in speed on a GPU.")
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "train.epochs", self.epochs, "at least 1")
         require(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
         require(0 <= self.seed < 2**63, "train.seed", self.seed, "from 0 to 2**63 - 1")
+        require(self.held_out_words >= 0, "train.held_out_words", self.held_out_words, "0 or more")
 
 
 @dataclass(frozen=True)

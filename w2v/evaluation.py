@@ -78,12 +78,9 @@ class SimilarityScore:
 
 
 def analogies(
-    words: Sequence[str],
-    vectors: torch.Tensor | np.ndarray,
-    questions: str | Path | None = None,
-    restrict_vocab: int | None = 300_000,
-    case_insensitive: bool = True,
-) -> AnalogyScore:
+    words: Sequence[str], vectors: torch.Tensor | np.ndarray, questions: str | Path | None = None,
+    restrict_vocab: int | None = 300_000, case_insensitive: bool = True,
+) -> AnalogyScore:  # fmt: skip
     """Score "a is to b as c is to ?" by the nearest word to b - a + c (3CosAdd, Mikolov et al. 2013, arXiv 1301.3781).
 
     words [V], most frequent first; vectors [V, D], taken as float32; questions: a file of ": section" lines and lines of
@@ -161,6 +158,13 @@ def similarity(kv: KeyedVectors, name: str, restrict_vocab: int | None = 300_000
         with _quiet():
             spearman = float(kv.evaluate_word_pairs(path, restrict_vocab=restrict_vocab)[1][0])
     return SimilarityScore(name, None if math.isnan(spearman) else spearman, pairs, 1 - pairs / len(judged))
+
+
+def scores(kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool) -> tuple[AnalogyScore, list[SimilarityScore]]:
+    """Analogies, in torch or by gensim itself, and both sets of word pairs."""
+    ask = questions, restrict_vocab
+    score = analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
+    return score, [similarity(kv, name, restrict_vocab) for name in PAIR_SETS]
 
 
 def neighbours(kv: KeyedVectors, word: str, topn: int = 10) -> list[tuple[str, float]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,15 @@ class Metrics:
         """Append one JSON object to metrics.jsonl, at once."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that passes inside is none of the training's."""
+        began = time.monotonic()
+        self.seconds = began - self._start
+        yield
+        away = time.monotonic() - began
+        self._start, self._logged, self._shown = self._start + away, self._logged + away, self._shown + away
 
     def __enter__(self) -> Metrics:
         return self

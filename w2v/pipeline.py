@@ -55,6 +55,13 @@ class Pipeline:
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
+        if self._planning:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def bytes_gpu(self) -> int:
+        """The most GPU memory that tensors have taken since the pipeline was made."""
+        return torch.cuda.max_memory_allocated(self._device) if self._planning else 0
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Planned]:
         """The batches, planned a page ahead of the steps that the caller makes of them."""

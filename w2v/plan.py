@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from w2v import corpus as text
+from w2v import heldout
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
+from w2v.heldout import HeldOut
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Sampler
@@ -116,15 +118,18 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 
 
-def make_plan(config: Config) -> Plan:
-    """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do."""
+def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None) -> Plan:
+    """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
+
+    opened: what `open_corpus` gave for these settings, to spare reading it again.
+    """
     machine = Machine.here()
     device = choose_device(config, machine)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
-    vocab, corpus = open_corpus(config)
+    vocab, corpus = opened or open_corpus(config)
     warn_of_few_steps(config, vocab)
     size = config.model.vector_size
     element = ROWS.get(config.train.precision, torch.float32).itemsize
@@ -140,10 +145,15 @@ def make_plan(config: Config) -> Plan:
     return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots)
 
 
+def expected_centers(config: Config, vocab: Vocab) -> float:
+    """How many centers a run will have, in the mean."""
+    return float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum()) * config.train.epochs
+
+
 def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
     """Say so when the text is too small for the batch size to be learned from."""
     train = config.train
-    centers = float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum()) * train.epochs
+    centers = expected_centers(config, vocab)
     if centers < FEWEST_STEPS * train.batch_size:
         log.warning(
             f"train.batch_size={train.batch_size} leaves {centers / train.batch_size:.0f} optimizer steps, too few to learn from; "
@@ -208,7 +218,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
     sampler = Sampler(
         plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
-        model, train.batch_size, train.seed, plan.device,
+        model, train.batch_size, train.seed, plan.device, heldout.choose(plan.corpus.offsets, train.held_out_words),
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -232,10 +242,18 @@ def expected_uses(plan: Plan) -> Tensor:
     return torch.from_numpy(np.stack([kept_V, kept_V + noise_V])).to(plan.device)
 
 
+def held_out(plan: Plan) -> HeldOut | None:
+    """What the sampler that `build` makes leaves out, for its loss; None where that is nothing."""
+    corpus, vocab, model = plan.corpus, plan.vocab, plan.config.model
+    chosen = heldout.choose(corpus.offsets, plan.config.train.held_out_words)
+    keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
+    return HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device) if len(chosen) else None
+
+
 def environment(plan: Plan) -> str:
     """Versions and hardware, for env.txt."""
     packages = ["torch", "numpy", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
-    lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {_commit()}"]
+    lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {commit()}"]
     for package in packages:
         try:
             lines.append(f"{package} {version(package)}")
@@ -254,7 +272,10 @@ def _cupy_cuda() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of this program; W2V_COMMIT says it where there is no git."""
+    if "W2V_COMMIT" in os.environ:
+        return os.environ["W2V_COMMIT"]
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

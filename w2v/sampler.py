@@ -33,17 +33,19 @@ class Sampler:
     """Draws the batches of one epoch after another.
 
     ids_N: int32 word ids of the corpus; offsets_S: where each sentence starts, and N; keep_V: the probability with which an
-    occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1.
+    occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out: numbers of sentences that
+    are passed over, sorted.
     """
 
     def __init__(
         self, ids_N: np.ndarray, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
-        model: ModelConfig, batch_size: int, seed: int, device: torch.device,
+        model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
         self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._generator = torch.Generator(device)
+        self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
         self._chunks = [*np.unique(starts[starts < len(offsets_S) - 1]), len(offsets_S) - 1]  # as sentence numbers
         self.position = Position()
@@ -74,6 +76,9 @@ class Sampler:
         sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
         draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, chunk, 0), device=device)
         kept_n = draws_n < self._keep_V.index_select(0, words_n)
+        left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
+        if len(left_out):
+            kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
         return words_n[kept_n], sentences_n[kept_n]
 
     def _windows(self, size: int, generator: torch.Generator) -> Tensor:

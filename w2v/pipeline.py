@@ -84,27 +84,34 @@ class Pipeline:
     def _plan(self, batches: Iterator[Batch]) -> list[Planned]:
         """Draw the next page's batches, find their rows and have the engine bring them."""
         if self._planning is None:
-            return self._draw(batches)
+            page = self._draw(batches)
+            if page and self.engine.pages:
+                self.engine.prefetch(self._marks(page))
+            return page
         current = torch.cuda.current_stream()
         self._computed.append(current.record_event())
         with torch.cuda.stream(self._planning):
+            page = self._draw(batches)
+            marks_TV = self._marks(page) if page and self.engine.pages else None
             # The page before the one that computes now is done: its memory may be used again, and the engine may send its rows away.
             self._planning.wait_event(self._computed[0])
-            page = self._draw(batches)
+            if marks_TV is not None:
+                self.engine.prefetch(marks_TV)
         current.wait_stream(self._planning)
         self._held.append(page)
         return page
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         drawn = islice(batches, self._steps_per_page)
-        page = [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
-        if page:
-            marks_TV = self._no_marks()
-            for _, slots in page:
-                marks_TV[0].index_fill_(0, slots.input_rows_U, True)
-                marks_TV[1].index_fill_(0, slots.output_rows_V, True)
-            self.engine.prefetch(marks_TV)
-        return page
+        return [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
+
+    def _marks(self, page: list[Planned]) -> Tensor:
+        """Which rows of both tables the page's steps touch: bool [2, V]."""
+        marks_TV = self._no_marks()
+        for _, slots in page:
+            marks_TV[0].index_fill_(0, slots.input_rows_U, True)
+            marks_TV[1].index_fill_(0, slots.output_rows_V, True)
+        return marks_TV
 
     def _no_marks(self) -> Tensor:
         return torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=self._device)
@@ -127,13 +134,13 @@ class FusedPipeline(Pipeline):
         return StepResult(loss, pairs)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
-        page = [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
-        if page and self.engine.pages:
-            marks_TV = self._no_marks()
-            for batch, _ in page:
-                cuda.mark(batch, marks_TV)
-            self.engine.prefetch(marks_TV)
-        return page
+        return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
+
+    def _marks(self, page: list[Planned]) -> Tensor:
+        marks_TV = self._no_marks()
+        for batch, _ in page:
+            cuda.mark(batch, marks_TV)
+        return marks_TV
 
     def _enough(self, claims: Both | None, batch: Batch) -> Both:
         """Claims with room for the batch's rows: those given, if they have it."""

@@ -34,8 +34,9 @@ extern "C" __global__ void claim(BATCH, int* number_in, int* rows_in, int* numbe
              [&](int row) { claim_row(row, number_out, rows_out, counts + 1); });
 }
 
-// Sets the marks of those rows.
+// Sets the marks of those rows; looking first spares the many writes to those of frequent words.
 extern "C" __global__ void mark(BATCH, bool* input_marks, bool* output_marks) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    each_row(batch, [&](int row) { input_marks[row] = true; }, [&](int row) { output_marks[row] = true; });
+    each_row(batch, [&](int row) { if (!input_marks[row]) input_marks[row] = true; },
+             [&](int row) { if (!output_marks[row]) output_marks[row] = true; });
 }

@@ -89,7 +89,6 @@ extern "C" __global__ void step(
         for (int i = lane; i < packs; i += 32) {
             Grads* its = (Grads*)(grads + n * dim) + i;
             const Grads grad = *its;
-            *its = {};
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
 #pragma unroll
             for (int f = 0; f <= STATES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);
@@ -102,6 +101,7 @@ extern "C" __global__ void step(
             }
 #pragma unroll
             for (int f = 0; f <= STATES; f++) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, noise));
+            *its = {};  // not before the loads, which would wait for it: 59 against 179 us for 50,700 rows
         }
         __syncwarp();
         if (lane == 0) {

@@ -39,6 +39,7 @@ FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch
 BATCH_FACTORS = (0.5, 1.0)
 AXES: dict[str, dict[str, list[Any]]] = {
     **{name: {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]} for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")},
+    **{name: {"optimizer.occurrence_cap": [8, 16]} for name in ("SGD", "ASGD")},
     "RMSprop": {"optimizer.args.alpha": [0.95, 0.99]},
     "Adadelta": {"optimizer.args.eps": [1e-5, 1e-3], "optimizer.args.rho": [0.9, 0.99]},
     "Rprop": {"optimizer.args.etas": [[0.5, 1.05], [0.5, 1.2]]},

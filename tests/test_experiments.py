@@ -112,6 +112,8 @@ def test_the_learning_rate_goes_with_the_square_root_of_the_batch():
     quarter = experiments.with_batch(config, 16384)
     assert (quarter.optimizer.lr, quarter.optimizer.min_lr, quarter.train.batch_size) == (0.2, 0.02, 16384)
     assert experiments.with_batch(quarter, 65536) == config
+    capped = replace(config, optimizer=replace(config.optimizer, occurrence_cap=16))
+    assert experiments.with_batch(capped, 16384).optimizer.lr == 0.4  # a sum of up to 16 gradients grows by itself
 
 
 def test_a_short_text_gets_smaller_batches_and_a_long_one_keeps_them():

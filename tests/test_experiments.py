@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from w2v import comparison, experiments, settings, sweep
 from w2v.config import Config, ConfigError
 from w2v.vocab import Vocab
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +112,8 @@ def test_the_learning_rate_goes_with_the_square_root_of_the_batch():
     quarter = experiments.with_batch(config, 16384)
     assert (quarter.optimizer.lr, quarter.optimizer.min_lr, quarter.train.batch_size) == (0.2, 0.02, 16384)
     assert experiments.with_batch(quarter, 65536) == config
+    capped = replace(config, optimizer=replace(config.optimizer, occurrence_cap=16))
+    assert experiments.with_batch(capped, 16384).optimizer.lr == 0.4  # a sum of up to 16 gradients grows by itself
 
 
 def test_a_short_text_gets_smaller_batches_and_a_long_one_keeps_them():
@@ -129,6 +134,26 @@ def test_the_comparison_program_refuses_before_it_trains(common, tmp_path, capsy
     arguments = [str(tmp_path / "good.yaml"), str(tmp_path / "bad.yaml"), "--to", str(tmp_path / "out"), "--set", *common]
     assert experiments.main(arguments) == 2
     assert "error: optimizer.name=Adafactor" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_comparison_program_leaves_what_it_says(common, tmp_path, capsys):
+    (tmp_path / "fast.yaml").write_text("optimizer: {name: Adam, lr: 0.05}")
+    assert experiments.main([str(tmp_path / "fast.yaml"), "--to", str(tmp_path / "out"), "--set", *common, "train.epochs=1"]) == 0
+    run = comparison.read(tmp_path / "out" / "fast-seed1")
+    assert run.settings["train.batch_size"] < 65536 and run.settings["train.held_out_words"] == 100  # fitted; what is set comes last
+    said = capsys.readouterr().out
+    assert str(tmp_path / "out") in said and (tmp_path / "out" / "table.txt").read_text() in said
+
+
+def test_the_sweep_program_begins_at_the_config_and_says_what_it_should_be(common, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    axes = "--lr 0.01 0.02 --batch 64 --epochs 1".split()
+    assert sweep.main(["Adam", *axes, "--to", str(tmp_path), "--set", *common, "optimizer.args.betas=[0.0,0.9]"]) == 0
+    said = capsys.readouterr().out
+    (tmp_path / "best.yaml").write_text(said.split("yaml:\n")[1])
+    chosen = settings.load([tmp_path / "best.yaml"])
+    assert chosen.optimizer.name == "Adam" and chosen.optimizer.args == {"betas": [0.0, 0.9]} and chosen.train.batch_size == 64
+    assert chosen.optimizer.lr in (0.01, 0.02) and len((tmp_path / "adam.sweep.csv").read_text().splitlines()) == 3
 
 
 def grid(common, lrs, **axes):

@@ -134,7 +134,8 @@ def rows(runs: Iterable[Run]) -> list[Row]:
 
 def table(compared: Sequence[Row]) -> list[list[str]]:
     """The header and the cells; settings that differ between rows stand in a column of their own, and so do seeds where there are many."""
-    differ = [key for key in compared[0].settings if key not in SHOWN and len({json.dumps(row.settings.get(key)) for row in compared}) > 1]
+    known = {key: {json.dumps(row.settings[key]) for row in compared if key in row.settings} for key in compared[0].settings}
+    differ = [key for key, values in known.items() if key not in SHOWN and len(values) > 1]
     figures = [name for name in FIGURES if any(row.values(name) for row in compared)]
     several = any(len(row.runs) > 1 for row in compared)
     lines = [[*SHOWN.values(), *(["other settings"] if differ else []), *(["seeds"] if several else []), *figures]]

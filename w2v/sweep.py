@@ -39,9 +39,10 @@ FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch
 BATCH_FACTORS = (0.5, 1.0)
 AXES: dict[str, dict[str, list[Any]]] = {
     **{name: {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]} for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")},
+    **{name: {"optimizer.occurrence_cap": [8, 16]} for name in ("SGD", "ASGD")},
     "RMSprop": {"optimizer.args.alpha": [0.95, 0.99]},
     "Adadelta": {"optimizer.args.eps": [1e-5, 1e-3], "optimizer.args.rho": [0.9, 0.99]},
-    "Rprop": {"optimizer.args.etas": [[0.5, 1.05], [0.5, 1.2]]},
+    "Rprop": {"optimizer.args.etas": [[0.5, 1.2], [0.8, 1.1]], "optimizer.args.step_sizes": [[1e-3, 1e-2], [3e-3, 3e-2]]},
 }
 BASICS = ["train.held_out_words=20000", "run.log_seconds=1e9"]  # reading the loss would wait for the device
 SHOWN = 15  # settings of a ranking

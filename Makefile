@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-gpu bench-transfer smoke lint clean
+.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench-transfer smoke lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,9 @@ sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS
 
 test: $(INSTALLED) ## run the tests that need no GPU
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -m "not gpu" $(ARGS)
+
+test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; some ten minutes
+	CUDA_VISIBLE_DEVICES= W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)

@@ -5,44 +5,65 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 
-from w2v import settings
-from w2v.config import Config
+from w2v import durable, settings
+from w2v.signals import Signals
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk, 130 or 143 stopped by Ctrl-C or SIGTERM"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=statuses)
     what = "config files, then single keys that override them"
     parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help=what)
+    parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="say what the run would take, bytes and time; exit 0 if it fits, 3 if not")
     parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning, as YAML, and stop")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.help_config:
         print(settings.describe(), end="")
         return 0
-    try:
-        files = [entry for entry in args.settings if "=" not in entry]
-        run(settings.load(files, [entry for entry in args.settings if "=" in entry]))
-    except (ValueError, MemoryError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    files = [entry for entry in args.settings if "=" not in entry]
+    assignments = [entry for entry in args.settings if "=" in entry]
+    with Signals() as signals:
+        try:
+            run(files, assignments, args.resume, args.dry_run, signals)
+        except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
+            said = durable.in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
+            print(f"error: {said}", file=sys.stderr)
+            return 3 if isinstance(error, MemoryError) else 2
     return 0
 
 
-def run(config: Config) -> None:
-    from w2v import metrics, plan, trainer  # heavy, so only once the config is known to be right
+def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dry: bool, signals: Signals) -> None:
+    config = settings.load(files, assignments)
+    from w2v import metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
+    folder = None
+    if resume:
+        folder = runfolder.find(resume, config.run.dir)
+        lock = runfolder.lock(folder)
+        config = runfolder.resumed(folder, files, assignments)
     metrics.log_to_console()
-    planned = plan.make_plan(config)
-    log = logging.getLogger("w2v")
-    log.info(str(planned))
-    sampler, pipeline = plan.build(planned)
-    folder = trainer.new_run_folder(config)
-    metrics.log_to_file(folder / "train.log")
-    settings.save(config, folder / "config.yaml")
-    (folder / "env.txt").write_text(plan.environment(planned), encoding="utf-8")
-    job = trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder, plan.held_out(planned))
-    job.train()
-    job.export()
+    with durable.naming(config.corpus.data_dir):
+        planned = plan.make_plan(config, run=folder)
+    logging.getLogger("w2v").info(str(planned))
+    planned.budget.check()
+    with planned.budget.explained():
+        sampler, pipeline = plan.build(planned)
+    if dry:
+        print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
+        return
+    if folder is None:
+        folder = runfolder.create(config)
+        lock = runfolder.lock(folder)
+    with lock, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log"):
+        settings.save(config, folder / "config.yaml")
+        durable.replace(folder / "env.txt", plan.environment(planned))
+        held_out, raw_words = plan.held_out(planned), planned.corpus.raw_words
+        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, planned.budget.shadow)
+        job.train()
+        job.export()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,165 @@
-"""Tables go to disk and come back as they were, or are refused."""
+"""The state of a run goes to disk and comes back as it was, or is refused: whatever bit of whatever file is another."""
+
+import json
+import os
+import random
+import threading
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from w2v.checkpoint import load_table, save_table
+from w2v import checkpoint
+from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest, load_table, save_table
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table
 
 
-def random_table(name="NAdam", rows=9, dim=5, step="table"):
+def random_table(name="NAdam", rows=9, dim=5, step="table", table="input", dtype=torch.float32):
     optimizer = RowOptimizer(OptimizerConfig(name=name, step=step))
-    table = Table("input", rows, dim, optimizer.states(dim), optimizer.scalars, "cpu")
-    for field in table.columns:
-        table[field].normal_()
-    for value in table.scalars.values():
-        value.fill_(0.375)
-    return table
+    made = Table(table, rows, dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype)
+    for field in made.columns:
+        made[field].normal_()
+    for value in made.scalars.values():
+        value.fill_(3 if value.dtype == torch.int64 else 0.1)
+    return made
+
+
+def two_tables(**what):
+    return [random_table(table=name, **what) for name in ("input", "output")]
+
+
+def same(saved, loaded):
+    return all(torch.equal(a.records_VR, b.records_VR) and a.scalars == b.scalars for a, b in zip(saved, loaded, strict=True))
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.parametrize("what", [{}, {"step": "row"}, {"dtype": torch.bfloat16}], ids=str)
+def test_round_trip_in_shards(tmp_path, monkeypatch, shadow, what):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 300)
+    saved, loaded = two_tables(**what), two_tables(**what)
+    keeper = Checkpoints(tmp_path, saved, shadow)
+    keeper.save({"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]})
+    keeper.wait()
+    found = latest(tmp_path)
+    assert found.path.name == "step-00000012" and found.state == {"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]}
+    found.load(loaded)
+    assert same(saved, loaded)
+    shards = sorted(found.path.glob("input-*.safetensors"))
+    assert len(shards) > 1 and torch.equal(torch.cat([load_file(path)["records"] for path in shards]), saved[0].records_VR)
+
+
+def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
+    keeper = Checkpoints(tmp_path, two_tables(), shadow=False)
+    for step in (5, 10, 10, 99_999_999, 100_000_000):
+        keeper.save({"step": step})
+    assert sorted(os.listdir(tmp_path)) == ["step-100000000", "step-99999999"]
+    assert latest(tmp_path).state["step"] == 100_000_000
+
+
+def test_the_shadow_is_written_while_training_goes_on(tmp_path, monkeypatch):
+    tables, go = two_tables(), threading.Event()
+    before = [table.records_VR.clone() for table in tables]
+    write_shard = checkpoint._write_shard
+    monkeypatch.setattr(checkpoint, "_write_shard", lambda *args: go.wait(10) and write_shard(*args))
+    keeper = Checkpoints(tmp_path, tables, shadow=True)
+    keeper.save({"step": 1})
+    assert keeper.busy and latest(tmp_path) is None
+    for table in tables:
+        table.records_VR.zero_()
+        table.scalars["step"] += 1
+    go.set()
+    keeper.wait()
+    assert not keeper.busy
+    latest(tmp_path).load(tables)
+    assert all(torch.equal(table.records_VR, records) for table, records in zip(tables, before, strict=True))
+    assert tables[0].scalars["step"] == pytest.approx(0.1)
+
+
+def test_what_fails_in_the_background_is_raised_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    keeper = Checkpoints(tmp_path, two_tables(), shadow=True)
+    keeper.save({"step": 1})
+    keeper.wait()
+    monkeypatch.setattr(checkpoint, "_write_shard", full)
+    keeper.save({"step": 2})
+    with pytest.raises(OSError, match=r"No space left on device, so that a checkpoint of [\d,]+ bytes cannot be written; --resume"):
+        keeper.wait()
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert latest(tmp_path).state["step"] == 1
+
+
+@pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}, {"dtype": torch.float16}], ids=str)
+def test_tables_of_another_model_are_refused_before_any_is_loaded(tmp_path, other):
+    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    tables = two_tables(**other)
+    before = tables[0].records_VR.clone()
+    with pytest.raises(CheckpointError, match=r"step-00000001 holds the table .* but this run's is .*resume with the settings of the run"):
+        latest(tmp_path).load(tables)
+    assert torch.equal(tables[0].records_VR, before)
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """500 bits, over all files and the beginning, middle and end of each."""
+    saved = two_tables()
+    Checkpoints(tmp_path, saved, shadow=False).save({"step": 1, "text": "some words"})
+    rng, loaded, path = random.Random(0), two_tables(), tmp_path / "step-00000001"
+    files = sorted(path.iterdir())
+    for number in range(500):
+        file = files[number % len(files)]
+        data = bytearray(file.read_bytes())
+        start, end = rng.choice([(0, 16), (0, len(data)), (len(data) - 16, len(data))])
+        data[rng.randrange(start, end)] ^= 1 << rng.randrange(8)
+        whole = file.read_bytes()
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"{file.name} is (damaged|of format)"):
+            latest(tmp_path).load(loaded)
+        file.write_bytes(whole)
+    latest(tmp_path).load(loaded)
+    assert same(saved, loaded)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "input-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer", "a folder"])
+def test_damaged_files_are_named_with_what_to_do(tmp_path, name, damage):
+    keeper = Checkpoints(tmp_path, two_tables(), shadow=False)
+    keeper.save({"step": 1})
+    keeper.save({"step": 2})
+    file = tmp_path / "step-00000002" / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "a folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes({"empty": b"", "truncated": data[:-1], "longer": data + b"\n"}[damage])
+    said = rf"{name} is damaged \(.*\); restore it, or remove .*step-00000002 to go on from step-00000001$"
+    with pytest.raises(CheckpointError, match=said):
+        latest(tmp_path).load(two_tables())
+
+
+def test_another_format_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="manifest.json is of format 2, and this version reads 1; go on with the version"):
+        latest(tmp_path)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    assert {path.suffix for path in (tmp_path / "step-00000001").iterdir()} == {".json", ".safetensors"}
+    assert not {"pickle", "torch.load", "eval("} & set(Path(checkpoint.__file__).read_text().split())
+    json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
+    assert isinstance(Checkpoint(tmp_path / "step-00000001").state, dict)
 
 
 @pytest.mark.parametrize("step", ["table", "row"])
-def test_round_trip(tmp_path, step):
+def test_one_table_in_one_file(tmp_path, step):
     saved, loaded = random_table(step=step), random_table(step=step)
     assert save_table(saved, tmp_path / "tables") == tmp_path / "tables" / "input.safetensors"
     load_table(loaded, tmp_path / "tables")
@@ -30,7 +169,7 @@ def test_round_trip(tmp_path, step):
 
 
 @pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}])
-def test_tables_of_another_model_are_refused_and_nothing_is_loaded(tmp_path, other):
+def test_one_table_of_another_model_is_refused_and_nothing_is_loaded(tmp_path, other):
     save_table(random_table(), tmp_path)
     table = random_table(**other)
     before = table.records_VR.clone()

@@ -182,7 +182,8 @@ def steps_of_random_rows(name, args, step, device, fused, rows=70, dim=50, steps
             claims.pairs_U[: len(touched)] = pairs
             claims.rows_U[: len(touched)], claims.grad_UD[: len(touched)] = touched.int(), grad
             count = torch.tensor([len(touched)], dtype=torch.int32, device=device)
-            optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, lr)
+            guard = cuda.Guard(*(torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64)), number << 5, 8)
+            optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, lr, guard)
             assert not claims.grad_UD.any() and (claims.number_V == -1).all()
         else:
             page = Page(table, touched, table.records_VR[touched].float(), table.columns, grad, pairs)
@@ -224,6 +225,23 @@ def test_fused_optimizers_round_as_encode_does(name, dtype, unit, dim):
     for field in others.columns:
         torch.testing.assert_close(many[field].cpu().float(), others[field].float(), rtol=8 * unit, atol=8 * unit)
     assert all(torch.equal(many.scalars[key], value) for key, value in others.scalars.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss, grad, fault", [(1.0, 1.0, 0), (float("nan"), 1.0, 161), (float("inf"), 1.0, 161), (1.0, float("nan"), 168)])
+def test_fused_steps_write_nothing_that_is_not_finite(loss, grad, fault):
+    optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1), True)
+    table = Table("input", 4, 5, optimizer.states(5), optimizer.scalars, "cuda")
+    table["weight"].fill_(1.0)
+    claims = cuda.Claims(4, 4, 5, torch.device("cuda"))
+    noted, count = torch.zeros((), dtype=torch.int64, device="cuda"), torch.tensor([2], dtype=torch.int32, device="cuda")
+    for number in (5, 6):  # the second step is sound, and comes too late
+        claims.rows_U[:2], claims.grad_UD[:2] = torch.tensor([1, 3], dtype=torch.int32), grad if number == 5 else 1.0
+        guard = cuda.Guard(torch.tensor(loss if number == 5 else 1.0, dtype=torch.float64, device="cuda"), noted, number << 5, 8)
+        optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, 0.1, guard)
+    assert int(noted) == fault and not claims.grad_UD.any() and (claims.number_V == -1).all()
+    changed = (table.records_VR[:, :5] != 1.0).any(dim=1).tolist()
+    assert changed == ([False] * 4 if fault else [False, True, False, True])
 
 
 WITHOUT = [

@@ -2,12 +2,13 @@
 
 import json
 import logging
-import math
+import sys
 
 import pytest
 import torch
 
-from w2v.metrics import Diverged, Metrics
+from w2v.config import ConfigError
+from w2v.metrics import Metrics
 
 
 def lines(path):
@@ -52,15 +53,15 @@ def test_sums_do_not_saturate(tmp_path):
     assert lines(tmp_path / "m.jsonl")[0]["loss"] == 1 + 3 / 2**40
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stops_with_a_remedy(tmp_path, value):
-    with Metrics(tmp_path / "m.jsonl", 10, 1e-9) as metrics, pytest.raises(Diverged, match=r"step 1, lr 0.5.*smaller optimizer.lr"):
-        metrics.update(torch.tensor(value, dtype=torch.float64), torch.tensor(1), 1, 0.5)
-
-
 def test_plain_lines_without_a_terminal(tmp_path, caplog):
     caplog.set_level(logging.INFO, "w2v")
     logging.getLogger("w2v").propagate = True
     with Metrics(tmp_path / "m.jsonl", 1_000_000, 1e-9) as metrics:
         metrics.update(torch.tensor(5.0, dtype=torch.float64), torch.tensor(2), 250_000, 0.5)
     assert " 25% of the words" in caplog.text and "loss 2.5000" in caplog.text and "lr 0.5" in caplog.text
+
+
+def test_tensorboard_that_is_not_there_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="run.tensorboard=true needs a package that cannot be imported; pip install tensorboard"):
+        Metrics(tmp_path / "m.jsonl", 10, 1e9, tensorboard=True)

@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "rowfile"},
+    {"config", "batch", "rowfile", "durable", "signals"},
     {"settings", "corpus", "vocab", "kernels", "table"},
-    {"optim", "skipgram", "sampler", "transfer"},
+    {"optim", "skipgram", "sampler", "transfer", "budget"},
     {"pipeline"},
     {"checkpoint", "metrics", "evaluation", "export", "heldout", "comparison"},
-    {"plan", "trainer", "embedding", "baseline"},
+    {"plan", "trainer", "runfolder", "embedding", "baseline"},
     {"experiments"},
     {"sweep"},
     {"__init__", "train", "evaluate"},

@@ -70,7 +70,6 @@ def test_values_are_converted_to_the_type_of_the_key(tmp_path: Path) -> None:
     assert config.run.name == "a"
     assert config.model.window == 5
     assert load([yaml_file(tmp_path, "model:\n  # window: 3\ntrain:\n")]) == Config()  # a section whose keys are commented out
-    assert load([yaml_file(tmp_path, "")]) == Config()
 
 
 @pytest.mark.parametrize(

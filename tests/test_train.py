@@ -46,13 +46,17 @@ def test_a_run_leaves_all_it_promises(corpus, tmp_path):
     from safetensors.numpy import load_file
 
     run, said = train(corpus, tmp_path, "train.epochs=20", "optimizer.lr=0.1")
-    promised = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv vectors.bin tables"
+    promised = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv vectors.bin vectors.sha256 checkpoints .lock"
     assert sorted(os.listdir(run)) == sorted(promised.split())
     vectors = KeyedVectors.load(str(run / "vectors.kv"))
     near = [word for word, _ in vectors.most_similar("red", topn=4)]
     assert set(near) == {"green", "blue", "pink", "grey"}
-    tables = load_file(run / "tables" / "input.safetensors")
-    assert np.array_equal(tables["weight"], vectors.vectors) and {"exp_avg", "exp_inf", "scalar.step"} <= set(tables)
+    last = sorted((run / "checkpoints").iterdir())[-1]
+    manifest = json.loads((last / "manifest.json").read_text())
+    assert [name for name, _ in manifest["tables"]["input"]["fields"]] == ["weight", "exp_avg", "exp_inf"]
+    assert manifest["tables"]["input"]["scalars"]["step"] == manifest["step"]
+    records = load_file(last / "input-00000-of-00001.safetensors")["records"]
+    assert np.array_equal(records[:, :16], vectors.vectors)
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["words"] == 3200 * 20 and logged[-1]["loss"] < logged[0]["loss"]
     for part in ("machine ", "engine    resident on cpu", "3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from w2v.table import Table
 
 
+class Position(NamedTuple):
+    """Where a sampler stands: the next batch to draw, by its place in the corpus."""
+
+    epoch: int = 0
+    chunk: int = 0
+    batch: int = 0
+
+
 class Batch(NamedTuple):
     """Some words of a text as centers, each with the size of its window and its noise words; words are rows of the vocabulary."""
 
@@ -25,6 +33,7 @@ class Batch(NamedTuple):
     negatives_BK: Tensor  # int32; one that is the center itself does not count
     window: int
     epochs_done: float  # passes over the corpus that are done with this batch
+    after: Position = Position()  # where the sampler stands once this batch is drawn
 
 
 @dataclass

@@ -137,10 +137,14 @@ class RunConfig:
     dir: str = key("runs", "Folder that holds the run folders.")
     name: str = key("", "Ending of the run folder's name <date>-<name>; empty takes corpus and optimizer.")
     log_seconds: float = key(10.0, "Seconds between two lines of metrics.jsonl, and of the log when there is no terminal.")
+    tensorboard: bool = key(False, "Write the curve for TensorBoard too, into the run folder; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the vectors on the analogies after every epoch, not only at the end.")
+    checkpoint_minutes: float = key(10.0, "Minutes between checkpoints, which epochs end with as well; 0: one at the end of the run.")
 
     def __post_init__(self) -> None:
+        require(not {"/", "\0"} & set(self.name), "run.name", repr(self.name), "without slashes, as the folder lies in run.dir")
         require(self.log_seconds > 0, "run.log_seconds", self.log_seconds, "above 0")
+        require(0 <= self.checkpoint_minutes < math.inf, "run.checkpoint_minutes", self.checkpoint_minutes, "0 or more")
 
 
 @dataclass(frozen=True)

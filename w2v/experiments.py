@@ -28,7 +28,7 @@ from w2v.vocab import Vocab
 log = logging.getLogger("w2v")
 ENOUGH_STEPS = 500
 TUNED_WORDS = 70_000  # in the vocabulary of texts of text8's kind, for which configs/optimizers are tuned
-ALWAYS = ["train.held_out_words=20000", "run.score_epochs=true", "run.log_seconds=0.1"]
+ALWAYS = ["train.held_out_words=20000", "run.score_epochs=true", "run.log_seconds=0.1", "run.checkpoint_minutes=0"]
 
 
 class Opened:

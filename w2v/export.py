@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
+import pickle
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from w2v import durable
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 FORMATS = ("kv", "bin", "txt")  # also the endings of the files
 READABLE = (".kv", ".bin", ".txt", ".vec")
+SUMS = "vectors.sha256"  # as `sha256sum -c` reads it
+PICKLED = {  # all that a pickle of KeyedVectors names
+    ("gensim.models.keyedvectors", "KeyedVectors"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
+    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+}  # fmt: skip
 
 
 class VectorsError(ValueError):
@@ -59,6 +68,8 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
         _check_words(kv.index_to_key)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    sealed = (folder / SUMS).exists()
+    (folder / SUMS).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
         for name in formats:
             part = Path(aside, f"vectors.{name}")
@@ -68,7 +79,15 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
             else:
                 kv.save_word2vec_format(str(part), binary=name == "bin")
                 os.replace(part, folder / part.name)
+    if sealed:
+        seal(folder)
     return [folder / f"vectors.{name}" for name in formats]
+
+
+def seal(folder: Path) -> None:
+    """Write the SHA-256 of the vectors files in a folder, by which `load` finds damage."""
+    files = sorted(path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS)
+    durable.replace(folder / SUMS, "".join(f"{_sha256(path)}  {path.name}\n" for path in files))
 
 
 def find(run: str | Path, runs: str | Path = "runs") -> Path:
@@ -95,24 +114,68 @@ def find(run: str | Path, runs: str | Path = "runs") -> Path:
 def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     """Read the vectors that `run` names, see `find`; .bin is word2vec's binary format, .txt and .vec its text format.
 
-    A .kv file is gensim's own pickle, and unpickling can run any code: open only files that you trust, such as your own
-    runs. The .bin and .txt formats carry nothing but words and numbers.
+    A .kv file is gensim's own pickle. gensim's `load` runs whatever code a pickle names; here one that names anything but words and
+    arrays is refused. Files of a run are compared with their checksums.
     """
     from gensim.models import KeyedVectors
 
     path = find(run, runs)
+    _check_sums(path)
     try:
-        if path.suffix == ".kv":
-            kv = KeyedVectors.load(str(path))
-        else:
-            kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        kv = _load_kv(path) if path.suffix == ".kv" else KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+    except VectorsError:
+        raise
     except Exception as error:  # a damaged pickle may raise anything
         kind = {".kv": "a gensim KeyedVectors file", ".bin": "word2vec's binary format"}.get(path.suffix, "word2vec's text format")
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise VectorsError(f"{path} is not {kind} or is damaged ({reason}); export it again") from error
     if not isinstance(kv, KeyedVectors):
-        raise VectorsError(f"{path} holds a gensim {type(kv).__name__}, not KeyedVectors; save its .wv instead")
+        raise VectorsError(f"{path} holds a {type(kv).__name__}, not gensim's KeyedVectors; export it again")
     return kv
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("gensim.models.") and (module, name) not in PICKLED:
+            raise VectorsError(f"{self.path} holds a gensim {name}, not KeyedVectors; save its .wv instead")
+        if (module, name) not in PICKLED:
+            raise VectorsError(f"{self.path} is no plain KeyedVectors file: it names {module}.{name}, which could run any code")
+        return super().find_class(module, name)
+
+
+def _load_kv(path: Path) -> Any:
+    """What KeyedVectors.load does, but for what the pickle may name."""
+    from gensim.models import KeyedVectors
+
+    with open(path, "rb") as file:
+        unpickler = _Unpickler(file, encoding="latin1")
+        unpickler.path = path
+        kv = unpickler.load()
+    if isinstance(kv, KeyedVectors):
+        kv._load_specials(str(path), None, *KeyedVectors._adapt_by_suffix(str(path)))  # the arrays in files of their own
+    return kv
+
+
+def _check_sums(path: Path) -> None:
+    """Compare a vectors file and its side files with the checksums beside them, if there are any."""
+    try:
+        sums = [line.split("  ", 1) for line in (path.parent / SUMS).read_text(encoding="utf-8").splitlines()]
+        differing = [name for sum_, name in sums if f"{name}.".startswith(f"{path.name}.") and _sha256(path.parent / name) != sum_]
+    except FileNotFoundError:
+        return
+    except ValueError:
+        raise VectorsError(f"{path.parent / SUMS} is no list of checksums; remove it, or export the vectors again") from None
+    if differing:
+        again = f"export it again, or remove {path.parent / SUMS} if you have changed it yourself"
+        raise VectorsError(f"{path.parent / differing[0]} is damaged: its SHA-256 is not that in {SUMS}; {again}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _check_words(words: Sequence[str]) -> None:

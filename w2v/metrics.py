@@ -6,13 +6,16 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
+
+from w2v.config import ConfigError
 
 log = logging.getLogger("w2v")
 REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
@@ -26,11 +29,17 @@ def log_to_console() -> None:
     log.setLevel(logging.INFO)
 
 
-def log_to_file(path: Path) -> None:
-    """Keep the program's messages, from now on, with the time of each."""
+@contextlib.contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Keep the program's messages, for as long as the block runs, with the time of each."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
 
 
 class _AboveTheBar(logging.Handler):
@@ -39,27 +48,37 @@ class _AboveTheBar(logging.Handler):
 
 
 class Diverged(ValueError):
-    """The loss is no longer a number; the message says at which step and what to try."""
+    """Numbers are no longer finite; the message says at which step, where, and what to try."""
 
 
 class Metrics:
     """Sums losses on the device in float64 and reads them only when they are shown or logged.
 
     The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
-    outside the vocabulary included.
+    outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
+    With a `state`, the curve goes on from there, and lines of the file that came later are cut off; without one it begins anew.
     """
 
-    def __init__(self, path: Path, total_words: int, log_seconds: float):
+    def __init__(
+        self, path: Path, total_words: int, log_seconds: float,
+        look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None, tensorboard: bool = False,
+    ):  # fmt: skip
         self._file = path.open("a", encoding="utf-8")
-        self._total_words, self._log_seconds = total_words, log_seconds
-        self._loss: Tensor | float = 0.0
-        self._pairs: Tensor | int = 0
+        self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
         self._bar = tqdm(total=total_words, unit="w", unit_scale=True, dynamic_ncols=True, disable=None, mininterval=0.5)
-        self.step = self.words = 0
-        self.loss = math.nan
-        self.seconds = 0.0  # of training, at the last look
-        self._start = self._logged = self._shown = time.monotonic()
-        self._logged_words = 0
+        state = state or dict.fromkeys(("step", "words", "seconds", "loss", "pairs", "logged_words", "logged_seconds", "bytes"), 0)
+        if self._file.tell() < state["bytes"]:
+            log.warning(f"{path} has lost lines since the checkpoint; the curve goes on after a gap")
+        self._file.truncate(min(self._file.tell(), int(state["bytes"])))
+        self.step, self.words, self._logged_words = int(state["step"]), int(state["words"]), int(state["logged_words"])
+        self._loss: Tensor | float = state["loss"]
+        self._pairs: Tensor | int = int(state["pairs"])
+        self._board = _open_tensorboard(path.parent, self.step) if tensorboard else None
+        self.loss = state.get("mean_loss", math.nan)
+        self.seconds = state["seconds"]  # of training, at the last look
+        self._shown = time.monotonic()
+        self._start = self._shown - self.seconds
+        self._logged = self._start + state["logged_seconds"]
 
     def update(self, loss: Tensor, pairs: Tensor, words: int, lr: float) -> None:
         """Count one step, after which `words` raw words are done."""
@@ -74,7 +93,7 @@ class Metrics:
 
     def log(self, lr: float) -> None:
         """Write a line with the mean loss since the last one, and start the mean anew."""
-        if not self.step:
+        if self.words == self._logged_words:
             return
         self._read(lr)
         now = time.monotonic()
@@ -87,10 +106,23 @@ class Metrics:
         self._loss, self._pairs = 0.0, 0
         self._logged, self._logged_words = now, self.words
 
+    def state(self, lr: float) -> dict[str, float]:
+        """Where the curve stands, with all lines so far on disk."""
+        self._read(lr)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {
+            "step": self.step, "words": self.words, "seconds": self.seconds, "loss": float(self._loss), "pairs": int(self._pairs),
+            "mean_loss": self.loss, "logged_words": self._logged_words, "logged_seconds": self._logged - self._start,
+            "bytes": os.fstat(self._file.fileno()).st_size,
+        }  # fmt: skip
+
     def write(self, **values: Any) -> None:
         """Append one JSON object to metrics.jsonl, at once."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
+        for name, value in values.items() if self._board else ():
+            self._board.add_scalar(name, value, self.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,16 +139,23 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
         self._file.close()
+        if self._board:
+            self._board.close()
 
     def _read(self, lr: float) -> None:
         loss, pairs = float(self._loss), int(self._pairs)
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"the loss is {loss} at step {self.step}, lr {lr:.4g}: training diverged, and nothing was exported; "
-                "try a smaller optimizer.lr, some optimizer.warmup, or another optimizer.name"
-            )
+        self._look()
         self.loss = loss / pairs if pairs else self.loss
         self._bar.set_postfix_str(f"loss {self.loss:.4f} lr {lr:.4g}", refresh=False)
         self._bar.update(self.words - self._bar.n)
         self._shown = time.monotonic()
         self.seconds = self._shown - self._start
+
+
+def _open_tensorboard(folder: Path, step: int) -> Any:
+    """A writer of events, which hides those of later steps that an earlier process left."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("run.tensorboard=true needs a package that cannot be imported; pip install tensorboard") from None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

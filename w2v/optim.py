@@ -86,7 +86,7 @@ class RowOptimizer:
         """Whether one CUDA kernel makes the step instead of the torch.optim class."""
         return self._formula is not None
 
-    def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float) -> None:
+    def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float, guard: cuda.Guard) -> None:
         """The same step by a fused kernel, on the `count` claimed rows."""
         assert self._formula is not None
         step, own = table.scalars.get("step"), table.columns.get("step")
@@ -94,7 +94,8 @@ class RowOptimizer:
             step += 1
         column, hyper = own.start if own else -1, self._formula.hyper._replace(lr=lr)
         steps, noise = float(step or 0), table.next_noise()
-        cuda.step_rows(self._formula.name, len(self._wide), held, claims, count, steps, column, hyper, self.occurrence_cap, noise)
+        cap, name = self.occurrence_cap, self._formula.name
+        cuda.step_rows(name, len(self._wide), held, claims, count, steps, column, hyper, cap, noise, guard)
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:

@@ -23,6 +23,11 @@ from w2v.skipgram import Slots
 from w2v.table import Table
 from w2v.transfer import Engine
 
+# What can cease to be finite, as bits of a fault. Nothing of a step is written from the first fault on.
+FAULTS = (
+    "the loss", "the gradients of the input table", "the gradients of the output table",
+    "the stepped rows of the input table", "the stepped rows of the output table",
+)  # fmt: skip
 Both = tuple[cuda.Claims, cuda.Claims]  # of the input table and of the output table
 
 
@@ -52,6 +57,11 @@ class Pipeline:
     ):  # fmt: skip
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
+        self.steps = 0
+        self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
+        self._bits = 1 << torch.arange(len(FAULTS), device=device)
+        largest = [torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.float32, inputs.dtype, outputs.dtype)]
+        self._largest = torch.tensor(largest, dtype=torch.float64, device=device)[:, None]
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
@@ -73,13 +83,25 @@ class Pipeline:
 
     def step(self, planned: Planned, lr: float) -> StepResult:
         slots = planned.slots
-        inputs = self.engine.fetch(self.inputs, slots.input_rows_U)
-        outputs = self.engine.fetch(self.outputs, slots.output_rows_V)
-        loss, pairs = skipgram.backward(inputs, outputs, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
-        for page in (inputs, outputs):
+        self.steps += 1
+        pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
+        loss, pairs = skipgram.backward(*pages, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
+        before = [page.records_UR.clone() for page in pages]
+        for page in pages:
             self.optimizer.step(page, lr)
+        self._look(loss, [page.grad_UD for page in pages], [page.records_UR for page in pages])
+        for page, records_UR in zip(pages, before, strict=True):
+            torch.where(self.fault == 0, page.records_UR, records_UR, out=page.records_UR)
             self.engine.write_back(page)
         return StepResult(loss, pairs)
+
+    def _look(self, loss: Tensor, grads: list[Tensor], records: list[Tensor]) -> None:
+        """Note the first step whose numbers are not all finite, without waiting for the device."""
+        ends = [torch.stack(x.aminmax()).double() if x.numel() else loss.new_zeros(2) for x in (*grads, *records)]  # NaN is either's
+        sound = (torch.stack([loss.expand(2), *ends]).abs() <= self._largest).all(dim=1)
+        bits = (~sound * self._bits).sum()
+        first = (self.fault == 0) & (bits != 0)
+        self.fault = torch.where(first, bits + (self.steps << len(FAULTS)), self.fault)
 
     def _plan(self, batches: Iterator[Batch]) -> list[Planned]:
         """Draw the next page's batches, find their rows and have the engine bring them."""
@@ -129,8 +151,10 @@ class FusedPipeline(Pipeline):
         counts = torch.zeros(2, dtype=torch.int32, device=self._device)
         cuda.claim(batch, *claims, counts)
         loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], counted=self.optimizer.occurrence_cap > 0)
+        self.steps += 1
         for number, table in enumerate((self.inputs, self.outputs)):
-            self.optimizer.step_in_place(table, held[number], claims[number], counts[number], lr)
+            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
+            self.optimizer.step_in_place(table, held[number], claims[number], counts[number], lr, guard)
         return StepResult(loss, pairs)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:

@@ -6,10 +6,12 @@ The only file that chooses between backends; it says what it chose and why.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,15 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from w2v import budget, heldout
 from w2v import corpus as text
-from w2v import heldout
+from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
 from w2v.heldout import HeldOut
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Sampler
-from w2v.table import Storage, Table, record_width, uniform
+from w2v.table import Storage, Table, pinning_is_limited, record_width, uniform
 from w2v.transfer import Engine, Link
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -37,7 +40,8 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
-GPU_RESERVE = 2 << 30  # bytes left for pages, gradients and CUDA itself
+MOST_WORDS = 2**31 - 1  # ids are int32
+LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
 STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what a precision keeps rows in, float32 where it is not named
 PRODUCTS = ROWS | {"amp": torch.bfloat16}  # and what it computes matrix products in, by plain torch; the fused kernels have none
@@ -54,22 +58,27 @@ class Machine:
     gpu_free_bytes: int
     cuda_torch: str  # CUDA version that torch was built for; empty for a CPU build
     cuda_cupy: str  # the same for CuPy; empty where CuPy cannot be imported
+    host_free_bytes: float = math.inf
+    lockable_bytes: float = math.inf
 
     @classmethod
     def here(cls) -> Machine:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        gpu, free = "", 0
+        gpu, free, cupy = "", 0, ""
         if torch.cuda.is_available():
-            gpu, free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+            gpu, free, cupy = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], _cupy_cuda()
+        lockable = budget.lockable_bytes()
+        if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
+            lockable = budget.UNLIMITED
         return cls(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-                   pages, gpu, free, torch.version.cuda or "", _cupy_cuda() if gpu else "")  # fmt: skip
+                   pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)  # fmt: skip
 
     def __str__(self) -> str:
-        host = f"{self.cores} cores, {_size(self.host_bytes)}"
+        host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
         if not self.gpu:
             return f"{host} | no GPU"
         built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
-        return f"{host} | {self.gpu}, {_size(self.gpu_free_bytes)} free | {built_for}"
+        return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Plan:
     table_bytes: int
     fused: bool  # whether CUDA kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
+    budget: Budget
 
     def __str__(self) -> str:
         states = self.optimizer.states(self.config.model.vector_size)
@@ -97,9 +107,11 @@ class Plan:
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
-            f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {_size(self.table_bytes)}",
+            f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
             f"kernels   {'fused' if self.fused else 'plain torch'}, precision {self.config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
+            str(self.budget),
+            f"saving    {self.budget.saving}",
         ])  # fmt: skip
 
 
@@ -118,10 +130,11 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 
 
-def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None) -> Plan:
+def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: Path | None = None) -> Plan:
     """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
 
-    opened: what `open_corpus` gave for these settings, to spare reading it again.
+    opened: what `open_corpus` gave for these settings, to spare reading it again; run: the folder of the run that goes on, whose
+    checkpoints will make room.
     """
     machine = Machine.here()
     device = choose_device(config, machine)
@@ -130,6 +143,9 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None) -> Pla
         torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
     vocab, corpus = opened or open_corpus(config)
+    if len(vocab.words) > MOST_WORDS:
+        many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
+        raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")
     warn_of_few_steps(config, vocab)
     size = config.model.vector_size
     element = ROWS.get(config.train.precision, torch.float32).itemsize
@@ -137,12 +153,32 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None) -> Pla
     engine, reason = choose_engine(config, machine, device, table_bytes)
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
-    slots = min(rows, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes))
+    slots = min(rows, max(0, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
     fused = optimizer.fused and (engine not in LINKS or slots > 0)
     if config.train.kernels == "fused" and not fused:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
-    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots)
+    budgeted = make_budget(config, machine, len(vocab.words), optimizer, engine, device, run)
+    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots, budgeted)
+
+
+def make_budget(
+    config: Config, machine: Machine, words: int, optimizer: RowOptimizer, engine: str, device: torch.device, run: Path | None
+) -> Budget:
+    """What the run takes and what is free for it; `check` says whether it fits."""
+    model, on_gpu, run_dir = config.model, device.type == "cuda", Path(config.run.dir)
+    pairs = 2 * model.window + 1 + model.negative
+    job = Job(words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs)
+    kept = config.transfer.gpu_bytes_of(job.table_bytes) or 0 if engine in LINKS else 0
+    element = ROWS.get(config.train.precision, torch.float32).itemsize
+    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=element)
+    written = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors")) if run else 0
+    free = {"host": machine.host_free_bytes, "locked": machine.lockable_bytes, "disk": budget.free_disk_bytes(run_dir) + written}
+
+    def lighter() -> dict[str, Callable]:
+        return {name: RowOptimizer(replace(config.optimizer, name=name, args={})).states for name in LIGHTER}
+
+    return Budget(job, free | ({"gpu": machine.gpu_free_bytes} if on_gpu else {}), config.run.dir, lighter)
 
 
 def expected_centers(config: Config, vocab: Vocab) -> float:
@@ -189,7 +225,7 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
     if wanted != "auto":
         return wanted, "as configured"
     room = machine.gpu_free_bytes - GPU_RESERVE
-    fit = f"tables of {_size(table_bytes)}, {_size(machine.gpu_free_bytes)} free on the GPU"
+    fit = f"tables of {budget.size(table_bytes)}, {budget.size(machine.gpu_free_bytes)} free on the GPU"
     if table_bytes <= room:
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
@@ -281,11 +317,3 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

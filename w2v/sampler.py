@@ -9,24 +9,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.batch import Batch
+from w2v.batch import Batch, Position
 from w2v.config import ModelConfig
 
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
-
-
-class Position(NamedTuple):
-    """The next batch to draw."""
-
-    epoch: int = 0
-    chunk: int = 0
-    batch: int = 0
 
 
 class Sampler:
@@ -62,7 +53,8 @@ class Sampler:
                 done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
                 self.position = Position(epoch, chunk, number + 1)
                 windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
-                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, self._model.window, epoch + done)
+                window, after = self._model.window, self.position
+                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, window, epoch + done, after)
             first_batch = 0
         self.position = Position(epoch + 1)
 

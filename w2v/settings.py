@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
+from w2v import durable
 from w2v.config import Config, ConfigError
 
 # What other programs call our keys: word2vec.c, fastText, gensim before and after 4.0, torch.optim.
@@ -57,9 +57,12 @@ def load(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> C
 
 def save(config: Config, path: str | Path) -> None:
     """Write the resolved config as YAML, aside first and then in one move; `load([path])` gives it back."""
-    aside = Path(f"{path}.part")
-    aside.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
-    os.replace(aside, path)
+    durable.replace(Path(path), OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The value of each key by its dotted name."""
+    return {name: getattr(getattr(config, section), key) for name in names() for section, key in [name.split(".")]}
 
 
 def describe() -> str:
@@ -75,6 +78,12 @@ def describe() -> str:
             lines += [f"  # {sentence}", f"  {entry.name}: {written}"]
         lines.append("")
     return "\n".join(lines)
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
+    """Which keys of `as_dict` differ, each with both values in words."""
+    differ = [name for name in old.keys() & new.keys() if old[name] != new[name]]
+    return {name: f"{name}={_show(new[name])} instead of {_show(old[name])}" for name in sorted(differ)}
 
 
 def names() -> Iterator[str]:
@@ -102,10 +111,12 @@ def _read(path: str | Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"config file {path} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"config file {path} cannot be read as YAML: {_one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} must hold sections such as 'model:' with keys below them; see --help-config")
+    if not loaded:
+        raise ConfigError(f"config file {path} is empty; write sections such as 'model:' with keys below them, or leave it out")
     for section, content in loaded.items():
         if isinstance(content, dict):
             yield from ((f"{section}.{key}", value) for key, value in content.items())
@@ -119,7 +130,7 @@ def _parse(name: str, text: str) -> Any:
         return text
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}={_show(text)} (from {COMMAND_LINE}) cannot be read as YAML: {_one_line(error)}") from None
 
 

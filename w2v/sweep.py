@@ -44,7 +44,7 @@ AXES: dict[str, dict[str, list[Any]]] = {
     "Adadelta": {"optimizer.args.eps": [1e-5, 1e-3], "optimizer.args.rho": [0.9, 0.99]},
     "Rprop": {"optimizer.args.etas": [[0.5, 1.2], [0.8, 1.1]], "optimizer.args.step_sizes": [[1e-3, 1e-2], [3e-3, 3e-2]]},
 }
-BASICS = ["train.held_out_words=20000", "run.log_seconds=1e9"]  # reading the loss would wait for the device
+BASICS = ["train.held_out_words=20000", "run.log_seconds=1e9", "run.checkpoint_minutes=0"]  # reading the loss would wait for the device
 SHOWN = 15  # settings of a ranking
 
 IDENTITY = ["corpus", "epochs", "settings", "batch_size", "lr"]  # with the seed: what a line of the file stands for

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import resource
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ class Table:
             self.records_VR = self._file.records_VR
             self.width = self.records_VR.shape[1]  # an .npy file has no padding
         elif storage == "pinned":
-            self.records_VR = _host_memory(rows * self.width * dtype.itemsize).view(dtype).view(rows, self.width)
+            self.records_VR = host_memory(rows * self.width * dtype.itemsize).view(dtype).view(rows, self.width)
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
         self.continued = self._file is not None and self._file.continued
@@ -219,7 +220,7 @@ def _check(rows: int, dim: int, states: Mapping[str, RowState], storage: str, dt
         raise ValueError(f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'")
 
 
-def _host_memory(nbytes: int) -> Tensor:
+def host_memory(nbytes: int) -> Tensor:
     """Zero bytes in anonymous memory, huge pages advised; exactly as many as asked for, rounded up to a page.
 
     Making pages exist is what takes the time: a write to each of them, by as many threads as torch uses, has the system zero them in
@@ -236,6 +237,19 @@ def _host_memory(nbytes: int) -> Tensor:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(touch, range(0, nbytes, TOUCH_BYTES)))
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+
+def pinning_is_limited() -> bool:
+    """Whether the driver heeds the limit on locked memory: found by pinning 2 MiB under a limit of 64 KiB. Needs CuPy and a GPU."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, before[1]))
+    try:
+        _register(host_memory(2 << 20))
+    except MemoryError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    return False
 
 
 def _register(records: Tensor) -> None:

@@ -1,58 +1,85 @@
-"""A run: epochs, schedule, when to log and score; and what it leaves in its folder."""
+"""A run: epochs, schedule, when to log, score and save; how it goes on from a checkpoint; and what it leaves in its folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w2v import evaluation, export
-from w2v.checkpoint import save_table
-from w2v.config import Config
+from w2v import checkpoint, durable, evaluation, export, settings
+from w2v.batch import Position
+from w2v.checkpoint import CheckpointError, Checkpoints
+from w2v.config import Config, ConfigError
 from w2v.evaluation import AnalogyScore, SimilarityScore
 from w2v.heldout import HeldOut
-from w2v.metrics import Metrics
+from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
-from w2v.pipeline import Pipeline
+from w2v.pipeline import FAULTS, Pipeline
 from w2v.sampler import Sampler
+from w2v.signals import Signals
+from w2v.table import Table
 from w2v.vocab import Vocab
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 log = logging.getLogger("w2v")
+TRIAL_WARMUP, TRIAL_SECONDS = 3, 3.0  # steps and seconds of a dry run
 
 
 class Trainer:
-    """Trains the pipeline on the sampler's batches and leaves the results in a run folder.
+    """Trains the pipeline on the sampler's batches and leaves the results in a run folder; goes on from its last checkpoint, if any.
 
-    raw_words: words of one pass over the text, those outside the vocabulary included; held_out: what the sampler leaves out, if anything.
+    raw_words: words of one pass over the text, those outside the vocabulary included; held_out: what the sampler leaves out, if anything;
+    shadow: see `Checkpoints`.
     """
 
     def __init__(
         self, config: Config, vocab: Vocab, raw_words: int, sampler: Sampler, pipeline: Pipeline, folder: Path,
-        held_out: HeldOut | None = None,
+        held_out: HeldOut | None = None, signals: Signals | None = None, shadow: bool = False,
     ):  # fmt: skip
         self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
-        self.held_out = held_out
+        self.held_out, self._signals = held_out, signals or Signals()
         self._total_words = raw_words * config.train.epochs
-        self.metrics = Metrics(folder / "metrics.jsonl", self._total_words, config.run.log_seconds)
+        self._text = {"raw_words": raw_words, "vocabulary": fingerprint(vocab)}
+        self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
+        run, tables = config.run, [pipeline.inputs, pipeline.outputs]
+        self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
+        curve = self._go_on(tables)
+        self.metrics = Metrics(folder / "metrics.jsonl", self._total_words, run.log_seconds, self._look, curve, run.tensorboard)
+        self._first_step = self.metrics.step
+        self._saved_at = time.monotonic()
 
     def train(self) -> None:
-        epochs, lr = self.config.train.epochs, learning_rate(self.config.optimizer, 0.0)
-        with self.metrics:
-            for epoch in range(epochs):
+        """Train to the end, or until a signal: then what was trained is saved, and `SystemExit` raised."""
+        epochs, run = self.config.train.epochs, self.config.run
+        lr = learning_rate(self.config.optimizer, self._epochs_done / epochs)
+        with self.metrics, self._signals.held():
+            for epoch in range(self.sampler.position.epoch, epochs):
                 for planned in self.pipeline.ahead(self.sampler.epoch()):
                     loss, pairs = self.pipeline.step(planned, lr)
-                    share = planned.batch.epochs_done / epochs
+                    self._rates.append(lr)
+                    self._epochs_done = planned.batch.epochs_done
+                    share = self._epochs_done / epochs
                     self.metrics.update(loss, pairs, round(share * self._total_words), lr)
                     lr = learning_rate(self.config.optimizer, share)
-                if (self.config.run.score_epochs or self.held_out) and epoch + 1 < epochs:
-                    self._score_epoch(epoch + 1)
+                    if self._signals.status:
+                        self._stop(lr, planned.batch.after)
+                    if run.checkpoint_minutes and time.monotonic() - self._saved_at >= 60 * run.checkpoint_minutes:
+                        self._save(lr, planned.batch.after)
+                if epoch + 1 < epochs:
+                    if run.score_epochs or self.held_out:
+                        self._score_epoch(epoch + 1)
+                    if run.checkpoint_minutes:
+                        self._save(lr, self.sampler.position)
             self.pipeline.engine.flush()
             self.metrics.log(lr)
+            self._final = self._state(lr, self.sampler.position)
+            if self._signals.status:
+                self._stop(lr, self.sampler.position)
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
@@ -92,14 +119,14 @@ class Trainer:
                 "bytes_host": host, "bytes_gpu": self.pipeline.bytes_gpu}  # fmt: skip
 
     def export(self) -> None:
-        """Write the tables with their optimizer state, the vectors and their scores."""
-        for table in (self.pipeline.inputs, self.pipeline.outputs):
-            save_table(table, self.folder / "tables")
+        """Write the last checkpoint, the vectors and their scores."""
+        self.checkpoints.save(self._final, wait=True)
         self.vocab.save(self.folder / "vocab.tsv")
         keyed = self.vectors()
         export.save(keyed, self.folder)
+        export.seal(self.folder)
         scores, took = self.score(keyed), self.took()
-        (self.folder / "scores.json").write_text(json.dumps(evaluation.as_dict(*scores) | took, indent=1), encoding="utf-8")
+        durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
         log.info(
             f"{evaluation.report(*scores)}\n\n"
@@ -109,17 +136,82 @@ class Trainer:
             f"ask it       python evaluate.py nn {self.folder} WORD ..."
         )
 
+    def _look(self) -> None:
+        """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""
+        self.checkpoints.raise_failure()
+        if fault := int(self.pipeline.fault):
+            raise Diverged(self._what_diverged(fault))
+        del self._rates[:-1]
 
-def new_run_folder(config: Config) -> Path:
-    """Create <run.dir>/<date>-<name>, never one that exists."""
-    corpus = Path(config.corpus.path).name.split(".")[0]
-    name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
-    base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
-    folder, number = base, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = base.with_name(f"{base.name}-{number}")
+    def _what_diverged(self, fault: int) -> str:
+        step, parts = fault >> len(FAULTS), [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+        optimizer, lr = self.config.optimizer, self._rates[step - self.pipeline.steps - 1]
+        remedy = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
+        self.checkpoints.wait()
+        if saved := checkpoint.latest(self.checkpoints.folder):
+            remedy = f"the last good checkpoint is {saved.path}: python train.py --resume {self.folder} optimizer.lr={optimizer.lr / 4:.3g}"
+        return (
+            f"training diverged at step {self._first_step + step:,} ({optimizer.name}, lr {lr:.4g}): no longer finite: {', '.join(parts)}; "
+            f"that step was not written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
+        )
+
+    def _stop(self, lr: float, position: Position) -> None:
+        log.info(f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once")
+        self._save(lr, position, wait=True)
+        log.info(f"go on with   python train.py --resume {self.folder}")
+        raise SystemExit(self._signals.status)
+
+    def _save(self, lr: float, position: Position, wait: bool = False) -> None:
+        """Write a checkpoint, unless the last one is still being written and need not be waited for."""
+        if self.checkpoints.busy and not wait:
+            return
+        self.pipeline.engine.flush()
+        self.checkpoints.save(self._state(lr, position), wait)
+        self._saved_at = time.monotonic()
+
+    def _state(self, lr: float, position: Position) -> dict[str, Any]:
+        curve, engine = self.metrics.state(lr), self.pipeline.engine
+        moved = {"used": engine.rows_used, "read": engine.rows_read, "written": engine.rows_written}
+        where = {"step": curve["step"], "position": list(position), "epochs_done": self._epochs_done}
+        return {**where, "metrics": curve, "rows": moved, "text": self._text, "config": settings.as_dict(self.config)}
+
+    def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
+        """Take up the last checkpoint of the folder and give its curve; None where there is none."""
+        saved = checkpoint.latest(self.checkpoints.folder)
+        if saved is None:
+            return None
+        state = saved.state
+        if state["text"] != self._text:
+            text = f"corpus.path={self.config.corpus.path}"
+            raise CheckpointError(f"{saved.path} was trained on another text or vocabulary than {text} is now; bring that text back")
+        if state["epochs_done"] > self.config.train.epochs:
+            raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
+        saved.load(tables)
+        self.sampler.position, self._epochs_done = Position(*state["position"]), state["epochs_done"]
+        engine, moved = self.pipeline.engine, state["rows"]
+        engine.rows_used, engine.rows_read, engine.rows_written = moved["used"], moved["read"], moved["written"]
+        log.info(f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text")
+        return state["metrics"]
+
+
+def expected(config: Config, raw_words: int, sampler: Sampler, pipeline: Pipeline) -> str:
+    """How long the run would take, found by training for some seconds what is then thrown away."""
+    lr, begun, at_first, steps = learning_rate(config.optimizer, 0.5), 0.0, 0.0, 0
+    for steps, planned in enumerate(pipeline.ahead(sampler.epoch()), start=1):
+        float(pipeline.step(planned, lr).loss)  # waits for the device
+        if steps == TRIAL_WARMUP:
+            begun, at_first = time.monotonic(), planned.batch.epochs_done
+        if steps > TRIAL_WARMUP and time.monotonic() - begun > TRIAL_SECONDS:
+            break
+    if steps <= TRIAL_WARMUP:
+        return f"time      unknown: an epoch has {steps} steps, too few to tell"
+    rate = (planned.batch.epochs_done - at_first) * raw_words / (time.monotonic() - begun)
+    seconds = config.train.epochs * raw_words / rate
+    return f"time      about {seconds:.0f} s of training: {rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"
+
+
+def fingerprint(vocab: Vocab) -> str:
+    """32 hex digits that stand for the words and their counts, in order."""
+    digest = hashlib.blake2b("\n".join(vocab.words).encode(), digest_size=16)
+    digest.update(vocab.counts.astype("<i8").tobytes())
+    return digest.hexdigest()

@@ -19,6 +19,8 @@ from w2v import evaluation, export, metrics, plan, settings
 from w2v.config import Config
 from w2v.trainer import Trainer
 
+UNSAVED = ["run.checkpoint_minutes=0"]
+
 
 def train_once(config: Config) -> dict[str, tuple[float, str]]:
     """One run of the config: {metric: (value, unit)}."""
@@ -65,7 +67,7 @@ def main() -> None:
         for engine in args.engines:
             runs = []
             for seed in args.seeds:
-                assignments = [f"corpus.path={args.corpus}", f"transfer.engine={engine}", f"train.seed={seed}", *args.set]
+                assignments = [f"corpus.path={args.corpus}", f"transfer.engine={engine}", f"train.seed={seed}", *UNSAVED, *args.set]
                 runs.append(train_once(settings.load([args.base, path], assignments)))
             figures = {}
             for metric, (_, unit) in runs[0].items():

@@ -159,9 +159,23 @@ def skipgram(
     return loss, pairs
 
 
+class Guard(NamedTuple):
+    """What keeps numbers that are not finite out of the tables; loss: float64, fault: int64, both on the GPU.
+
+    A step whose `loss` is not finite sets `fault` to `step` + 1, and one that would write a row which is not sets it to `step` + `bit`,
+    unless it is set already; from then on no row is written.
+    """
+
+    loss: Tensor
+    fault: Tensor
+    step: int
+    bit: int
+
+
 def step_rows(
-    formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper, cap: int, noise: int
-) -> None:
+    formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper, cap: int, noise: int,
+    guard: Guard,
+) -> None:  # fmt: skip
     """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
 
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
@@ -173,6 +187,7 @@ def step_rows(
         "optim.cu", "step", made_for, _enough_blocks(32 * len(claims.rows_U)),
         held.records_SR, held.slot_of_V, np.int64(row_width), claims.grad_UD, claims.pairs_U, claims.rows_U, count, claims.number_V,
         *map(np.int32, (dim, step_column)), np.float32(step), np.int32(cap), np.uint64(noise), *map(np.float32, hyper),
+        guard.loss, guard.fault, np.int64(guard.step), np.int64(guard.bit),
     )  # fmt: skip
 
 

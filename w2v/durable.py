@@ -1,0 +1,61 @@
+"""Files that are whole or not there, whatever ends the process or the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Write a new file, and return when it is on disk with the CRC-32 of it; the name is on disk after `sync_folder`."""
+    crc32 = 0
+    with open(path, "wb") as file:
+        for part in parts:
+            file.write(part)
+            crc32 = zlib.crc32(part, crc32)
+        file.flush()
+        os.fsync(file.fileno())
+    return crc32
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a text aside, and give it its name once it is on disk; what fails leaves nothing."""
+    aside = Path(f"{path}.part")
+    try:
+        write(aside, [text.encode()])
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in it are on disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An `OSError` in the block that names no file names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno or errno.EIO, error.strerror or f"{error}; is the disk full?", str(path)) from None
+
+
+def in_words(error: OSError) -> str:
+    """What went wrong, where, and what to do, on one line."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "make room there" if full else "check the folder and its permissions, or take another one"
+    return f"{' '.join(str(error.filename).split())}: {error.strerror or error}; {remedy}"

@@ -1,0 +1,78 @@
+"""The folder of a run: a new one, or one to go on in; used by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from w2v import checkpoint, settings
+from w2v.config import Config, ConfigError
+
+# What may change when a run goes on: how long it trains and how fast it learns, what it reports, and how rows travel.
+MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
+MAY_CHANGE |= {name for name in settings.names() if name.startswith(("run.", "transfer."))}
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be used; the message is one line that names it and the remedy."""
+
+
+def create(config: Config) -> Path:
+    """Make <run.dir>/<date>-<name>, never one that exists."""
+    corpus = Path(config.corpus.path).name.split(".")[0]
+    name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
+    base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
+    folder, number = base, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = base.with_name(f"{base.name}-{number}")
+
+
+def find(run: str, runs: str | Path) -> Path:
+    """The folder that `run` names: itself, or with `latest` the one in `runs` that was begun last."""
+    if run == "latest":
+        begun = sorted(Path(runs).glob("*/config.yaml"), key=lambda path: (path.stat().st_mtime_ns, path))
+        if not begun:
+            raise RunFolderError(f"--resume latest finds no run in {runs}; name a run folder, or where they are with run.dir=FOLDER")
+        return begun[-1].parent
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise RunFolderError(f"--resume {run}: no run was begun there, as it holds no config.yaml; name a folder of {runs}, or latest")
+    return folder
+
+
+def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> Config:
+    """The settings of the run overlaid by these; raises `ConfigError` where one differs that may not, once there is a checkpoint."""
+    config = settings.load([folder / "config.yaml", *files], assignments)
+    if saved := checkpoint.latest(folder / "checkpoints"):
+        changed = settings.changes(saved.state["config"], settings.as_dict(config))
+        if refused := [words for name, words in changed.items() if name not in MAY_CHANGE]:
+            raise ConfigError(f"{saved.path} has other settings: {'; '.join(refused)}; leave them as they were, or begin a new run")
+    return config
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keep other processes out of the folder for as long as what is returned is open, and remove what a killed one left half-written."""
+    file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        user = file.read().strip() or "another"
+        raise RunFolderError(f"{folder} is in use by process {user}; wait for it, stop it, or begin a run of its own") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    checkpoint.clean(folder / "checkpoints")
+    for left in [*folder.glob(".saving-*"), *folder.glob(".vocab.tsv.*"), *folder.glob("*.part")]:
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return file

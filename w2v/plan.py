@@ -42,6 +42,7 @@ log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
 MOST_WORDS = 2**31 - 1  # ids are int32
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
+IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that part is for the corpus
 STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what a precision keeps rows in, float32 where it is not named
 PRODUCTS = ROWS | {"amp": torch.bfloat16}  # and what it computes matrix products in, by plain torch; the fused kernels have none
@@ -252,9 +253,10 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     rows, dtype = len(plan.vocab.words), ROWS.get(train.precision, torch.float32)
     inputs, outputs = (Table(name, rows, size, states, scalars, storage, dtype) for name in ("input", "output"))
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
+    vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
-        plan.corpus.ids, plan.corpus.offsets, plan.vocab.keep_probabilities(model.sample), plan.vocab.noise_distribution(model.ns_exponent),
-        model, train.batch_size, train.seed, plan.device, heldout.choose(plan.corpus.offsets, train.held_out_words),
+        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model, train.batch_size,
+        train.seed, plan.device, heldout.choose(offsets, train.held_out_words),
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -268,6 +270,18 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     make = FusedPipeline if plan.fused else Pipeline
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
+
+
+def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
+    """The ids on the GPU, if they take little of it, else where they are: they then come chunk by chunk."""
+    ids_N = plan.corpus.ids
+    if plan.device.type == "cpu" or IDS_SHARE * ids_N.nbytes > plan.machine.gpu_free_bytes:
+        return ids_N
+    on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
+    for start in range(0, len(ids_N), IDS_AT_ONCE):
+        part = np.array(ids_N[start : start + IDS_AT_ONCE])
+        on_gpu[start : start + len(part)] = torch.from_numpy(part)
+    return on_gpu
 
 
 def expected_uses(plan: Plan) -> Tensor:

@@ -23,13 +23,13 @@ BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many ba
 class Sampler:
     """Draws the batches of one epoch after another.
 
-    ids_N: int32 word ids of the corpus; offsets_S: where each sentence starts, and N; keep_V: the probability with which an
-    occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out: numbers of sentences that
-    are passed over, sorted.
+    ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
+    probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
+    numbers of sentences that are passed over, sorted.
     """
 
     def __init__(
-        self, ids_N: np.ndarray, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
+        self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
@@ -63,7 +63,8 @@ class Sampler:
         first, last = self._chunks[chunk], self._chunks[chunk + 1]
         offsets = self._offsets_S[first : last + 1]
         device = self._keep_V.device
-        words_n = torch.from_numpy(np.array(self._ids_N[offsets[0] : offsets[-1]])).to(device)
+        ids_n = self._ids_N[offsets[0] : offsets[-1]]
+        words_n = ids_n if isinstance(ids_n, Tensor) else torch.from_numpy(np.array(ids_n)).to(device)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
         sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
         draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, chunk, 0), device=device)

@@ -86,12 +86,13 @@ class Pipeline:
         self.steps += 1
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
         loss, pairs = skipgram.backward(*pages, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
-        before = [page.records_UR.clone() for page in pages]
+        before = [page.records_UR.clone() for page in pages] if self._planning else []  # the CPU knows a fault at once
         for page in pages:
             self.optimizer.step(page, lr)
         self._look(loss, [page.grad_UD for page in pages], [page.records_UR for page in pages])
-        for page, records_UR in zip(pages, before, strict=True):
+        for page, records_UR in zip(pages, before, strict=False):
             torch.where(self.fault == 0, page.records_UR, records_UR, out=page.records_UR)
+        for page in pages if before or not self.fault else []:
             self.engine.write_back(page)
         return StepResult(loss, pairs)
 

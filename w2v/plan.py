@@ -255,8 +255,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
-        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model, train.batch_size,
-        train.seed, plan.device, heldout.choose(offsets, train.held_out_words),
+        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model,
+        train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words),
     )  # fmt: skip
     engine: Engine
     if link is None:

@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "text").write_text("some words of a text\n" * 5000)
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "text"), str(tmp_path / "data")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("cannot be written (File too large); make room, or name another disk with corpus.data_dir=FOLDER\n")
+    assert done.stdout.endswith("cannot be written (File too large); make room there, or name another disk with corpus.data_dir=FOLDER\n")
     assert {path.name for path in (tmp_path / "data" / "cache").iterdir()} <= {"digests.json"}
 
 

@@ -132,7 +132,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
                 vocab = read_plainly(files, folder, settings, config.vocab)
             vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
         except OSError as error:
-            remedy = "make room, or name another disk with corpus.data_dir=FOLDER"
+            remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import logging
 import lzma
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from w2v import corpus
-from w2v.corpus import Corpus, CorpusError, content_key, locate, sentences
+from w2v import corpus, sources
+from w2v.corpus import Corpus, encoded, sentences
+from w2v.sources import CorpusError, content_key, locate
 
 TEXT = "Der Fluß ist\nbreit und\r\n\r\n  kalt .\nja"
 SENTENCES = [["Der", "Fluß", "ist"], ["breit", "und"], ["kalt", "."], ["ja"]]
@@ -78,12 +80,12 @@ broken = st.sampled_from([b"\xff", b"\xc3", b"\xe8\xaa", b"\xed\xa0\x80", b"\xf0
 @settings(deadline=None)
 @given(st.lists(pieces.map(str.encode) | broken, max_size=40).map(b"".join), st.integers(1, 5), st.integers(1, 7), st.booleans())
 def test_result_does_not_depend_on_the_block_size(data, max_sentence_length, block_bytes, lowercase):
-    bad = [corpus._BadLines(), corpus._BadLines()]
+    bad = [corpus.BadLines(), corpus.BadLines()]
     read_as = {"lowercase": lowercase, "max_sentence_length": max_sentence_length, "warn": False}
     with mock.patch("smart_open.open", lambda path, mode: io.BytesIO(data)):
-        with mock.patch.object(corpus, "_BadLines", lambda: bad[0]):
+        with mock.patch.object(corpus, "BadLines", lambda: bad[0]):
             at_once = read(Path("t"), **read_as)
-        with mock.patch.object(corpus, "BLOCK_BYTES", block_bytes), mock.patch.object(corpus, "_BadLines", lambda: bad[1]):
+        with mock.patch.object(corpus, "BLOCK_BYTES", block_bytes), mock.patch.object(corpus, "BadLines", lambda: bad[1]):
             assert read(Path("t"), **read_as) == at_once
     assert bad[0] == bad[1]
 
@@ -103,7 +105,7 @@ def test_an_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):
     (tmp_path / "text").write_text(" ".join(words), encoding="utf-8")
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 64)
     reader = sentences([tmp_path / "text"], False, 1000)
-    with mock.patch.object(corpus, "_words", wraps=corpus._words) as split:
+    with mock.patch.object(corpus, "split", wraps=corpus.split) as split:
         assert next(reader) == words[:1000]
         assert max(len(call.args[0]) for call in split.call_args_list) < 80
     assert [word for piece in reader for word in piece] == words[1000:]
@@ -200,7 +202,7 @@ def test_wikipedia_dump_is_converted_once_with_the_words_of_gensims_wikicorpus(t
 
     path = tmp_path / "xwiki-1-pages-articles.xml.bz2"
     path.write_bytes(dump(("A", 0, ARTICLE), ("Talk:A", 1, ARTICLE), ("Stub", 0, "short"), ("B", 0, ARTICLE + " more")))
-    with caplog.at_level(logging.INFO, "w2v.corpus"):
+    with caplog.at_level(logging.INFO, "w2v.sources"):
         [text] = locate(str(path), tmp_path / "data")
         assert locate(str(path), tmp_path / "data") == [text]
     assert caplog.text.count("converting the Wikipedia dump") == 1
@@ -232,12 +234,34 @@ def test_content_key(tmp_path):
     for name, data in {"a": b"xy", "b": b"z", "c": b"x", "d": b"yz", "same": b"xy"}.items():
         (tmp_path / name).write_bytes(data)
     a, b, c, d, same = (tmp_path / name for name in ("a", "b", "c", "d", "same"))
-    key = content_key([a, b], min_count=5, lowercase=False)
-    assert key == content_key([same, b], lowercase=False, min_count=5)
+    key = content_key([a, b], tmp_path, min_count=5, lowercase=False)
+    assert key == content_key([same, b], tmp_path, lowercase=False, min_count=5)
     assert len(key) == 32 and int(key, 16)
-    others = [content_key([b, a], min_count=5, lowercase=False), content_key([c, d], min_count=5, lowercase=False)]
-    others += [content_key([a, b], min_count=4, lowercase=False), content_key([a], min_count=5, lowercase=False)]
+    others = [content_key([b, a], tmp_path, min_count=5, lowercase=False), content_key([c, d], tmp_path, min_count=5, lowercase=False)]
+    others += [content_key([a, b], tmp_path, min_count=4, lowercase=False), content_key([a], tmp_path, min_count=5, lowercase=False)]
     assert len({key, *others}) == 5
+
+
+
+def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path, monkeypatch):
+    path, data = tmp_path / "text", tmp_path / "data"
+    path.write_text("one text")
+    key = content_key([path], data)
+    assert not data.exists()  # so fresh that it might change unseen
+    monkeypatch.setattr(sources, "STILL_NS", -1)
+    assert content_key([path], data) == key
+    with mock.patch.object(sources, "_digest", side_effect=AssertionError):
+        assert content_key([path], data) == key
+        assert content_key([path], data, min_count=1) != key
+    times = path.stat()
+    path.write_text("two text")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other = content_key([path], data)
+    assert other != key and content_key([path], data) == other
+    (data / "cache" / "digests.json").write_text("[1, 2")
+    assert content_key([path], data) == other
+    with pytest.raises(CorpusError, match=r"gone cannot be read \(No such file or directory\); is it there"):
+        content_key([tmp_path / "gone"], data)
 
 
 INDEX = {"a": 0, "b": 1, "c": 2}
@@ -252,10 +276,10 @@ def test_ids_are_those_of_known_words_in_sentences_of_two(tmp_path_factory, text
     with mock.patch.object(corpus, "BATCH_WORDS", batch_words):
         if not expected:
             with pytest.raises(CorpusError, match="no line of the text has two words of the vocabulary"):
-                Corpus.write(folder, iter(text), INDEX)
+                Corpus.write(folder, encoded(iter(text), INDEX))
             assert not list(folder.parent.iterdir())
             return
-        written = Corpus.write(folder, iter(text), INDEX)
+        written = Corpus.write(folder, encoded(iter(text), INDEX))
     opened = Corpus.open(folder)
     for found in (written, opened):
         assert [found.ids[i:j].tolist() for i, j in zip(found.offsets[:-1], found.offsets[1:], strict=True)] == expected
@@ -265,17 +289,17 @@ def test_ids_are_those_of_known_words_in_sentences_of_two(tmp_path_factory, text
 
 
 def test_a_failed_write_leaves_the_old_corpus(tmp_path, monkeypatch):
-    Corpus.write(tmp_path / "ids", [["a", "b"]], INDEX)
+    Corpus.write(tmp_path / "ids", encoded([["a", "b"]], INDEX))
 
     def stops():
         yield ["b", "c"]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Corpus.write(tmp_path / "ids", stops(), INDEX)
+        Corpus.write(tmp_path / "ids", encoded(stops(), INDEX))
     assert Corpus.open(tmp_path / "ids").ids.tolist() == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["ids"]
-    Corpus.write(tmp_path / "ids", [["b", "c"]], INDEX)
+    Corpus.write(tmp_path / "ids", encoded([["b", "c"]], INDEX))
     replaced = Corpus.open(tmp_path / "ids")
     assert replaced.ids.tolist() == [1, 2]
     with pytest.raises(ValueError, match="read-only"):
@@ -288,7 +312,7 @@ def test_a_failed_write_leaves_the_old_corpus(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["ids.bin", "offsets.bin", "corpus.json"])
 @pytest.mark.parametrize("cut", [-1, -4, -8, 0, None])
 def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
-    Corpus.write(tmp_path / "ids", [["a", "b", "c"], ["b", "c"]], INDEX)
+    Corpus.write(tmp_path / "ids", encoded([["a", "b", "c"], ["b", "c"]], INDEX))
     path = tmp_path / "ids" / name
     kept = path.read_bytes()[:cut]
     path.unlink()

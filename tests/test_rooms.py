@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile", "durable", "signals"},
-    {"settings", "corpus", "vocab", "kernels", "table"},
-    {"optim", "skipgram", "sampler", "transfer", "budget"},
-    {"pipeline"},
+    {"settings", "sources", "vocab", "kernels", "table"},
+    {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
+    {"ingest", "pipeline"},
     {"checkpoint", "metrics", "evaluation", "export", "heldout", "comparison"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
     {"experiments"},
@@ -99,7 +99,7 @@ def test_programs_hold_arguments_only(path: Path) -> None:
     [
         ("trainer", "w2v", "import w2v.pipeline\nfrom w2v import optim, __version__\nfrom w2v.batch import Page", set()),
         ("sampler", "w2v", "def f():\n    from w2v.optim import schedule", {"optim"}),
-        ("vocab", "w2v", "from w2v import corpus", {"corpus"}),
+        ("vocab", "w2v", "from w2v import sources", {"sources"}),
         ("kernels", "w2v.kernels", "from . import reference\nfrom .cuda import gather\nfrom ..table import Table", {"table"}),
         ("config", "w2v", "import torch, w2v.batch", {"batch"}),
         ("config", "w2v", "from .gadget import x", {"gadget"}),

@@ -30,21 +30,22 @@ words = st.lists(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15
 
 
 @settings(deadline=None)
-@given(words, st.integers(1, 4), st.none() | st.integers(1, 11))
-def test_vocabulary_and_subsampling_are_gensims(text, min_count, max_final_vocab):
+@given(words, st.integers(1, 4), st.none() | st.integers(1, 11), st.none() | st.integers(2, 11))
+def test_vocabulary_and_subsampling_are_gensims(text, min_count, max_final_vocab, max_vocab_size):
     from gensim.models import Word2Vec
 
-    model = Word2Vec(vector_size=1, min_count=min_count, max_final_vocab=max_final_vocab, sample=0.05)
+    limits = {"min_count": min_count, "max_final_vocab": max_final_vocab, "max_vocab_size": max_vocab_size}
+    model = Word2Vec(vector_size=1, sample=0.05, **limits)
     model.build_vocab(text)
     if len(model.wv) < 2:
         with pytest.raises(VocabError):
-            Vocab.count(text, min_count, max_final_vocab)
+            Vocab.count(text, **limits)
         return
-    vocab = Vocab.count(text, min_count, max_final_vocab)
+    vocab = Vocab.count(text, **limits)
     assert sorted(vocab.words) == sorted(model.wv.index_to_key)  # gensim turns ties around
     assert vocab.counts.tolist() == [model.wv.get_vecattr(word, "count") for word in vocab.words]
     seen = list(dict.fromkeys(chain.from_iterable(text)))
-    assert vocab.words == sorted(vocab.words, key=lambda word: (-model.wv.get_vecattr(word, "count"), seen.index(word)))
+    assert max_vocab_size or vocab.words == sorted(vocab.words, key=lambda word: (-model.wv.get_vecattr(word, "count"), seen.index(word)))
     kept = np.array([model.wv.get_vecattr(word, "sample_int") for word in vocab.words]) / (2**32 - 1)
     np.testing.assert_allclose(vocab.keep_probabilities(0.05), kept, rtol=1e-8, atol=1e-9)
 

@@ -47,11 +47,13 @@ class CorpusConfig:
 class VocabConfig:
     min_count: int = key(5, "Words that occur less often are dropped.")
     max_final_vocab: int | None = key(None, "Keep at most this many of the most frequent words; null keeps all.")
+    max_vocab_size: int | None = key(None, "Forget rare words while counting when there are more than this, to save memory; null: never.")
 
     def __post_init__(self) -> None:
         require(self.min_count >= 1, "vocab.min_count", self.min_count, "at least 1")
-        largest = self.max_final_vocab
-        require(largest is None or largest >= 2, "vocab.max_final_vocab", largest, "null or at least 2")
+        for name in ("max_final_vocab", "max_vocab_size"):
+            largest = getattr(self, name)
+            require(largest is None or largest >= 2, f"vocab.{name}", largest, "null or at least 2")
 
 
 @dataclass(frozen=True)

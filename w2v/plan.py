@@ -11,19 +11,19 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v import budget, heldout
-from w2v import corpus as text
+from w2v import budget, heldout, sources
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
-from w2v.corpus import Corpus
+from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
@@ -71,8 +71,7 @@ class Machine:
         lockable = budget.lockable_bytes()
         if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
             lockable = budget.UNLIMITED
-        return cls(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-                   pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)  # fmt: skip
+        return cls(_cores(), pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)
 
     def __str__(self) -> str:
         host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
@@ -119,15 +118,23 @@ class Plan:
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
     settings, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
-    files = text.locate(settings.path, data_dir)
+    files = sources.locate(settings.path, data_dir)
     how = {"lowercase": settings.lowercase, "max_sentence_length": settings.max_sentence_length}
-    key = text.content_key(files, **how, min_count=config.vocab.min_count, max_final_vocab=config.vocab.max_final_vocab)
-    folder = data_dir / "cache" / key[:16]
+    folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
     if not (folder / "vocab.tsv").exists():
         log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
-        vocab = Vocab.count(text.sentences(files, **how), config.vocab.min_count, config.vocab.max_final_vocab)
-        Corpus.write(folder, text.sentences(files, **how, warn=False), vocab.index)
-        vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
+        try:
+            if find_spec("numba"):
+                from w2v.ingest import ingest  # heavy, so only when there is something to read
+
+                vocab = ingest(files, folder, settings, config.vocab, _cores())
+            else:
+                log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
+                vocab = read_plainly(files, folder, settings, config.vocab)
+            vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
+        except OSError as error:
+            remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
+            raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 
 
@@ -310,6 +317,11 @@ def environment(plan: Plan) -> str:
         except PackageNotFoundError:
             continue
     return "\n".join(lines) + "\n"
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cupy_cuda() -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ class Vocab:
     words: list[str]  # by falling count, ties by first appearance
     counts: np.ndarray  # int64 [V]
     raw_words: int  # words of the text, dropped ones included
-    raw_types: int  # distinct words of the text, dropped ones included
+    raw_types: int  # distinct words of the text, dropped ones included, but not those that pruning forgot
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -35,30 +34,53 @@ class Vocab:
         return {word: row for row, word in enumerate(self.words)}
 
     @classmethod
-    def count(cls, sentences: Iterable[list[str]], min_count: int, max_final_vocab: int | None = None) -> Vocab:
-        """Count the words of all sentences and keep those that occur at least `min_count` times.
+    def count(
+        cls, sentences: Iterable[list[str]], min_count: int, max_final_vocab: int | None = None, max_vocab_size: int | None = None
+    ) -> Vocab:
+        """Count the words of all sentences and keep those that `select` keeps.
 
-        `max_final_vocab` means what it means in gensim: `min_count` is raised until at most that many words are left, so
-        words that tie with the first one too many go with it. Raises `VocabError` when fewer than two words are left.
+        `max_vocab_size` means what it means in gensim: when a sentence leaves more distinct words than that, those that occurred less
+        often than a count are forgotten, and the count, at first 1, rises by one.
         """
-        ranked = (counter := Counter(chain.from_iterable(sentences))).most_common()  # a stable sort: ties stay in order
-        if not ranked:
+        counter: Counter[str] = Counter()
+        raw_words, least = 0, 1
+        for sentence in sentences:
+            counter.update(sentence)
+            raw_words += len(sentence)
+            if max_vocab_size is not None and len(counter) > max_vocab_size:
+                counter = Counter({word: count for word, count in counter.items() if count >= least})
+                least += 1
+        counts = np.fromiter(counter.values(), np.int64, len(counter))
+        return cls.select(list(counter).__getitem__, counts, raw_words, min_count, max_final_vocab)[0]
+
+    @classmethod
+    def select(
+        cls, word: Callable[[int], str], counts: np.ndarray, raw_words: int, min_count: int, max_final_vocab: int | None
+    ) -> tuple[Vocab, np.ndarray]:
+        """Keep the words that occur at least `min_count` times; returns also the numbers of those kept, by row.
+
+        `word` gives the word of a number, `counts` (int64) how often each number occurred. `max_final_vocab` means what it means in
+        gensim: `min_count` is raised until at most that many words are left, so words that tie with the first one too many go with
+        it. Raises `VocabError` when fewer than two words are left.
+        """
+        if not len(counts):
             raise VocabError("the text holds no words; bring another with corpus.path=FILE")
+        order = np.argsort(-counts, kind="stable")  # ties stay in order
+        ranked = counts[order]
         threshold, setting = min_count, f"vocab.min_count={min_count}"
-        if max_final_vocab is not None and max_final_vocab < len(ranked) and ranked[max_final_vocab][1] >= min_count:
-            threshold = ranked[max_final_vocab][1] + 1
+        if max_final_vocab is not None and max_final_vocab < len(ranked) and ranked[max_final_vocab] >= min_count:
+            threshold = int(ranked[max_final_vocab]) + 1
             setting = f"vocab.max_final_vocab={max_final_vocab} raises the minimum count to {threshold}, which"
-        words = [word for word, count in ranked if count >= threshold]
-        if len(words) < 2:
-            (first, occurs), remedy = ranked[0], "bring more text"
+        rows = order[: np.searchsorted(-ranked, -threshold, side="right")]
+        if len(rows) < 2:
+            first, occurs, remedy = word(order[0]), ranked[0], "bring more text"
             if threshold > min_count:
                 remedy = "raise vocab.max_final_vocab"
             elif threshold > 1 and len(ranked) > 1:
-                remedy = f"lower it to {ranked[1][1]} or less, or bring more text"
-            kept = "only one word" if words else "no word"
+                remedy = f"lower it to {ranked[1]} or less, or bring more text"
+            kept = "only one word" if len(rows) else "no word"
             raise VocabError(f"{setting} keeps {kept} and training needs two; {first!r} is the most frequent, {occurs} times; {remedy}")
-        counts = np.array([count for _, count in ranked[: len(words)]], dtype=np.int64)
-        return cls(words, counts, raw_words=counter.total(), raw_types=len(ranked))
+        return cls([word(number) for number in rows.tolist()], counts[rows], raw_words, raw_types=len(counts)), rows
 
     def keep_probabilities(self, sample: float) -> np.ndarray:
         """The probability with which subsampling keeps an occurrence of each word: float64 [V].

@@ -47,6 +47,7 @@ class Page:
     grad_UD: Tensor | None = None
     pairs_U: Tensor | None = None  # of how many pairs each gradient is the sum
     slots_U: Tensor | None = None  # where an engine that keeps records on the GPU has these
+    parts: tuple[Page, Page] | None = None  # of weights and of states, where these are hosted apart
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field, "weight" or an optimizer state, of all rows: [U, D], or [U, 1] for a state kept once a row."""

@@ -31,11 +31,7 @@ from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.rowfile import NPY_TYPES, open_npy, rows_of, save_npy
 from w2v.table import Init, Storage, Table, normal
-from w2v.transfer import Engine
-from w2v.transfer.mapped import Mapped
-from w2v.transfer.paged import Paged
-from w2v.transfer.resident import Resident
-from w2v.transfer.staged import Staged
+from w2v.transfer.apart import TableApart, engine_between
 
 Ids = Tensor | np.ndarray | Sequence[int]  # of any shape, int32 or int64, on any device; an id may occur more than once
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -44,9 +40,9 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16
 class _Rows:
     """What `RowStore` and `Embedding` share: a table, the device that computes, and the engine between them."""
 
-    def __init__(self, table: Table, device: torch.device | str | None, init: Init | None, default: Init | None = None):
-        self.table, self.device = table, _open_device(device, table)
-        self._engine = _engine_between(table, self.device)
+    def __init__(self, table: Table | TableApart, device: torch.device | str | None, init: Init | None, default: Init | None = None):
+        self.table, self.device = table, _open_device(device, table.weights if isinstance(table, TableApart) else table)
+        self._engine = engine_between(table, self.device)
         self._in_flight: weakref.WeakSet[EmbeddingPage] = weakref.WeakSet()  # a page that is dropped is released
         if not table.continued:
             if init or default:
@@ -183,6 +179,7 @@ class Embedding(_Rows):
     torch's default. `lr` is an attribute, and an argument of `step`.
     step: "table" has bias correction count the steps of the table, "row" those of each row.
     storage, device, dtype, path: as for `RowStore`, of weights and state; with 16-bit elements the step still computes in float32.
+    state_storage: where the optimizer state is instead, such as "pinned" for storage="cuda"; "cpu", "cuda" or "pinned".
     init: maps row numbers [n] to weights [n, D], on the table's device; by default normal with standard deviation 1, as in
     nn.Embedding, keyed by (seed, row, column). `w2v.table` has `normal` and `uniform`.
     """
@@ -191,13 +188,18 @@ class Embedding(_Rows):
         self, num_rows: int, dim: int, *, optimizer: str, lr: float, optimizer_args: dict[str, Any] | None = None,
         step: Literal["table", "row"] = "table", storage: Storage = "cpu", device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32, path: str | Path | None = None, seed: int = 1, init: Init | None = None,
+        state_storage: Storage | None = None,
     ):  # fmt: skip
         if step not in ("table", "row"):
             raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
         self.lr = lr
         self._optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step))
         states, scalars = self._optimizer.states(dim), self._optimizer.scalars
-        super().__init__(Table("embedding", num_rows, dim, states, scalars, storage, dtype, path), device, init, normal(dim, 1.0, seed))
+        shape = "embedding", num_rows, dim, states, scalars, storage, dtype
+        if state_storage and "mmap" in (storage, state_storage):
+            raise ValueError(f"state_storage={state_storage!r} with storage={storage!r}: a file holds both; leave state_storage out")
+        table = TableApart(*shape, state_storage) if state_storage else Table(*shape, path)
+        super().__init__(table, device, init, normal(dim, 1.0, seed))
 
     def page(self, ids: Ids) -> EmbeddingPage:
         """Fetch the rows of `ids` for a step; until it is stepped or released, no other page may have any of them."""
@@ -276,12 +278,6 @@ def _open_device(device: torch.device | str | None, table: Table) -> torch.devic
     if table.storage == "cuda" and opened != table.records_VR.device:
         raise ValueError(f"device={wanted!r} cannot compute on a table with storage='cuda'; use device='cuda', or storage='cpu'")
     return opened
-
-
-def _engine_between(table: Table, device: torch.device) -> Engine:
-    if table.records_VR.device.type == device.type:
-        return Resident()
-    return Paged(Mapped() if table.storage == "pinned" else Staged())
 
 
 def _ending(path: str | Path) -> str:

@@ -58,6 +58,7 @@ class Pipeline:
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
         self.steps = 0
+        self._rows_stepped = torch.zeros(2, dtype=torch.int64, device=device)
         self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
         self._bits = 1 << torch.arange(len(FAULTS), device=device)
         largest = [torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.float32, inputs.dtype, outputs.dtype)]
@@ -73,6 +74,11 @@ class Pipeline:
         """The most GPU memory that tensors have taken since the pipeline was made."""
         return torch.cuda.max_memory_allocated(self._device) if self._planning else 0
 
+    @property
+    def rows_stepped(self) -> int:
+        """The rows of each step so far, which would all cross the link if no page served more than one step and no row stayed."""
+        return int(self._rows_stepped.sum())
+
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Planned]:
         """The batches, planned a page ahead of the steps that the caller makes of them."""
         batches = iter(batches)
@@ -84,6 +90,7 @@ class Pipeline:
     def step(self, planned: Planned, lr: float) -> StepResult:
         slots = planned.slots
         self.steps += 1
+        self._rows_stepped[0] += len(slots.input_rows_U) + len(slots.output_rows_V)
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
         loss, pairs = skipgram.backward(*pages, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
         before = [page.records_UR.clone() for page in pages] if self._planning else []  # the CPU knows a fault at once
@@ -151,6 +158,8 @@ class FusedPipeline(Pipeline):
         claims = self._work = self._enough(self._work, batch)
         counts = torch.zeros(2, dtype=torch.int32, device=self._device)
         cuda.claim(batch, *claims, counts)
+        if self.engine.pages:
+            self._rows_stepped += counts
         loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], counted=self.optimizer.occurrence_cap > 0)
         self.steps += 1
         for number, table in enumerate((self.inputs, self.outputs)):

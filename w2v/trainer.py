@@ -87,7 +87,11 @@ class Trainer:
         if engine.rows_used:
             read, written = engine.rows_read, engine.rows_written
             share, per_word = read / engine.rows_used, read / self._total_words
-            log.info(f"over the link came {read:,} rows, {share:.1%} of those used, {per_word:.3f} a word, and {written:,} went back")
+            stepped = self.pipeline.rows_stepped / self._total_words
+            log.info(
+                f"over the link came {read:,} rows, {share:.1%} of those used, and {written:,} went back: {per_word:.3f} a word, "
+                f"against {stepped:.3f} if every step fetched its own"
+            )
 
     def _score_epoch(self, epoch: int) -> None:
         self.pipeline.engine.flush()

@@ -117,7 +117,8 @@ def assert_same(ours, theirs):
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -205,6 +206,12 @@ def test_a_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
     assert longer.metrics.step == 250 and longer.sampler.position == Position(5)
     with pytest.raises(ConfigError, match="train.epochs=3, but 4 passes are done; give more"):
         trained(tmp_path / "run", "train.epochs=3")
+
+
+def test_rows_that_moved_are_counted_through(tmp_path):
+    whole = trained(tmp_path / "whole", place="paged")
+    stopped(tmp_path / "run", place="paged", stop_after=70)
+    assert trained(tmp_path / "run", place="paged")._final["rows"] == whole._final["rows"] != [0, 0, 0]
 
 
 def test_another_text_is_refused(tmp_path):

@@ -45,6 +45,7 @@ class Trainer:
         self.held_out, self._signals = held_out, signals or Signals()
         self._total_words = raw_words * config.train.epochs
         self._text = {"raw_words": raw_words, "vocabulary": fingerprint(vocab)}
+        self._moved_before = [0, 0, 0, 0]
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
@@ -83,15 +84,18 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
-        engine = self.pipeline.engine
-        if engine.rows_used:
-            read, written = engine.rows_read, engine.rows_written
-            share, per_word = read / engine.rows_used, read / self._total_words
-            stepped = self.pipeline.rows_stepped / self._total_words
+        used, read, written, stepped = self._moved()
+        if used:
             log.info(
-                f"over the link came {read:,} rows, {share:.1%} of those used, and {written:,} went back: {per_word:.3f} a word, "
-                f"against {stepped:.3f} if every step fetched its own"
+                f"over the link came {read:,} rows, {read / used:.1%} of those used, and {written:,} went back: "
+                f"{read / self._total_words:.3f} a word, against {stepped / self._total_words:.3f} if every step fetched its own"
             )
+
+    def _moved(self) -> list[int]:
+        """How many rows were used, came over the link and went back, and how many steps had; before a resume too."""
+        engine = self.pipeline.engine
+        moved = engine.rows_used, engine.rows_read, engine.rows_written, self.pipeline.rows_stepped
+        return [a + b for a, b in zip(self._moved_before, moved, strict=True)]
 
     def _score_epoch(self, epoch: int) -> None:
         self.pipeline.engine.flush()
@@ -174,10 +178,9 @@ class Trainer:
         self._saved_at = time.monotonic()
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
-        curve, engine = self.metrics.state(lr), self.pipeline.engine
-        moved = {"used": engine.rows_used, "read": engine.rows_read, "written": engine.rows_written}
+        curve = self.metrics.state(lr)
         where = {"step": curve["step"], "position": list(position), "epochs_done": self._epochs_done}
-        return {**where, "metrics": curve, "rows": moved, "text": self._text, "config": settings.as_dict(self.config)}
+        return {**where, "metrics": curve, "rows": self._moved(), "text": self._text, "config": settings.as_dict(self.config)}
 
     def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
         """Take up the last checkpoint of the folder and give its curve; None where there is none."""
@@ -192,8 +195,7 @@ class Trainer:
             raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
         saved.load(tables)
         self.sampler.position, self._epochs_done = Position(*state["position"]), state["epochs_done"]
-        engine, moved = self.pipeline.engine, state["rows"]
-        engine.rows_used, engine.rows_read, engine.rows_written = moved["used"], moved["read"], moved["written"]
+        self._moved_before = state["rows"]
         log.info(f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text")
         return state["metrics"]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from w2v.kernels import reference
-from w2v.skipgram import Pairs, find_slots
+from w2v.skipgram import LossScale, Pairs, find_slots
 
 
 def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
@@ -64,6 +64,28 @@ def test_products_of_16_bits_are_near(product, error):
     for name in ("grad_input_UD", "grad_output_VD"):
         ours, theirs = getattr(near, name), getattr(exact, name)
         assert ours.dtype == torch.float32 and 0 < (ours - theirs).norm() < error * theirs.norm()
+
+
+def test_scaling_the_loss_keeps_gradients_that_float16_would_lose():
+    inputs, outputs, one = torch.tensor([[4000.0]]), torch.tensor([[0.003], [0.0]]), torch.ones(1, 1, dtype=torch.bool)
+    pair = inputs, outputs, torch.zeros(1, 1, dtype=torch.long), one, torch.tensor([[0, 1]]), torch.tensor([[True, False]])
+    exact, plain, scaled = (
+        reference.skipgram(*pair, product, scale).grad_input_UD.item()
+        for product, scale in [(None, None), (torch.float16, None), (torch.float16, torch.tensor(2.0**12))]
+    )
+    assert exact == pytest.approx(-1.84e-8, rel=0.02) and plain == 0 and scaled == pytest.approx(exact, rel=0.02)
+
+
+def test_the_scale_follows_what_overflows(monkeypatch):
+    monkeypatch.setattr(LossScale, "INTERVAL", 3)
+    scalars = {}
+    scale = LossScale(scalars, torch.device("cpu"))
+    fits, over = torch.ones(2, 2), torch.tensor([1.0, torch.inf])
+    found = []
+    for grads in [[fits, over], [torch.full((1,), torch.nan)], [fits], [fits], [fits], [fits], [fits], [over], [fits], [fits], [fits]]:
+        assert bool(scale.overflowed(grads)) == (not all(grad.isfinite().all() for grad in grads))
+        found.append(float(scalars["loss_scale"]) / LossScale.FIRST)
+    assert found == [0.5, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5]
 
 
 def test_gradcheck():

@@ -57,6 +57,7 @@ class Pipeline:
     ):  # fmt: skip
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
+        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 and type(self) is Pipeline else None
         self.steps = 0
         self._rows_stepped = torch.zeros(2, dtype=torch.int64, device=device)
         self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
@@ -92,13 +93,18 @@ class Pipeline:
         self.steps += 1
         self._rows_stepped[0] += len(slots.input_rows_U) + len(slots.output_rows_V)
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
-        loss, pairs = skipgram.backward(*pages, slots, self._product, counted=self.optimizer.occurrence_cap > 0)
-        before = [page.records_UR.clone() for page in pages] if self._planning else []  # the CPU knows a fault at once
+        scale = self._scale and self._scale.scale.clone()
+        loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
+        before = [page.records_UR.clone() for page in pages] if self._planning or self._scale else []  # the CPU knows a fault at once
+        left_out = self._scale.overflowed([page.grad_UD for page in pages]) if self._scale else None
         for page in pages:
+            if left_out is not None:
+                page.grad_UD = torch.where(left_out, 0, page.grad_UD)
             self.optimizer.step(page, lr)
         self._look(loss, [page.grad_UD for page in pages], [page.records_UR for page in pages])
+        keep = self.fault == 0 if left_out is None else (self.fault == 0) & ~left_out
         for page, records_UR in zip(pages, before, strict=False):
-            torch.where(self.fault == 0, page.records_UR, records_UR, out=page.records_UR)
+            torch.where(keep, page.records_UR, records_UR, out=page.records_UR)
         for page in pages if before or not self.fault else []:
             self.engine.write_back(page)
         return StepResult(loss, pairs)

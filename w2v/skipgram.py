@@ -5,6 +5,7 @@ Shapes: B centers, C = 2 * window context positions, K negatives, T = 1 + K targ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,15 +64,38 @@ def find_slots(pairs: Pairs, rows: int) -> Slots:
     return Slots(input_rows_U, context_slots_BC, pairs.context_mask_BC, output_rows_V, target_slots_BT, target_mask_BT)
 
 
+class LossScale:
+    """Dynamic loss scaling for products in float16 (Micikevicius et al. 2018, arXiv 1710.03740), without waiting for the device.
+
+    A step whose gradients overflow halves the scale and must be left out; INTERVAL steps in a row that do not double it. Its two numbers
+    are kept among `scalars`, a table's, so that they are saved with it.
+    """
+
+    INTERVAL, FIRST = 2000, 2.0**16
+
+    def __init__(self, scalars: dict[str, Tensor], device: torch.device):
+        self.scale, self._fitting = torch.tensor(self.FIRST, device=device), torch.tensor(0.0, device=device)
+        scalars |= {"loss_scale": self.scale, "loss_scale_steps": self._fitting}
+
+    def overflowed(self, grads: Sequence[Tensor]) -> Tensor:
+        """Whether any gradient of a step did (bool, on the device); the scale is then the next step's."""
+        over = ~torch.stack([grad.isfinite().all() for grad in grads]).all()
+        fitting = torch.where(over, 0, self._fitting + 1)
+        doubled = fitting == self.INTERVAL
+        self.scale.mul_(torch.where(over, 0.5, torch.where(doubled, 2.0, 1.0)))
+        self._fitting.copy_(torch.where(doubled, 0, fitting))
+        return over
+
+
 def backward(
-    inputs: Page, outputs: Page, slots: Slots, product: torch.dtype | None = None, counted: bool = False
+    inputs: Page, outputs: Page, slots: Slots, product: torch.dtype | None = None, scale: Tensor | None = None, counted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradients of the batch's summed loss on both pages; give that loss (float64) and its number of positive pairs.
 
-    product: what matrix products are computed in; counted: whether to leave the number of pairs of each row on the pages, too.
+    product, scale: see `reference.skipgram`; counted: whether to leave the number of pairs of each row on the pages, too.
     """
     pairs = slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
-    result = reference.skipgram(inputs["weight"], outputs["weight"], *pairs, product)
+    result = reference.skipgram(inputs["weight"], outputs["weight"], *pairs, product, scale)
     inputs.grad_UD, outputs.grad_UD = result.grad_input_UD, result.grad_output_VD
     if counted:
         inputs.pairs_U, outputs.pairs_U = reference.count_pairs(*pairs, (len(inputs.rows_U), len(outputs.rows_U)))

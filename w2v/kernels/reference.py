@@ -38,7 +38,7 @@ def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def skipgram(
     input_UD: Tensor, output_VD: Tensor, context_slots_BC: Tensor, context_mask_BC: Tensor, target_slots_BT: Tensor, target_mask_BT: Tensor,
-    product: torch.dtype | None = None,
+    product: torch.dtype | None = None, scale: Tensor | None = None,
 ) -> SkipgramResult:  # fmt: skip
     """Skip-gram with negative sampling (Mikolov et al. 2013, arXiv 1310.4546), loss and both gradients in closed form.
 
@@ -47,6 +47,7 @@ def skipgram(
     the logits of a center are one small matrix product (Ji et al. 2016, arXiv 1604.04661).
 
     product: what the matrix products take and give, such as torch.bfloat16; sums of more than a window stay in the vectors' type.
+    scale: by how much the loss is scaled for the products that give gradients, whose small numbers float16 would lose.
     """
     (B, C), T = context_slots_BC.shape, target_slots_BT.shape[1]
     if not len(input_UD):  # no center has a context word
@@ -61,10 +62,13 @@ def skipgram(
     loss = torch.where(counted_BCT, F.softplus(signed_BCT), 0).sum(dtype=torch.float64)
     error_BCT = logits_BCT.sigmoid()
     error_BCT[:, :, 0] -= 1
-    error_BCT = torch.where(counted_BCT, error_BCT, 0).to(product)
+    error_BCT = torch.where(counted_BCT, error_BCT, 0)
+    error_BCT = (error_BCT if scale is None else error_BCT * scale).to(product)
 
     grad_context_BCD = torch.bmm(error_BCT, target_BTD).to(input_UD.dtype)
     grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD).to(input_UD.dtype)
+    if scale is not None:
+        grad_context_BCD, grad_target_BTD = grad_context_BCD / scale, grad_target_BTD / scale
     return SkipgramResult(
         loss,
         context_mask_BC.sum(),

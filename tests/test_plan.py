@@ -9,6 +9,7 @@ import torch
 
 from w2v import plan, settings
 from w2v.config import ConfigError
+from w2v.transfer import timing
 
 CPU_ONLY = plan.Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")
 WITH_GPU = plan.Machine(16, 2**37, "NVIDIA H200", 100 * 2**30, "13.0", "13.0")
@@ -100,3 +101,40 @@ def test_plan_is_said_in_words(tmp_path):
     said = str(plan.make_plan(config))
     for part in ("200 words in 50 sentences", "4 kept of 4", "2 x 4 x 100, Adamax: weight + exp_avg + exp_inf", "resident on cpu"):
         assert part in said
+
+
+def test_a_trial_decides_between_the_links():
+    trial = {"mapped": (40e9, 40e9), "staged": (10e9, 5e9)}
+    chosen, reason = plan.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial)
+    assert chosen == "mapped" and "mapped 40.0 / 40.0, staged 10.0 / 5.0" in reason
+    assert plan.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial | {"mapped": (3e9, 50e9)})[0] == "staged"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "mapped"])
+def test_too_little_lockable_memory_is_said_aloud(wanted, caplog):
+    machine = replace(WITH_GPU, lockable_bytes=2**26)
+    chosen, _ = plan.choose_engine(configured(f"transfer.engine={wanted}"), machine, GPU, 2**50)
+    assert chosen == "staged" and "64 MiB" in caplog.text and "ulimit -l, or --ulimit memlock=-1 for a container" in caplog.text
+
+
+def test_tables_in_files(tmp_path):
+    in_files = f"transfer.table_dir={tmp_path}"
+    assert plan.choose_engine(configured(in_files), WITH_GPU, GPU, 1)[0] == "staged"
+    assert plan.choose_engine(configured(in_files), CPU_ONLY, torch.device("cpu"), 1)[0] == "resident"
+    with pytest.raises(ConfigError, match="transfer.engine=mapped cannot read tables in files; set transfer.engine=staged"):
+        plan.choose_engine(configured(in_files, "transfer.engine=mapped"), WITH_GPU, GPU, 1)
+
+
+def test_rates_of_a_link_are_measured(monkeypatch):
+    class Copy:
+        def read(self, table, rows_U, records_SR, slots_U=None):
+            records_SR.copy_(table.records_VR[rows_U])
+
+        def write(self, table, rows_U, records_SR, slots_U=None):
+            table.records_VR[rows_U] = records_SR
+
+    monkeypatch.setattr(timing, "SECONDS", 0.01)
+    monkeypatch.setattr(timing, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "MOVED_BYTES", 1 << 16)
+    to, back = timing.rates(Copy(), "cpu", 96, torch.float32, torch.device("cpu"))
+    assert 1e6 < to < 1e12 and 1e6 < back < 1e12

@@ -42,6 +42,7 @@ class Job:
     kept_bytes: int = 0  # of rows that paged tables keep on the GPU; 0: what is free
     checkpoints: bool = True  # before the last one
     element_size: int = 4
+    in_files: bool = False  # the tables, in the run folder's file system or another
 
     @property
     def table_bytes(self) -> int:
@@ -53,7 +54,7 @@ class Job:
         rows = min(2 * self.words, self.batch_size * self.pairs)
         batch = 8 * self.batch_size * self.vector_size * self.pairs + 4 * rows * (tables // (2 * self.words))
         host = {"program": PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)}
-        host |= {"tables": tables} if paged or not self.on_gpu else {}
+        host |= {"tables": tables} if (paged or not self.on_gpu) and not self.in_files else {}
         # Vectors are exported and scored when the batches are gone.
         host["vectors"] = weights + 4 * min(self.words, SCORED_WORDS) * self.vector_size
         if not self.on_gpu:
@@ -61,6 +62,7 @@ class Job:
         gpu = {"batches": GPU_RESERVE} | ({"rows": self.kept_bytes} if paged else {"tables": tables}) if self.on_gpu else {}
         locked = {"mapped": {"tables": tables}, "staged": {"buffers": RING_BYTES}}.get(self.engine, {})
         files = {"checkpoints": tables * (3 if self.checkpoints else 1), "vectors": 2 * weights + 32 * self.words}
+        files |= {"tables": tables} if self.in_files else {}
         return {"host": host, "locked": locked, "gpu": gpu, "disk": files}
 
 

@@ -29,7 +29,7 @@ from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Sampler
 from w2v.table import Storage, Table, pinning_is_limited, record_width, uniform
-from w2v.transfer import Engine, Link
+from w2v.transfer import Engine, Link, timing
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.mapped import Mapped
@@ -46,6 +46,7 @@ IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that p
 STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what a precision keeps rows in, float32 where it is not named
 PRODUCTS = ROWS | {"amp": torch.bfloat16}  # and what it computes matrix products in, by plain torch; the fused kernels have none
+Rates = dict[str, tuple[float, float]]
 LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
 
 
@@ -158,7 +159,8 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: P
     size = config.model.vector_size
     element = ROWS.get(config.train.precision, torch.float32).itemsize
     table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size), element) * element
-    engine, reason = choose_engine(config, machine, device, table_bytes)
+    width = record_width(size, optimizer.states(size), element)
+    engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
     slots = min(rows, max(0, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
@@ -179,7 +181,8 @@ def make_budget(
     job = Job(words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs)
     kept = config.transfer.gpu_bytes_of(job.table_bytes) or 0 if engine in LINKS else 0
     element = ROWS.get(config.train.precision, torch.float32).itemsize
-    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=element)
+    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=element,
+                  in_files=bool(config.transfer.table_dir))  # fmt: skip
     written = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors")) if run else 0
     free = {"host": machine.host_free_bytes, "locked": machine.lockable_bytes, "disk": budget.free_disk_bytes(run_dir) + written}
 
@@ -218,9 +221,11 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
-def choose_engine(config: Config, machine: Machine, device: torch.device, table_bytes: int) -> tuple[str, str]:
-    """The engine's name and the reason for it."""
-    wanted = config.transfer.engine
+def choose_engine(
+    config: Config, machine: Machine, device: torch.device, table_bytes: int, measured: Callable[[], Rates] = dict
+) -> tuple[str, str]:
+    """The engine's name and the reason for it; `measured` gives what each link moves, where that decides."""
+    wanted, in_files = config.transfer.engine, bool(config.transfer.table_dir)
     if device.type == "cpu":
         if wanted in LINKS:
             raise ConfigError(f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU; set transfer.engine=resident")
@@ -230,6 +235,17 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
         if wanted == "mapped":
             raise ConfigError(f"transfer.engine=mapped needs CuPy, which cannot be imported; {install}, or set transfer.engine=staged")
         log.warning(f"CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped can be used; {install}")
+    if in_files and wanted in ("mapped", "resident"):
+        raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; set transfer.engine=staged or transfer.table_dir=")
+    if in_files:
+        return "staged", f"tables in files in {config.transfer.table_dir}"
+    lockable = table_bytes <= machine.lockable_bytes
+    if wanted == "mapped" and not lockable:
+        log.warning(
+            f"transfer.engine=mapped needs {budget.size(table_bytes)} of locked memory, and {budget.size(machine.lockable_bytes)} may be "
+            "locked (ulimit -l, or --ulimit memlock=-1 for a container): going on with transfer.engine=staged, which is slower"
+        )
+        return "staged", "too little memory may be locked for mapped"
     if wanted != "auto":
         return wanted, "as configured"
     room = machine.gpu_free_bytes - GPU_RESERVE
@@ -238,7 +254,25 @@ def choose_engine(config: Config, machine: Machine, device: torch.device, table_
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU for want of CuPy"
-    return "mapped", f"{fit}, so rows are paged from pinned CPU memory"
+    if not lockable:
+        few = f"only {budget.size(machine.lockable_bytes)} of memory may be locked (ulimit -l, or --ulimit memlock=-1 for a container)"
+        log.warning(f"{few}, so rows are copied through the CPU (transfer.engine=staged), which is slower than reading them in place")
+        return "staged", f"{fit}, and {few}"
+    rates = measured()
+    best = min(rates, key=lambda name: sum(1 / rate for rate in rates[name]), default="mapped")
+    found = ", ".join(f"{name} {to / 1e9:.1f} / {back / 1e9:.1f}" for name, (to, back) in rates.items())
+    return best, f"{fit}, so rows are paged; GB/s of a trial to and from the GPU: {found}"
+
+
+def link_rates(width: int, config: Config, device: torch.device) -> Rates:
+    """Bytes a second to and from the GPU by each link, for records of so many elements; one that cannot be used is left out."""
+    rates: Rates = {}
+    for name, (link, storage) in LINKS.items():
+        try:
+            rates[name] = timing.rates(link(), storage, width, ROWS.get(config.train.precision, torch.float32), device)
+        except MemoryError as error:
+            log.warning(f"transfer.engine={name} cannot be used: {error}")
+    return rates
 
 
 def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bool:
@@ -258,7 +292,13 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     link, storage = LINKS.get(plan.engine, (None, plan.device.type))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
     rows, dtype = len(plan.vocab.words), ROWS.get(train.precision, torch.float32)
-    inputs, outputs = (Table(name, rows, size, states, scalars, storage, dtype) for name in ("input", "output"))
+    files: list[Path | None] = [None, None]
+    if folder := plan.config.transfer.table_dir:
+        storage, files = "mmap", [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    inputs, outputs = (
+        Table(name, rows, size, states, scalars, storage, dtype, file) for name, file in zip(("input", "output"), files, strict=True)
+    )
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(

@@ -295,6 +295,14 @@ def leftovers(folder):
 BIG = "\n".join(" ".join(f"w{number}" for number in range(start, start + 10)) for start in range(0, 20_000, 10))
 
 
+def test_a_disk_that_is_full_when_ids_are_written(tmp_path, capsys):
+    given_ = arguments_for(tmp_path, "\n".join([BIG] * 3))
+    with mounted(tmp_path / "small", 200 << 10) as small:
+        status, error = said(capsys, train, *given_, f"corpus.data_dir={small}")
+        assert status == 2 and f"{small}/cache cannot be written (No space left on device); make room there" in error, error
+        assert not list(small.rglob("vocab.tsv")) and not list(small.rglob("ids.bin")) and not (tmp_path / "runs").exists()
+
+
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan.budget, "free_disk_bytes", lambda folder: 1 << 50)
     given_ = arguments_for(tmp_path, BIG)

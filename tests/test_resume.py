@@ -211,7 +211,7 @@ def test_a_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
 def test_rows_that_moved_are_counted_through(tmp_path):
     whole = trained(tmp_path / "whole", place="paged")
     stopped(tmp_path / "run", place="paged", stop_after=70)
-    assert trained(tmp_path / "run", place="paged")._final["rows"] == whole._final["rows"] != [0, 0, 0]
+    assert trained(tmp_path / "run", place="paged")._final["rows"] == whole._final["rows"] and all(whole._final["rows"])
 
 
 def test_another_text_is_refused(tmp_path):

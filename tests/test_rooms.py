@@ -13,7 +13,7 @@ LAYERS = [
     {"settings", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "pipeline"},
-    {"checkpoint", "metrics", "evaluation", "export", "heldout", "comparison"},
+    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
     {"experiments"},
     {"sweep"},

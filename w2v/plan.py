@@ -27,7 +27,7 @@ from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
-from w2v.sampler import Sampler
+from w2v.sampler import Inversion, Sampler
 from w2v.table import Storage, Table, pinning_is_limited, record_width, uniform
 from w2v.transfer import Engine, Link, timing
 from w2v.transfer.cached import Cached
@@ -95,7 +95,7 @@ class Plan:
     engine: str
     reason: str
     table_bytes: int
-    fused: bool  # whether CUDA kernels made for it compute the step, rather than plain torch
+    fused: bool  # whether kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
     budget: Budget
 
@@ -109,11 +109,19 @@ class Plan:
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
-            f"kernels   {'fused' if self.fused else 'plain torch'}, precision {self.config.train.precision}",
+            f"kernels   {self._kernels()}, precision {self.config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
             str(self.budget),
             f"saving    {self.budget.saving}",
         ])  # fmt: skip
+
+    def _kernels(self) -> str:
+        if not self.fused:
+            missing = _why_no_numba() if self.device.type == "cpu" else ""
+            return "plain torch" + (f", numba cannot be imported ({missing})" if missing else "")
+        if self.device.type != "cpu":
+            return "fused"
+        return "compiled by numba" + (", each center a step of its own" if self.optimizer.descends else "")
 
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
@@ -164,7 +172,7 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: P
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
     slots = min(rows, max(0, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
-    fused = optimizer.fused and (engine not in LINKS or slots > 0)
+    fused = choose_kernels(config, machine, device) if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
     if config.train.kernels == "fused" and not fused:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
@@ -276,11 +284,18 @@ def link_rates(width: int, config: Config, device: torch.device) -> Rates:
 
 
 def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bool:
-    """Whether to use the fused CUDA kernels; they add gradients in the order in which they come, so not where bits must repeat."""
-    wanted, usable = config.train.kernels, device.type == "cuda" and bool(machine.cuda_cupy)
+    """Whether to use kernels made for the step: CUDA's, which add gradients in the order in which they come and so are not for where
+    bits must repeat; or on the CPU those that numba compiles, for every optimizer."""
+    wanted = config.train.kernels
+    if device.type == "cpu":
+        if wanted == "fused" and (missing := _why_no_numba()):
+            raise ConfigError(f"train.kernels=fused needs numba on the CPU ({missing}); pip install numba, or set train.kernels=auto")
+        if wanted == "fused" and config.train.precision != "float32":
+            raise ConfigError(f"train.precision={config.train.precision} is plain torch's on the CPU; set train.kernels=auto")
+        return wanted != "reference" and config.train.precision == "float32" and not _why_no_numba()
+    usable = bool(machine.cuda_cupy)
     if wanted == "fused" and not usable:
-        why = "CuPy cannot be imported" if device.type == "cuda" else "the run is on the CPU"
-        raise ConfigError(f"train.kernels=fused needs a GPU and CuPy, but {why}; set train.kernels=auto")
+        raise ConfigError("train.kernels=fused needs CuPy on the GPU, which cannot be imported; set train.kernels=auto")
     if wanted == "fused" and config.train.deterministic:
         raise ConfigError("train.kernels=fused sums in no fixed order, which train.deterministic=true forbids; set train.kernels=auto")
     return usable and wanted != "reference" and not config.train.deterministic
@@ -300,10 +315,11 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         Table(name, rows, size, states, scalars, storage, dtype, file) for name, file in zip(("input", "output"), files, strict=True)
     )
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
+    make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (FusedPipeline if plan.fused else Pipeline, None)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
         corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model,
-        train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words),
+        train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -314,7 +330,6 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, expected_uses(plan))
     else:
         engine = Paged(link())
-    make = FusedPipeline if plan.fused else Pipeline
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
 
@@ -347,9 +362,17 @@ def held_out(plan: Plan) -> HeldOut | None:
     return HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device) if len(chosen) else None
 
 
+def _compiled() -> tuple[type[Pipeline], Inversion]:
+    """What numba compiles for the CPU; imported here, since that takes half a second."""
+    from w2v.cpu import CompiledPipeline
+    from w2v.kernels.cpu import inversion
+
+    return CompiledPipeline, inversion
+
+
 def environment(plan: Plan) -> str:
     """Versions and hardware, for env.txt."""
-    packages = ["torch", "numpy", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
+    packages = ["torch", "numpy", "numba", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
     lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {commit()}"]
     for package in packages:
         try:
@@ -362,6 +385,15 @@ def environment(plan: Plan) -> str:
 def _cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _why_no_numba() -> str:
+    """Why numba cannot be imported; empty where it can."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def _cupy_cuda() -> str:

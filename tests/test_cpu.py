@@ -16,7 +16,7 @@ from w2v.config import ModelConfig, OptimizerConfig
 from w2v.cpu import CompiledPipeline
 from w2v.kernels import cpu, reference
 from w2v.optim import RowOptimizer
-from w2v.pipeline import Pipeline
+from w2v.pipeline import FAULTS, Pipeline
 from w2v.sampler import Sampler, search
 from w2v.skipgram import expand, find_slots
 from w2v.table import Table, uniform
@@ -145,14 +145,34 @@ def test_deterministic_mode_gives_descent_one_thread():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_weights_that_are_no_numbers_show_in_the_loss(compiled):
+@pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam"])
+def test_the_first_step_that_is_not_finite_is_noted(name):
     batch, tables = problem(1, 200, 5, 5, 20, 100)
-    tables[1]["weight"][3, 50] = torch.nan
-    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.02), compiled)
-    pipeline = (CompiledPipeline if compiled else Pipeline)(*tables, Resident(), optimizer, CPU)
+    optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.02), True)
+    tables = [Table(table.name, 20, 100, optimizer.states(100), optimizer.scalars, "cpu") for table in tables]
+    pipeline = CompiledPipeline(*tables, Resident(), optimizer, CPU)
+    for spoilt in (False, True, False):
+        if spoilt:
+            tables[1]["weight"][3, 50] = torch.nan
+        before = [table.records_VR.clone() for table in tables]
+        (planned,) = pipeline.ahead([batch])
+        assert pipeline.step(planned, 0.02).loss.isnan() == (pipeline.steps > 1)
+        assert int(pipeline.fault) == (0 if pipeline.steps == 1 else 2 << len(FAULTS) | 1)
+        if name != "SGD" and pipeline.steps > 1:
+            assert all(torch.equal(a.nan_to_num(7), table.records_VR.nan_to_num(7)) for a, table in zip(before, tables, strict=True))
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam"])
+def test_rows_that_would_not_stay_finite_are_not_written(name):
+    batch, _ = problem(1, 200, 5, 5, 20, 100)
+    optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.02), True)
+    tables = [Table(kind, 20, 100, optimizer.states(100), optimizer.scalars, "cpu") for kind in ("input", "output")]
+    tables[0]["weight"].fill_(0.1)
+    pipeline = CompiledPipeline(*tables, Resident(), optimizer, CPU)
     (planned,) = pipeline.ahead([batch])
-    assert pipeline.step(planned, 0.02).loss.isnan()
+    assert pipeline.step(planned, 1e38).loss.isfinite()
+    assert int(pipeline.fault) == 1 << len(FAULTS) | 1 << FAULTS.index("the stepped rows of the output table")
+    assert all(torch.isfinite(table.records_VR).all() for table in tables)
 
 
 @pytest.mark.parametrize("step", ["table", "row"])

@@ -318,8 +318,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (FusedPipeline if plan.fused else Pipeline, None)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
-        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model,
-        train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
+        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
+        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
     )  # fmt: skip
     engine: Engine
     if link is None:

@@ -226,13 +226,16 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
 @compiled
 def step_rows(owner, owners, formula, records_VR, step_column, constants, number_nV, rows_nU, grad_nUD, pairs_nU, count_n, cap):
     """Step the rows that a thread owns by a formula of optim.cu: a row when the first thread that claimed it has its turn, with the
-    gradients of all threads, which ends the claims. The gradients of n threads are summed in the threads' order."""
+    gradients of all threads, which ends the claims. The gradients of n threads are summed in the threads' order.
+
+    A row that would not stay finite is left as it was; gives how many such rows there were.
+    """
     lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1, beta2, rest2 = np.float32(beta1), np.float32(rest1), np.float32(beta2), np.float32(rest2)
     dim = grad_nUD.shape[2]
     first, second = dim, 2 * dim  # where a record's states begin
-    grad_D = np.empty(dim, np.float32)
+    grad_D, before_R, width, faults = np.empty(dim, np.float32), np.empty_like(records_VR[0]), records_VR.shape[1], 0
     for n in range(len(count_n)):
         for u in range(count_n[n]):
             row = rows_nU[n, u]
@@ -254,6 +257,8 @@ def step_rows(owner, owners, formula, records_VR, step_column, constants, number
                 for d in range(dim):
                     grad_D[d] *= scale
 
+            for r in range(width):
+                before_R[r] = records_VR[row, r]
             step = table_step
             if step_column >= 0:
                 step = records_VR[row, step_column] + 1.0
@@ -293,6 +298,15 @@ def step_rows(owner, owners, formula, records_VR, step_column, constants, number
                     square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
                     records_VR[row, first + d], records_VR[row, second + d] = mean, square
                     records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
+
+            nothing = zero
+            for r in range(width):
+                nothing += records_VR[row, r] * zero
+            if nothing != 0:
+                faults += 1
+                for r in range(width):
+                    records_VR[row, r] = before_R[r]
+    return faults
 
 
 @compiled

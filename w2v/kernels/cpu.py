@@ -99,8 +99,9 @@ def _pass_over(
 
 def step_rows(
     threads: Threads, formula: str, held: Held, claims: Claims, step: float, step_column: int, hyper: Hyper, cap: int
-) -> None:
-    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims.
+) -> bool:
+    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims. Gives whether all rows stayed finite; those
+    that would not are left as they were.
 
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
     scaled by cap / pairs, if cap is not 0.
@@ -108,8 +109,9 @@ def step_rows(
     number, constants = getattr(compiled, formula.upper()), np.array([*hyper, step], np.float64)
     claimed = claims.number_nV, claims.rows_nU, claims.grad_nUD, claims.pairs_nU, claims.count_n
     arguments = number, held.records_SR.numpy(), step_column, constants, *claimed, cap
-    threads.run(lambda thread: compiled.step_rows(thread, threads.count, *arguments))
+    faults = threads.run(lambda thread: compiled.step_rows(thread, threads.count, *arguments))
     claims.count_n[:] = 0
+    return not any(faults)
 
 
 def inversion(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:

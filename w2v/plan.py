@@ -6,7 +6,6 @@ The only file that chooses between backends; it says what it chose and why.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import subprocess
@@ -25,10 +24,11 @@ from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
+from w2v.machine import Machine, cores, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.sampler import Inversion, Sampler
-from w2v.table import Storage, Table, pinning_is_limited, record_width, uniform
+from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine, Link, timing
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -48,38 +48,6 @@ ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what a precision keeps
 PRODUCTS = ROWS | {"amp": torch.bfloat16}  # and what it computes matrix products in, by plain torch; the fused kernels have none
 Rates = dict[str, tuple[float, float]]
 LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "staged": (Staged, "cpu")}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this computer offers to a run."""
-
-    cores: int
-    host_bytes: int
-    gpu: str  # empty without one
-    gpu_free_bytes: int
-    cuda_torch: str  # CUDA version that torch was built for; empty for a CPU build
-    cuda_cupy: str  # the same for CuPy; empty where CuPy cannot be imported
-    host_free_bytes: float = math.inf
-    lockable_bytes: float = math.inf
-
-    @classmethod
-    def here(cls) -> Machine:
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        gpu, free, cupy = "", 0, ""
-        if torch.cuda.is_available():
-            gpu, free, cupy = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], _cupy_cuda()
-        lockable = budget.lockable_bytes()
-        if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
-            lockable = budget.UNLIMITED
-        return cls(_cores(), pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)
-
-    def __str__(self) -> str:
-        host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
-        if not self.gpu:
-            return f"{host} | no GPU"
-        built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
-        return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +85,7 @@ class Plan:
 
     def _kernels(self) -> str:
         if not self.fused:
-            missing = _why_no_numba() if self.device.type == "cpu" else ""
+            missing = why_no_numba() if self.device.type == "cpu" else ""
             return "plain torch" + (f", numba cannot be imported ({missing})" if missing else "")
         if self.device.type != "cpu":
             return "fused"
@@ -136,7 +104,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
             if find_spec("numba"):
                 from w2v.ingest import ingest  # heavy, so only when there is something to read
 
-                vocab = ingest(files, folder, settings, config.vocab, _cores())
+                vocab = ingest(files, folder, settings, config.vocab, cores())
             else:
                 log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
                 vocab = read_plainly(files, folder, settings, config.vocab)
@@ -288,11 +256,11 @@ def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bo
     bits must repeat; or on the CPU those that numba compiles, for every optimizer."""
     wanted = config.train.kernels
     if device.type == "cpu":
-        if wanted == "fused" and (missing := _why_no_numba()):
+        if wanted == "fused" and (missing := why_no_numba()):
             raise ConfigError(f"train.kernels=fused needs numba on the CPU ({missing}); pip install numba, or set train.kernels=auto")
         if wanted == "fused" and config.train.precision != "float32":
             raise ConfigError(f"train.precision={config.train.precision} is plain torch's on the CPU; set train.kernels=auto")
-        return wanted != "reference" and config.train.precision == "float32" and not _why_no_numba()
+        return wanted != "reference" and config.train.precision == "float32" and not why_no_numba()
     usable = bool(machine.cuda_cupy)
     if wanted == "fused" and not usable:
         raise ConfigError("train.kernels=fused needs CuPy on the GPU, which cannot be imported; set train.kernels=auto")
@@ -380,30 +348,6 @@ def environment(plan: Plan) -> str:
         except PackageNotFoundError:
             continue
     return "\n".join(lines) + "\n"
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _why_no_numba() -> str:
-    """Why numba cannot be imported; empty where it can."""
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        return " ".join(str(error).split())
-    return ""
-
-
-def _cupy_cuda() -> str:
-    try:
-        import cupy
-
-        number = cupy.cuda.runtime.runtimeGetVersion()
-    except ImportError:
-        return ""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def commit() -> str:

@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench-transfer smoke lint clean
+.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench-cpu bench-transfer smoke lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,9 @@ test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; s
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+bench-cpu: $(INSTALLED) ## without a GPU, against gensim, from text to scored vectors: CORPUS, a text file; tests/bench/results.csv
+	CUDA_VISIBLE_DEVICES= $(PY) tests/bench/cpu.py --corpus "$(CORPUS)" $(ARGS)
 
 bench-transfer: $(INSTALLED) ## measure moving rows between CPU memory and the GPU; tables, tests/bench/results.csv, docs/transfer.png
 	$(PY) tests/bench/transfer.py $(ARGS)

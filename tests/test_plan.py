@@ -1,6 +1,7 @@
 """Which device and engine are chosen, and what is said where a choice cannot be had."""
 
 import logging
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,22 @@ GPU = torch.device("cuda")
 
 def configured(*assignments):
     return settings.load([], assignments)
+
+
+def test_kernels_on_the_cpu(monkeypatch):
+    cpu = torch.device("cpu")
+
+    def chosen(*assignments):
+        return plan.choose_kernels(configured(*assignments), CPU_ONLY, cpu)
+
+    assert chosen() and chosen("train.kernels=fused") and chosen("train.deterministic=true") and not chosen("train.kernels=reference")
+    assert not chosen("train.precision=bf16")
+    with pytest.raises(ConfigError, match="train.precision=amp is plain torch's on the CPU; set train.kernels=auto"):
+        chosen("train.kernels=fused", "train.precision=amp")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert not chosen()
+    with pytest.raises(ConfigError, match="train.kernels=fused needs numba on the CPU .*; pip install numba, or set train.kernels=auto"):
+        chosen("train.kernels=fused")
 
 
 def test_device():
@@ -97,10 +114,15 @@ def test_a_text_too_small_for_the_batch_is_warned_of(caplog):
 def test_plan_is_said_in_words(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 50)
-    config = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu")
-    said = str(plan.make_plan(config))
+    assignments = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
+    said = str(plan.make_plan(configured(*assignments)))
     for part in ("200 words in 50 sentences", "4 kept of 4", "2 x 4 x 100, Adamax: weight + exp_avg + exp_inf", "resident on cpu"):
         assert part in said
+    assert "kernels   compiled by numba, precision float32" in said
+    descending = configured(*assignments, "optimizer.name=SGD")
+    assert "compiled by numba, each center a step of its own" in str(plan.make_plan(descending))
+    plain = plan.make_plan(configured(*assignments, "train.kernels=reference"))
+    assert "kernels   plain torch, precision" in str(plain)
 
 
 def test_a_trial_decides_between_the_links():

@@ -121,7 +121,7 @@ class TrainConfig:
     epochs: int = key(5, "Passes over the corpus.")
     batch_size: int = key(65_536, "Centers of one optimizer step, counted after subsampling.")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the step is computed; auto takes the GPU when there is one.")
-    kernels: Literal["auto", "reference", "fused"] = key("auto", "Arithmetic of a step: plain torch, or CUDA kernels made for it.")
+    kernels: Literal["auto", "reference", "fused"] = key("auto", "Arithmetic of a step: plain torch, or kernels made for it, fused.")
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
         "float32", "amp: matrix products of 16 bits; bf16, fp16: the tables' rows too, which halves what crosses the link."
     )

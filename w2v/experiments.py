@@ -48,11 +48,11 @@ def with_batch(config: Config, size: int, oftener: float = 1.0) -> Config:
     """The config with another batch size, and the learning rate that goes with it.
 
     It goes with the square root of how often a step meets a word, since that many gradients are summed before the optimizer divides by
-    their size (Malladi et al. 2022, arXiv 2205.10287). With a cap on occurrences, as for SGD, it stays: the sum grows by itself up to the
-    cap. oftener: how many times as often each word occurs, in a text of fewer words.
+    their size (Malladi et al. 2022, arXiv 2205.10287). It stays for SGD, which does not divide, and with a cap on occurrences: the sum
+    grows by itself up to the cap. oftener: how many times as often each word occurs, in a text of fewer words.
     """
     factor, optimizer = (size / config.train.batch_size * oftener) ** 0.5, config.optimizer
-    if factor == 1 or optimizer.occurrence_cap:
+    if factor == 1 or optimizer.occurrence_cap or optimizer.name == "SGD":
         return replace(config, train=replace(config.train, batch_size=size))
     lr, min_lr = (float(f"{rate * factor:.3g}") for rate in (optimizer.lr, optimizer.min_lr))
     return replace(config, optimizer=replace(optimizer, lr=lr, min_lr=min_lr), train=replace(config.train, batch_size=size))

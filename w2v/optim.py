@@ -82,20 +82,32 @@ class RowOptimizer:
                 page[key].index_fill_(0, rows, float(value))
 
     @property
+    def formula(self) -> str:
+        """The name of the formula by which one kernel makes the step instead of the torch.optim class; empty without one."""
+        return self._formula.name if self._formula else ""
+
+    @property
     def fused(self) -> bool:
-        """Whether one CUDA kernel makes the step instead of the torch.optim class."""
         return self._formula is not None
+
+    @property
+    def descends(self) -> bool:
+        """Whether a step is gradient descent and no more, which needs no batch: no state, weight decay or cap on occurrences."""
+        return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap
 
     def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float, guard: cuda.Guard) -> None:
         """The same step by a fused kernel, on the `count` claimed rows."""
+        step, column, hyper = self.next_step(table, lr)
+        noise = table.next_noise()
+        cuda.step_rows(self.formula, len(self._wide), held, claims, count, step, column, hyper, self.occurrence_cap, noise, guard)
+
+    def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
+        """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""
         assert self._formula is not None
         step, own = table.scalars.get("step"), table.columns.get("step")
         if step is not None:
             step += 1
-        column, hyper = own.start if own else -1, self._formula.hyper._replace(lr=lr)
-        steps, noise = float(step or 0), table.next_noise()
-        cap, name = self.occurrence_cap, self._formula.name
-        cuda.step_rows(name, len(self._wide), held, claims, count, steps, column, hyper, cap, noise, guard)
+        return float(step or 0), own.start if own else -1, self._formula.hyper._replace(lr=lr)
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:

@@ -6,7 +6,6 @@ The only file that chooses between backends; it says what it chose and why.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import subprocess
@@ -25,10 +24,11 @@ from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
+from w2v.machine import Machine, cores, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
-from w2v.sampler import Sampler
-from w2v.table import Storage, Table, pinning_is_limited, record_width, uniform
+from w2v.sampler import Inversion, Sampler
+from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine, Link, timing
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -51,38 +51,6 @@ LINKS: dict[str, tuple[type[Link], Storage]] = {"mapped": (Mapped, "pinned"), "s
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What this computer offers to a run."""
-
-    cores: int
-    host_bytes: int
-    gpu: str  # empty without one
-    gpu_free_bytes: int
-    cuda_torch: str  # CUDA version that torch was built for; empty for a CPU build
-    cuda_cupy: str  # the same for CuPy; empty where CuPy cannot be imported
-    host_free_bytes: float = math.inf
-    lockable_bytes: float = math.inf
-
-    @classmethod
-    def here(cls) -> Machine:
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        gpu, free, cupy = "", 0, ""
-        if torch.cuda.is_available():
-            gpu, free, cupy = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], _cupy_cuda()
-        lockable = budget.lockable_bytes()
-        if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
-            lockable = budget.UNLIMITED
-        return cls(_cores(), pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)
-
-    def __str__(self) -> str:
-        host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
-        if not self.gpu:
-            return f"{host} | no GPU"
-        built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
-        return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a run will do: the chosen device and engine, and why; bytes of both tables with their optimizer state."""
 
@@ -95,7 +63,7 @@ class Plan:
     engine: str
     reason: str
     table_bytes: int
-    fused: bool  # whether CUDA kernels made for it compute the step, rather than plain torch
+    fused: bool  # whether kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
     budget: Budget
 
@@ -109,11 +77,19 @@ class Plan:
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
-            f"kernels   {'fused' if self.fused else 'plain torch'}, precision {self.config.train.precision}",
+            f"kernels   {self._kernels()}, precision {self.config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
             str(self.budget),
             f"saving    {self.budget.saving}",
         ])  # fmt: skip
+
+    def _kernels(self) -> str:
+        if not self.fused:
+            missing = why_no_numba() if self.device.type == "cpu" else ""
+            return "plain torch" + (f", numba cannot be imported ({missing})" if missing else "")
+        if self.device.type != "cpu":
+            return "fused"
+        return "compiled by numba" + (", each center a step of its own" if self.optimizer.descends else "")
 
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
@@ -128,7 +104,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
             if find_spec("numba"):
                 from w2v.ingest import ingest  # heavy, so only when there is something to read
 
-                vocab = ingest(files, folder, settings, config.vocab, _cores())
+                vocab = ingest(files, folder, settings, config.vocab, cores())
             else:
                 log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
                 vocab = read_plainly(files, folder, settings, config.vocab)
@@ -164,7 +140,7 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: P
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)
     slots = min(rows, max(0, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
-    fused = optimizer.fused and (engine not in LINKS or slots > 0)
+    fused = choose_kernels(config, machine, device) if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
     if config.train.kernels == "fused" and not fused:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
@@ -276,11 +252,18 @@ def link_rates(width: int, config: Config, device: torch.device) -> Rates:
 
 
 def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bool:
-    """Whether to use the fused CUDA kernels; they add gradients in the order in which they come, so not where bits must repeat."""
-    wanted, usable = config.train.kernels, device.type == "cuda" and bool(machine.cuda_cupy)
+    """Whether to use kernels made for the step: CUDA's, which add gradients in the order in which they come and so are not for where
+    bits must repeat; or on the CPU those that numba compiles, for every optimizer."""
+    wanted = config.train.kernels
+    if device.type == "cpu":
+        if wanted == "fused" and (missing := why_no_numba()):
+            raise ConfigError(f"train.kernels=fused needs numba on the CPU ({missing}); pip install numba, or set train.kernels=auto")
+        if wanted == "fused" and config.train.precision != "float32":
+            raise ConfigError(f"train.precision={config.train.precision} is plain torch's on the CPU; set train.kernels=auto")
+        return wanted != "reference" and config.train.precision == "float32" and not why_no_numba()
+    usable = bool(machine.cuda_cupy)
     if wanted == "fused" and not usable:
-        why = "CuPy cannot be imported" if device.type == "cuda" else "the run is on the CPU"
-        raise ConfigError(f"train.kernels=fused needs a GPU and CuPy, but {why}; set train.kernels=auto")
+        raise ConfigError("train.kernels=fused needs CuPy on the GPU, which cannot be imported; set train.kernels=auto")
     if wanted == "fused" and config.train.deterministic:
         raise ConfigError("train.kernels=fused sums in no fixed order, which train.deterministic=true forbids; set train.kernels=auto")
     return usable and wanted != "reference" and not config.train.deterministic
@@ -300,10 +283,11 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         Table(name, rows, size, states, scalars, storage, dtype, file) for name, file in zip(("input", "output"), files, strict=True)
     )
     inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
+    make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (FusedPipeline if plan.fused else Pipeline, None)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
-        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent), model,
-        train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words),
+        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
+        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -314,7 +298,6 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, expected_uses(plan))
     else:
         engine = Paged(link())
-    make = FusedPipeline if plan.fused else Pipeline
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
 
@@ -347,9 +330,17 @@ def held_out(plan: Plan) -> HeldOut | None:
     return HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device) if len(chosen) else None
 
 
+def _compiled() -> tuple[type[Pipeline], Inversion]:
+    """What numba compiles for the CPU; imported here, since that takes half a second."""
+    from w2v.cpu import CompiledPipeline
+    from w2v.kernels.cpu import inversion
+
+    return CompiledPipeline, inversion
+
+
 def environment(plan: Plan) -> str:
     """Versions and hardware, for env.txt."""
-    packages = ["torch", "numpy", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
+    packages = ["torch", "numpy", "numba", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
     lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {commit()}"]
     for package in packages:
         try:
@@ -357,21 +348,6 @@ def environment(plan: Plan) -> str:
         except PackageNotFoundError:
             continue
     return "\n".join(lines) + "\n"
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cupy_cuda() -> str:
-    try:
-        import cupy
-
-        number = cupy.cuda.runtime.runtimeGetVersion()
-    except ImportError:
-        return ""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def commit() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from w2v.batch import Batch, Position
 from w2v.config import ModelConfig
 
+Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
 
@@ -25,16 +26,18 @@ class Sampler:
 
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
-    numbers of sentences that are passed over, sorted.
+    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`.
     """
 
     def __init__(
         self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
+        inversion: Inversion | None = None,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
-        self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
+        noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
+        self._invert = (inversion or search)(noise_cdf_V)
         self._generator = torch.Generator(device)
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
@@ -83,12 +86,17 @@ class Sampler:
         """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
         shape, pool = (size, self._model.negative), self._model.negative_pool
         uniform = torch.rand((pool,) if pool else shape, generator=generator, device=generator.device, dtype=torch.float64)
-        drawn = torch.searchsorted(self._noise_cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(self._noise_cdf_V) - 1)
+        drawn = self._invert(uniform)
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
         digest = hashlib.blake2b(struct.pack("<4q", self._seed, epoch, chunk, draw), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
+    """What maps numbers in [0, 1) to the first word whose cumulative probability is above them, int32."""
+    return lambda uniform: torch.searchsorted(cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(cdf_V) - 1)
 
 
 def _even_cuts(length: int, size: int) -> list[int]:

@@ -1,0 +1,137 @@
+"""This program without a GPU against gensim, on the same text, one after the other: from text to vectors, saved and scored.
+
+    python tests/bench/cpu.py --corpus wiki100.txt --runs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+ADAM = ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"]
+CASES = {"gensim": [], "w2v SGD": ["configs/cpu.yaml"], "w2v Adam": ADAM}  # as arguments of train.py
+UNITS = {"words/s": "", "analogies": "%", "peak": "MiB", "peak without imports": "MiB"}  # seconds, otherwise
+
+
+class Clock:
+    """Seconds of one stage after another, and memory once all that is needed is imported."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._imported, self._last = _peak(), perf_counter()
+
+    def done(self, stage: str) -> None:
+        now = perf_counter()
+        self.seconds[stage], self._last = now - self._last, now
+
+    def figures(self, raw_words: int, accuracy: float) -> dict[str, float]:
+        memory = {"peak": _peak(), "peak without imports": _peak() - self._imported}
+        return self.seconds | {"words/s": raw_words / self.seconds["training"], "analogies": 100 * accuracy} | memory
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def gensim(corpus: Path, epochs: int, folder: Path) -> dict[str, float]:
+    from gensim.models import Word2Vec
+    from gensim.test.utils import datapath
+
+    clock, workers = Clock(), len(os.sched_getaffinity(0))
+    model = Word2Vec(vector_size=100, window=5, negative=5, sample=1e-4, min_count=5, sg=1, workers=workers, epochs=epochs)
+    model.build_vocab(corpus_file=str(corpus))
+    clock.done("ingest")
+    model.train(corpus_file=str(corpus), total_words=model.corpus_total_words, total_examples=model.corpus_count, epochs=epochs)
+    clock.done("training")
+    accuracy, _ = model.wv.evaluate_word_analogies(datapath("questions-words.txt"))
+    clock.done("evaluation")
+    model.wv.save(str(folder / "vectors.kv"))
+    model.wv.save_word2vec_format(str(folder / "vectors.bin"), binary=True)
+    clock.done("export")
+    return clock.figures(model.corpus_total_words * epochs, accuracy)
+
+
+def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[str, float]:
+    from w2v import evaluation, export, plan, settings, trainer
+
+    clock = Clock()
+    files = [str(ROOT / entry) for entry in arguments if "=" not in entry]
+    here = [f"corpus.path={corpus}", f"corpus.data_dir={folder}", "train.device=cpu", f"train.epochs={epochs}"]
+    config = settings.load(files, [entry for entry in arguments if "=" in entry] + here)
+    planned = plan.make_plan(config)
+    clock.done("ingest")
+    sampler, pipeline = plan.build(planned)
+    trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder).train()
+    clock.done("training")
+    vectors = pipeline.inputs["weight"]
+    accuracy = evaluation.analogies(planned.vocab.words, vectors).total.accuracy
+    clock.done("evaluation")
+    export.save(export.keyed_vectors(planned.vocab.words, planned.vocab.counts, vectors.numpy()), folder)
+    clock.done("export")
+    return clock.figures(planned.corpus.raw_words * epochs, accuracy)
+
+
+def measure(case: str, corpus: Path, epochs: int) -> dict[str, float]:
+    """One run in a process of its own."""
+    command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs), "--case", case]
+    start = perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        lines = process.stdout.read().splitlines()
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return json.loads(lines[-1]) | {"whole process": perf_counter() - start}
+
+
+def compare(corpus: Path, epochs: int, runs: int, cases: list[str]) -> dict[str, dict[str, tuple[float, str]]]:
+    """The cases in turn, `runs` times: {case: {metric: (median or spread, unit)}}, and ratios to gensim's medians."""
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range(runs):
+        for case, of_case in found.items():
+            of_case.append(measure(case, corpus, epochs))
+            print(f"run {number + 1} {case}: {of_case[-1]}", file=sys.stderr, flush=True)
+    figures: dict[str, dict[str, tuple[float, str]]] = {}
+    for case, of_case in found.items():
+        figures[case] = {}
+        for metric in of_case[0]:
+            values = [run[metric] for run in of_case]
+            figures[case][metric] = (median(values), UNITS.get(metric, "s"))
+            figures[case][f"{metric} spread"] = (max(values) - min(values), UNITS.get(metric, "s"))
+    for case in figures.keys() - {"gensim"} if "gensim" in figures else ():
+        for metric in ("words/s", "whole process", "peak without imports"):
+            if theirs := figures["gensim"][metric][0]:  # a short text takes gensim no more memory than importing it
+                figures[case][f"{metric} of gensim's"] = (figures[case][metric][0] / theirs, "x")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, required=True, help="a text file, not packed, which gensim reads too")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    if args.case:
+        with TemporaryDirectory() as folder:
+            more = [] if args.case == "gensim" else [CASES[args.case]]
+            print(json.dumps((ours if more else gensim)(args.corpus.resolve(), args.epochs, Path(folder), *more)))
+        return
+    from tests.bench import results
+
+    for case, figures in compare(args.corpus, args.epochs, args.runs, args.cases).items():
+        results.append("cpu", f"{args.corpus.stem} {args.epochs} epochs, {case}, runs={args.runs}", figures, args.results or results.FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What this computer has: cores, memory, a GPU, and the packages that compile for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from w2v import budget
+from w2v.table import pinning_is_limited
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this computer offers to a run."""
+
+    cores: int
+    host_bytes: int
+    gpu: str  # empty without one
+    gpu_free_bytes: int
+    cuda_torch: str  # CUDA version that torch was built for; empty for a CPU build
+    cuda_cupy: str  # the same for CuPy; empty where CuPy cannot be imported
+    host_free_bytes: float = math.inf
+    lockable_bytes: float = math.inf
+
+    @classmethod
+    def here(cls) -> Machine:
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        gpu, free, cupy = "", 0, ""
+        if torch.cuda.is_available():
+            gpu, free, cupy = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], _cupy_cuda()
+        lockable = budget.lockable_bytes()
+        if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
+            lockable = budget.UNLIMITED
+        return cls(cores(), pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)
+
+    def __str__(self) -> str:
+        host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
+        if not self.gpu:
+            return f"{host} | no GPU"
+        built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
+        return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def why_no_numba() -> str:
+    """Why numba cannot be imported; empty where it can."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _cupy_cuda() -> str:
+    try:
+        import cupy
+
+        number = cupy.cuda.runtime.runtimeGetVersion()
+    except ImportError:
+        return ""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -13,28 +13,23 @@ import functools
 import math
 from collections.abc import Callable
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_item_pointer
 from numba.extending import intrinsic
 
+from w2v.kernels.jit import compiled as jit
+
 LANES = 16  # float32 numbers of the widest vectors, and of a cache line
 JAMMED = 3  # targets that one pass over a context serves
 AHEAD = 2  # centers by which rows are brought to the cache before they are needed
 OWNED = 64  # neighbouring rows that one thread steps, so that no two write to one cache line of what is kept for each row
 # Sums may be reordered and products fused, as vectors need; NaN and infinity stay what they are.
-OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "nogil": True, "error_model": "numpy"}
+OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
-
-
-def compiled(function: Callable) -> Callable:
-    try:
-        return numba.njit(cache=True, **OPTIONS)(function)
-    except RuntimeError:  # there is no folder to write to
-        return numba.njit(**OPTIONS)(function)
+compiled = jit(**OPTIONS)
 
 
 @intrinsic

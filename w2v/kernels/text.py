@@ -7,11 +7,9 @@ place that its digest names. T words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
+
+from w2v.kernels.jit import compiled
 
 END = -1  # of a line in `Tokens.codes`, of a sentence among the numbers
 WORD, SPACE, NEWLINE, WIDE = range(4)  # what a byte is; WIDE may begin a white space of two or three bytes
@@ -23,14 +21,6 @@ ONES = np.int64(0x0101010101010101)
 PADDING = b" " * 8  # after a text, so that eight bytes can be read anywhere in it
 MIX = np.int64(-7046029254386353131)  # 2**64 over the golden ratio; products wrap around
 SIZE, WORDS, PENDING, LEAST = range(4)  # of a lexicon's state: distinct words, words read, words of the open sentence, next count to prune
-
-
-def compiled(function: Callable) -> Any:
-    """Compile for all cores, and keep the machine code for the next run where a folder for it can be written."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        return numba.njit(nogil=True)(function)
 
 
 @compiled

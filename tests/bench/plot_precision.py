@@ -50,7 +50,11 @@ def draw(results: Path = RESULTS, file: Path = FILE) -> None:
                 name, style = KERNELS[kernels]
                 points = zip(*sorted(values.items()), strict=True)
                 panel.plot(*points, color=COLORS[precision], label=f"{precision}, {name}", markersize=4, **style)
-        panel.set(title=title, xscale="log", yscale="linear" if metric == "loss" else "log", xlabel="batch size (centers)")
+        panel.set(title=title, xscale="log", xlabel="batch size (centers)")
+        if metric != "loss":
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(pyplot.LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
         panel.set_xticks(batches, [f"{batch:,}" for batch in batches], rotation=45)
         panel.minorticks_off()
         panel.grid(alpha=0.3)

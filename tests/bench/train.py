@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages, steps
-from tests.bench.measure import Figures
+from tests.bench.measure import Figures, Section
 from w2v import evaluation, experiments, metrics, plan, settings
 from w2v.config import Config
 from w2v.experiments import Opened
@@ -72,9 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=results.FILE)
     args = parser.parse_args(arguments)
     metrics.log_to_console()
-    opened = Opened()
+    opened, cases = Opened(), {}
+    breakdown = Section("stages", "What the time of a step goes into", args.results)
     try:
-        cases = {}
         for path, engine, precision in product(args.configs, args.engines, args.precisions):
             common = [f"corpus.path={args.corpus}", *engine_settings(engine), f"train.precision={precision}", "run.checkpoint_minutes=0"]
             configs = [settings.load([args.base, path], [*common, f"train.seed={seed}", *args.set]) for seed in args.seeds]
@@ -85,8 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
             figures = over_seeds([train_once(config, opened) for config in configs])
             results.append("train", f"{case} seeds={len(configs)}", figures, args.results)
             gc.collect()
-            measured = stages.measure(steps.Steps(plan.make_plan(configs[0], opened(configs[0]))))
-            results.append("stages", case, measured, args.results)
+            breakdown.add(case, stages.measure(steps.Steps(plan.make_plan(configs[0], opened(configs[0])))))
+        breakdown.print()
     except ValueError as error:
         sys.exit(str(error))
 

@@ -28,7 +28,9 @@ from w2v.vocab import Vocab
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [ROOT / "configs/text8.yaml", ROOT / "configs/optimizers/adam.yaml"]
-SETTINGS = ["corpus.path=zipf", "transfer.engine=mapped", "transfer.gpu_bytes=10%", "model.negative_pool=65536", "run.checkpoint_minutes=0"]
+SETTINGS = """
+corpus.path=zipf vocab.min_count=1 model.negative_pool=65536 transfer.engine=mapped transfer.gpu_bytes=10% run.checkpoint_minutes=0
+""".split()
 SENTENCE = 1000  # words, about an article's
 
 
@@ -108,11 +110,11 @@ def main(arguments: list[str] | None = None) -> None:
         planned = plan.make_plan(config, opened)
         print(planned, flush=True)
         figures, measured = train(planned, args.warm_up, args.steps)
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         sys.exit(str(error))
-    model, transfer = config.model, config.transfer
+    engine = planned.engine + (f":{config.transfer.gpu_bytes}" if planned.engine in plan.LINKS else "")
     case = f"{args.vocabulary} words of a text of {opened[1].raw_words}, exponent {args.exponent:g}, {config.optimizer.name} "
-    case += f"{config.train.precision} {planned.engine}:{transfer.gpu_bytes} negative_pool={model.negative_pool}"
+    case += f"{config.train.precision} {engine} negative_pool={config.model.negative_pool}"
     case = " ".join([case, *args.set])
     results.append("zipf", case, figures | {"generated in": (generated, "s")}, args.results)
     results.append("stages", f"zipf {case}", measured, args.results)

@@ -21,10 +21,11 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench-cpu bench-transfer smoke lint clean
+.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench bench-cpu bench-transfer bench-train bench-zipf \
+  bench-precision smoke lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
 	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax"
 
@@ -70,6 +71,20 @@ bench-cpu: $(INSTALLED) ## without a GPU, against gensim, from text to scored ve
 
 bench-transfer: $(INSTALLED) ## measure moving rows between CPU memory and the GPU; tables, tests/bench/results.csv, docs/transfer.png
 	$(PY) tests/bench/transfer.py $(ARGS)
+
+bench-train: SEEDS = 1 2 3
+bench-train: CONFIGS = $(addprefix configs/optimizers/,adamax.yaml rmsprop.yaml adam.yaml sgd.yaml)
+bench-train: $(INSTALLED) ## whole runs on CORPUS (text8): words/s, scores, link, GPU memory, and the stages of a step; CONFIGS, SEEDS
+	$(PY) tests/bench/train.py --corpus $(or $(CORPUS),text8) --configs $(CONFIGS) --engines resident mapped:50% \
+	  --precisions float32 bf16 --seeds $(SEEDS) $(ARGS)
+
+bench-zipf: $(INSTALLED) ## train 10 M generated words, GPU memory for a tenth of their rows; 40 GiB of CPU memory
+	$(PY) tests/bench/zipf.py $(ARGS)
+
+bench-precision: $(INSTALLED) ## batch sizes by precision: time, GPU memory and loss of steps on CORPUS (text8); docs/precision.png
+	$(PY) tests/bench/precision.py --corpus $(or $(CORPUS),text8) $(ARGS)
+
+bench: bench-transfer bench-train bench-zipf bench-precision ## all four, which need a GPU
 
 smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in half a minute, into a folder that is removed
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \

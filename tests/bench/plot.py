@@ -11,6 +11,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILE = Path(__file__).with_name("results.csv"), ROOT / "docs" / "transfer.png"
@@ -40,14 +41,8 @@ def read(path: Path) -> tuple[Series, dict[str, float], str]:
 
 def draw(results: Path = RESULTS, file: Path = FILE) -> None:
     """Write the picture, or say why there is none."""
-    if find_spec("matplotlib") is None:
-        print(f"no plot: matplotlib is not installed; where it is, draw it later with python tests/bench/plot.py {results.name}")
+    if (pyplot := pyplot_for("plot.py", results)) is None:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     series, contiguous, where = read(results)
     if not series:
         raise ValueError(f"{results} holds no figures of records; run make bench-transfer first")
@@ -70,9 +65,27 @@ def draw(results: Path = RESULTS, file: Path = FILE) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title=f"record, of a\n{tables[0]:g} GiB table")
     panels[0].set(ylabel="GB/s", ylim=(0, 1.1 * max(contiguous.values())))
     figure.suptitle(f"Sorted random records between pinned CPU memory and the GPU ({where})", fontsize="medium")
+    save(figure, file)
+    pyplot.close(figure)
+
+
+def pyplot_for(program: str, results: Path) -> Any:
+    """matplotlib's pyplot, which draws to files; None where it is not installed, having said how to draw later."""
+    if find_spec("matplotlib") is None:
+        print(f"no plot: matplotlib is not installed; where it is, draw it later with python tests/bench/{program} {results.name}")
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write the picture, whole or not at all."""
     aside = file.with_name(f".{file.name}.part")
     figure.savefig(aside, dpi=130, format="png")
-    pyplot.close(figure)
     os.replace(aside, file)
     print(f"plot: {file.name}")
 

@@ -110,9 +110,9 @@ extern "C" __global__ void step(
             for (int f = 0; f <= STATES; f++)
                 for (int w = 0; w < WIDE; w++) finite &= fabsf(field[f].at[w]) <= LARGEST;  // which no NaN is
             if (sound && !finite) atomicCAS(fault, 0, this_step + bit);
-            if (!sound || !finite) continue;
 #pragma unroll
-            for (int f = 0; f <= STATES; f++) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, noise));
+            for (int f = 0; f <= STATES; f++)
+                if (sound && finite) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, noise));
             *its = {};  // not before the loads, which would wait for it: 59 against 179 us for 50,700 rows
         }
         __syncwarp();

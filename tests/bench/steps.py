@@ -100,5 +100,5 @@ def gpu_memory(pipeline: Pipeline, ids_N: object) -> Figures:
     figures = {"gpu memory": (most / 2**30, "GiB")}
     if slots := getattr(pipeline.engine, "slots", 0):
         ids = ids_N.nbytes if isinstance(ids_N, Tensor) else 0
-        figures["gpu memory besides"] = ((most - ids - slots * pipeline.inputs.bytes / pipeline.inputs.rows) / 2**30, "GiB")
+        figures["gpu memory besides rows and ids"] = ((most - ids - slots * pipeline.inputs.bytes / pipeline.inputs.rows) / 2**30, "GiB")
     return figures

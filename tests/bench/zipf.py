@@ -23,6 +23,7 @@ from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps, gpu_memory, link
 from w2v import metrics, plan, settings
 from w2v.corpus import Corpus
+from w2v.machine import Machine
 from w2v.plan import Plan
 from w2v.vocab import Vocab
 
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     metrics.log_to_console()
     try:
         config = settings.load(CONFIGS, [*SETTINGS, *args.set])
-        device = plan.choose_device(config, plan.Machine.here())
+        device = plan.choose_device(config, Machine.here())
         began = time.perf_counter()
         opened = generate(args.vocabulary, args.words, args.exponent, device)
         generated = time.perf_counter() - began

@@ -16,7 +16,7 @@ LAYERS = [
     {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
     {"experiments"},
-    {"sweep"},
+    {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -13,9 +13,9 @@ LAYERS = [
     {"settings", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},
-    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison"},
+    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
-    {"experiments"},
+    {"experiments", "commands"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
 ]

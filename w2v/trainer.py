@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w2v import checkpoint, durable, evaluation, export, settings
+from w2v import card, checkpoint, durable, evaluation, export, settings
 from w2v.batch import Position
 from w2v.checkpoint import CheckpointError, Checkpoints
 from w2v.config import Config, ConfigError
@@ -135,11 +135,13 @@ class Trainer:
         export.seal(self.folder)
         scores, took = self.score(keyed), self.took()
         durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
+        card.write(self.folder)
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
         log.info(
             f"{evaluation.report(*scores)}\n\n"
             f"{held_out}"
             f"run folder   {self.folder}\n"
+            f"model card   {self.folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(self.folder / 'vectors.kv')!r})\n"
             f"ask it       python evaluate.py nn {self.folder} WORD ..."
         )

@@ -4,19 +4,22 @@ import inspect
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gensim
 import numpy as np
 import pytest
 import torch
-import yaml
 from gensim.models.callbacks import CallbackAny2Vec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from w2v import Word2Vec
-from w2v.word2vec import TUNED, TUNED_AT, TUNED_BATCH
+from w2v import Word2Vec, plan
+from w2v.config import ModelConfig
+from w2v.optim import rowwise_optimizers
+from w2v.settings import load as load_settings
+from w2v.word2vec import TUNED
 
 ROOT = Path(__file__).parent.parent
 TOPICS = ["red green blue pink grey".split(), "one two three four five".split()]
@@ -45,12 +48,12 @@ def test_arguments_are_gensims_in_its_order_with_its_defaults():
     assert [*trained, "kwargs"] == list(by_gensim)
 
 
-def test_each_optimizer_is_tuned_as_its_config_says():
-    for path in (ROOT / "configs" / "optimizers").glob("*.yaml"):
-        said = yaml.safe_load(path.read_text().replace("1e-", "1.0e-"))
-        name = said["optimizer"].pop("name")
-        assert {"args": {}} | TUNED[name] == said["optimizer"], name
-        assert TUNED_AT.get(name, TUNED_BATCH) == said["train"]["batch_size"], name
+def test_without_alpha_the_optimizer_has_the_settings_of_its_config():
+    ours = Word2Vec(optimizer="AdamW", seed=7)
+    said = load_settings([TUNED / "adamw.yaml"])
+    config = ours._config(ModelConfig(), 5, 7, None, None)
+    assert config.optimizer == said.optimizer and config.train == replace(said.train, seed=7, device="auto")
+    assert ours.alpha == said.optimizer.lr
 
 
 SENTENCES = st.lists(st.lists(st.text("abcdefg ", min_size=1, max_size=2), max_size=12), min_size=1, max_size=30)
@@ -111,6 +114,18 @@ def test_new_text_brings_new_words_and_keeps_the_old(model, tmp_path):
     assert not np.array_equal(model.wv.vectors[seen], before[seen])
 
 
+def test_a_batch_size_is_kept_and_the_rate_goes_with_it(monkeypatch):
+    seen = []
+    make_plan = plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda config, opened: seen.append(config) or make_plan(config, opened))
+    for how in ({}, {"batch_size": 100}, {"batch_size": 25}, {"batch_size": 25, "alpha": 0.123}):
+        Word2Vec(two_topics(), epochs=1, **how, **SMALL)
+    fit, hundred, less, given = seen
+    assert fit.train.batch_size == 4 and (hundred.train.batch_size, less.train.batch_size) == (100, 25)  # 3,200 centers, 500 steps
+    assert hundred.optimizer.lr == less.optimizer.lr  # of 10 words all are in each batch, however small
+    assert (given.train.batch_size, given.optimizer.lr) == (25, 0.123)
+
+
 def test_callbacks_see_each_epoch():
     class Told(CallbackAny2Vec):
         def __init__(self):
@@ -142,7 +157,7 @@ def test_a_file_is_read_as_gensim_reads_it(tmp_path, model):
     assert np.array_equal(from_file.wv.vectors, model.wv.vectors)
 
 
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", rowwise_optimizers())
 def test_every_optimizer_learns(name):
     model = Word2Vec(two_topics(), epochs=5, optimizer=name, **SMALL)
     assert model.get_latest_training_loss() < 6 * np.log(2) and np.isfinite(model.wv.vectors).all()
@@ -159,10 +174,11 @@ def test_every_optimizer_learns(name):
         ({"null_word": 1}, "null_word=1 is not supported"),
         ({"batch_words": 1}, "batch_words=1 is not supported: .*batch_size"),
         ({"vector_size": 0}, "vector_size=0 is out of range"),
+        ({"batch_size": 0}, "batch_size=0 is out of range; it must be None or at least 1"),
         ({"alpha": -1.0}, "lr=-1.0 is out of range"),
         ({"optimizer": "Adamaxx", "alpha": 0.1}, "did you mean Adamax?"),
         ({"optimizer": "Adafactor", "alpha": 0.1}, "cannot be paged"),
-        ({"optimizer": "Mine"}, "optimizer='Mine' has no learning rate here; give alpha"),
+        ({"optimizer": "Mine"}, "optimizer='Mine' has no settings in .*; spell it as torch.optim does, or give alpha"),
         ({"optimizer_args": {"beta": 1}}, "optimizer.args.beta is not an argument of Adamax; did you mean betas?"),
         ({"settings": ["model.window=3"]}, "'model.window=3' is none that can be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),

@@ -22,7 +22,7 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 
 from w2v import metrics, plan, settings
-from w2v.config import Config, ConfigError, ModelConfig
+from w2v.config import Config, ConfigError, ModelConfig, require
 from w2v.corpus import Corpus, encoded
 from w2v.experiments import TUNED_WORDS, fitted, with_batch
 from w2v.optim import RowOptimizer, learning_rate
@@ -32,16 +32,7 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 LOOK_SECONDS = 1.0  # between two looks at whether all numbers are finite
-TUNED_BATCH = 65_536
-BETAS = {"betas": [0.5, 0.99]}
-TUNED = {  # as in configs/optimizers, at batches of TUNED_BATCH unless `Word2Vec` is told another
-    "Adadelta": {"lr": 1.0, "args": {"rho": 0.9, "eps": 1e-3}}, "Adagrad": {"lr": 0.4},
-    "Adam": {"lr": 0.05, "args": BETAS}, "AdamW": {"lr": 0.05, "args": BETAS | {"weight_decay": 0.01}},
-    "Adamax": {"lr": 0.4, "args": BETAS}, "ASGD": {"lr": 0.1, "occurrence_cap": 16}, "NAdam": {"lr": 0.05, "args": BETAS},
-    "RAdam": {"lr": 0.05, "args": BETAS, "warmup": 0.05}, "RMSprop": {"lr": 0.04}, "SGD": {"lr": 0.1, "occurrence_cap": 16},
-    "Rprop": {"lr": 0.001, "args": {"etas": [0.8, 1.1], "step_sizes": [1e-3, 1e-2]}},
-}  # fmt: skip
-TUNED_AT = {"Adagrad": 16_384}
+TUNED = Path(__file__).parent.parent / "configs" / "optimizers"  # settings of each optimizer
 FURTHER = (  # keys that `settings` may hold: all that are not arguments
     "model.negative_pool", "optimizer.step", "optimizer.occurrence_cap", "optimizer.schedule", "optimizer.warmup",
     "train.kernels", "train.precision", "train.deterministic", "transfer.",
@@ -74,6 +65,7 @@ class Word2Vec(word2vec.Word2Vec):
     ):  # fmt: skip
         _refuse(sg=sg, hs=hs, cbow_mean=cbow_mean, null_word=null_word, hashfxn=hashfxn, batch_words=batch_words)
         _check_callbacks(callbacks)
+        require(batch_size is None or batch_size >= 1, "batch_size", batch_size, "None or at least 1")
         self.optimizer, self.optimizer_args, self.batch_size = optimizer, optimizer_args, batch_size
         self.device, self.settings, self._given_alpha = device, list(settings), alpha
         model = ModelConfig(vector_size, window, shrink_windows, negative, sample=sample, ns_exponent=ns_exponent)
@@ -127,18 +119,16 @@ class Word2Vec(word2vec.Word2Vec):
         own = [line for line in self.settings if not line.startswith(FURTHER)]
         if own:
             raise ConfigError(f"settings: {own[0]!r} is none that can be set here; those begin with {' '.join(FURTHER)}")
-        if alpha is None and self.optimizer not in TUNED:
-            raise ConfigError(f"optimizer={self.optimizer!r} has no learning rate here; give alpha, or take one of {' '.join(TUNED)}")
-        tuned = {"args": {}} | TUNED.get(self.optimizer, {})
-        args = tuned["args"] if self.optimizer_args is None else self.optimizer_args
-        rate = tuned["lr"] if alpha is None else alpha
-        further = [f"optimizer.{name}={tuned[name]}" for name in ("occurrence_cap", "warmup") if name in tuned]
-        config = settings.load((), [*further, *self.settings])
-        optimizer = replace(config.optimizer, name=self.optimizer, lr=rate, min_lr=min_alpha or 0.0, args=args)
-        size = self.batch_size or TUNED_AT.get(self.optimizer, TUNED_BATCH)
-        train = replace(config.train, epochs=epochs, seed=seed, device=self.device, batch_size=size)
+        tuned = TUNED / f"{self.optimizer.lower()}.yaml"
+        if alpha is None and not tuned.exists():
+            raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha")
+        config = settings.load([tuned] if tuned.exists() else [], self.settings)
+        optimizer = replace(config.optimizer, name=self.optimizer, lr=config.optimizer.lr if alpha is None else alpha)
+        if self.optimizer_args is not None:
+            optimizer = replace(optimizer, args=self.optimizer_args)
+        train = replace(config.train, epochs=epochs, seed=seed, device=self.device)
         model = replace(model, negative_pool=config.model.negative_pool)
-        return replace(config, model=model, optimizer=optimizer, train=train)
+        return replace(config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train)
 
     def _train_on(self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]) -> int:
         """Train and take over what was learned; gives the number of centers."""
@@ -196,12 +186,11 @@ def _states_of(table: Table) -> dict[str, np.ndarray]:
 
 def _fitted(config: Config, vocab: Vocab, batch_size: int | None, fit_rate: bool) -> Config:
     """The config with a batch size that suits the text, unless one was given, and with the learning rate for it, if wanted."""
-    tuned = TUNED_AT.get(config.optimizer.name, TUNED_BATCH)
     if batch_size is None:
         fit = fitted(config, vocab)
     else:
-        config = replace(config, train=replace(config.train, batch_size=tuned))
-        fit = with_batch(config, batch_size, min(TUNED_WORDS / len(vocab.words), max(1.0, tuned / batch_size)))
+        oftener = min(TUNED_WORDS / len(vocab.words), max(1.0, config.train.batch_size / batch_size))
+        fit = with_batch(config, batch_size, oftener)
     return fit if fit_rate else replace(fit, optimizer=config.optimizer)
 
 

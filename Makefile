@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench bench-cpu bench-transfer bench-train bench-zipf \
-  bench-precision smoke lint clean
+  bench-precision smoke docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,9 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in ha
 	$(PY) train.py $(CONFIG) corpus.path=enwiki-sample "corpus.data_dir=$$folder/data" "run.dir=$$folder/runs" \
 	  model.vector_size=32 train.epochs=1 train.device=cpu $(ARGS) && \
 	$(PY) evaluate.py score "$$folder"/runs/*/
+
+docs: $(INSTALLED) ## write docs/configuration.md from the dataclasses of w2v/config.py
+	$(PY) -c "from w2v import settings; print(settings.reference(), end='')" > docs/configuration.md
 
 lint: $(INSTALLED) ## check the code with ruff
 	$(PY) -m ruff check .

@@ -238,6 +238,32 @@ def test_neighbours_and_analogy_are_gensims_and_unknown_words_get_spellings():
         evaluation.neighbours(kv, "king", 0)
 
 
+def test_a_sum_of_words_is_gensims():
+    rng = np.random.default_rng(5)
+    kv = kv_of(["a", "b", "c", "d", "e", "f"], rng.standard_normal((6, 4)))
+    for sum_, added, taken in (("a - b + c", "ac", "b"), ("a + b + c - d", "abc", "d"), ("a - b", "a", "b"), ("f", "f", "")):
+        assert evaluation.combination(kv, sum_.split()) == kv.most_similar(positive=[*added], negative=[*taken])
+    for wrong in ("a b", "a -", "- a", "a b - c", "a - b c"):
+        with pytest.raises(evaluation.EvaluationError, match="is no sum of words; write it as king - man"):
+            evaluation.combination(kv, wrong.split())
+    with pytest.raises(evaluation.EvaluationError, match="'x' is not in the vocabulary"):
+        evaluation.combination(kv, ["a", "-", "x"])
+
+
+def test_sums_are_taken_as_words_or_quoted_or_from_standard_input(run, capsys, monkeypatch):
+    folder = run[0]
+    one, two, three, *_ = export.load(folder).index_to_key
+    sum_ = f"{one} - {two} + {three}"
+    answers = []
+    for argv, lines in (([*sum_.split()], ""), ([sum_], ""), ([], f"{sum_}\n")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert evaluate.main(["analogies", str(folder), *argv, "--topn", "2"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0].startswith(sum_) and len(set(answers)) == 1
+    assert evaluate.main(["analogies", str(folder), sum_, f"{one} - {two}", "--topn", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
 def test_report_is_aligned_and_json_is_plain():
     score = evaluation.AnalogyScore((evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7)))
     similarities = [evaluation.SimilarityScore("wordsim353", 0.6126, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
@@ -272,7 +298,7 @@ def test_words_from_standard_input_end_with_it_and_a_bad_one_is_passed_over(run,
     monkeypatch.setattr(sys, "stdin", io.StringIO("a0x0 b0x0 a0x2\na0x0 b0x0\n"))
     assert evaluate.main(["analogies", str(folder)]) == 0
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 11 and err == "error: 'a0x0 b0x0' is not 3 words; see --help\n"
+    assert len(out.splitlines()) == 11 and err.startswith("error: 'a0x0 b0x0' is not 3 words, nor a sum") and err.count("\n") == 1
 
 
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):

@@ -172,3 +172,23 @@ def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("vectors.txt", "vectors.bin")]
     assert evaluate.main(["export", str(tmp_path / "out" / "vectors.txt"), "--kv"]) == 0  # beside what was read
     assert export.load(tmp_path / "out").index_to_key == WORDS
+
+
+def test_projector_files_hold_the_most_frequent_words(kv, tmp_path, capsys):
+    export.save(kv, tmp_path, ["kv"])
+    assert evaluate.main(["export", str(tmp_path), "--projector", "3", "--to", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("tensor.tsv", "metadata.tsv")]
+    assert (tmp_path / "out" / "metadata.tsv").read_text() == "word\tcount\nthe\t90\nZürich\t40\nparis\t40\n"
+    np.testing.assert_allclose(np.loadtxt(tmp_path / "out" / "tensor.tsv"), kv.vectors[:3], rtol=1e-5)
+
+
+def test_safetensors_hold_the_vectors_and_a_list_the_words(kv, tmp_path):
+    from safetensors.numpy import load_file
+
+    assert [path.name for path in export.save_safetensors(kv, tmp_path)] == ["vectors.safetensors", "vectors.tsv"]
+    assert np.array_equal(load_file(tmp_path / "vectors.safetensors")["vectors"], kv.vectors)
+    rows = [line.split("\t") for line in (tmp_path / "vectors.tsv").read_text().splitlines()]
+    assert rows == [[word, str(kv.get_vecattr(word, "count"))] for word in WORDS]
+    with pytest.raises(export.VectorsError, match="white space"):
+        export.save_safetensors(export.keyed_vectors(["a b", "c"], np.ones(2), np.eye(2)), tmp_path / "no")
+    assert not (tmp_path / "no").exists()

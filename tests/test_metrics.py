@@ -3,11 +3,13 @@
 import json
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from w2v.config import ConfigError
+from w2v import loggers
+from w2v.config import ConfigError, RunConfig
 from w2v.metrics import Metrics
 
 
@@ -61,7 +63,44 @@ def test_plain_lines_without_a_terminal(tmp_path, caplog):
     assert " 25% of the words" in caplog.text and "loss 2.5000" in caplog.text and "lr 0.5" in caplog.text
 
 
-def test_tensorboard_that_is_not_there_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match="run.tensorboard=true needs a package that cannot be imported; pip install tensorboard"):
-        Metrics(tmp_path / "m.jsonl", 10, 1e9, tensorboard=True)
+def test_the_link_is_shown_where_something_crosses_it(tmp_path, caplog, monkeypatch):
+    now, moved = 100.0, 5_000_000_000
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    caplog.set_level(logging.INFO, "w2v")
+    with Metrics(tmp_path / "m.jsonl", 400, 1e9, moved=lambda: moved) as metrics:
+        for seconds, nbytes in ((2, 30e9), (1, 0)):
+            now, moved = now + seconds, moved + nbytes
+            metrics.update(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), metrics.words + 100, 0.1)
+            metrics.log(0.1)
+    first, second = lines(tmp_path / "m.jsonl")
+    assert first["link_gb_per_s"] == 15 and "link_gb_per_s" not in second and caplog.text.count("link 15.0 GB/s") == 1
+
+
+@pytest.mark.parametrize("setting, module, package", [
+    ({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"), ({"wandb": "mine"}, "wandb", "wandb"),
+])  # fmt: skip
+def test_a_logger_that_is_not_there_is_said(tmp_path, monkeypatch, setting, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"run.{package}=.* needs a package that cannot be imported; pip install {package}"):
+        loggers.opened(RunConfig(**setting), tmp_path, 0, {})
+
+
+def test_weights_and_biases_gets_every_line_under_the_name_of_the_run(tmp_path, monkeypatch):
+    said = []
+
+    class Run:
+        def log(self, values, step):
+            said.append((step, values))
+
+        def finish(self):
+            said.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **asked: said.append(asked) or Run()))
+    opened = loggers.opened(RunConfig(wandb="mine"), tmp_path, 0, {"model.window": 5})
+    with Metrics(tmp_path / "m.jsonl", 100, 1e9, loggers=opened) as metrics:
+        metrics.update(torch.tensor(4.0, dtype=torch.float64), torch.tensor(2), 50, 0.1)
+        metrics.log(0.1)
+        metrics.write(held_out_loss=None, analogies=0.5)
+    asked, first, second, last = said
+    assert (asked["project"], asked["id"], asked["resume"], asked["config"]) == ("mine", tmp_path.name, "allow", {"model.window": 5})
+    assert first[0] == 1 and first[1]["loss"] == 2 and second == (1, {"analogies": 0.5}) and last == "finished"

@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile", "durable", "signals"},
-    {"settings", "sources", "vocab", "kernels", "table"},
+    {"settings", "loggers", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},
-    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison"},
+    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
-    {"experiments"},
-    {"sweep"},
+    {"experiments", "commands"},
+    {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,8 @@ def test_a_run_leaves_all_it_promises(corpus, tmp_path):
     from safetensors.numpy import load_file
 
     run, said = train(corpus, tmp_path, "train.epochs=20", "optimizer.lr=0.1")
-    promised = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv vectors.bin vectors.sha256 checkpoints .lock"
-    assert sorted(os.listdir(run)) == sorted(promised.split())
+    promised = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv vectors.bin vectors.sha256 checkpoints"
+    assert sorted(os.listdir(run)) == sorted([*promised.split(), "README.md", ".lock"])
     vectors = KeyedVectors.load(str(run / "vectors.kv"))
     near = [word for word, _ in vectors.most_similar("red", topn=4)]
     assert set(near) == {"green", "blue", "pink", "grey"}
@@ -61,6 +62,11 @@ def test_a_run_leaves_all_it_promises(corpus, tmp_path):
     assert logged[-1]["words"] == 3200 * 20 and logged[-1]["loss"] < logged[0]["loss"]
     for part in ("machine ", "engine    resident on cpu", "3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):
         assert part in said, part
+    card = (run / "README.md").read_text()
+    for part in ("| text |", "3,200 words, 10 distinct", "10 words that occur", "20 epochs, 64,000 words", "name: Adamax", "no GPU"):
+        assert part in card, part
+    (block,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
+    subprocess.run([sys.executable, "-c", block], cwd=run, check=True)
     again = program(run / "config.yaml")
     assert again.returncode == 0  # the saved config is a config
 

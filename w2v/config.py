@@ -142,6 +142,7 @@ class RunConfig:
     name: str = key("", "Ending of the run folder's name <date>-<name>; empty takes corpus and optimizer.")
     log_seconds: float = key(10.0, "Seconds between two lines of metrics.jsonl, and of the log when there is no terminal.")
     tensorboard: bool = key(False, "Write the curve for TensorBoard too, into the run folder; needs the package tensorboard.")
+    wandb: str = key("", "Project of Weights & Biases to write the curve to as well; empty: none. Needs the package wandb.")
     score_epochs: bool = key(False, "Score the vectors on the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(10.0, "Minutes between checkpoints, which epochs end with as well; 0: one at the end of the run.")
 

@@ -177,6 +177,15 @@ def analogy(kv: KeyedVectors, a: str, b: str, c: str, topn: int = 10) -> list[tu
     return _most_similar(kv, [b, c], [a], topn)
 
 
+def combination(kv: KeyedVectors, terms: Sequence[str], topn: int = 10) -> list[tuple[str, float]]:
+    """The words nearest to a sum such as king - man + woman, given as words with a + or - before all but the first."""
+    signs, words = ["+", *terms[1::2]], list(terms[::2])
+    if len(terms) % 2 == 0 or set(signs) - {"+", "-"}:
+        raise EvaluationError(f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces")
+    added, taken = ([word for word, sign in zip(words, signs, strict=True) if sign == wanted] for wanted in "+-")
+    return _most_similar(kv, added, taken, topn)
+
+
 def nearest_spellings(kv: KeyedVectors, word: str, n: int = 3) -> list[str]:
     """Words of the vocabulary that are spelled like `word`, nearest first; of equally near ones the most frequent."""
     letters = set(word.lower())

@@ -84,6 +84,37 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
     return [folder / f"vectors.{name}" for name in formats]
 
 
+def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Path]:
+    """Write tensor.tsv and metadata.tsv (word, count) of the first `words` for https://projector.tensorflow.org and TensorBoard."""
+    shown, folder = kv.index_to_key[:words], Path(folder)
+    _check_words(shown)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ("\t".join(f"{value:.6g}" for value in vector) for vector in kv.vectors[: len(shown)].tolist())
+    durable.replace(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
+    durable.replace(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
+    return [folder / "tensor.tsv", folder / "metadata.tsv"]
+
+
+def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
+    """Write vectors.safetensors, with "vectors" [V, D], and vectors.tsv, a line of word and count for each row."""
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    _check_words(kv.index_to_key)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, aside = folder / "vectors.safetensors", folder / "vectors.safetensors.part"
+    save_file({"vectors": np.ascontiguousarray(kv.vectors)}, aside)
+    os.replace(aside, path)
+    durable.replace(folder / "vectors.tsv", _with_counts(kv, kv.index_to_key))
+    return [path, folder / "vectors.tsv"]
+
+
+def _with_counts(kv: KeyedVectors, words: Sequence[str]) -> str:
+    """A line of word and count each; 0 where counts are not known, as in word2vec's formats."""
+    known = "count" in kv.expandos
+    return "".join(f"{word}\t{kv.get_vecattr(word, 'count') if known else 0}\n" for word in words)
+
+
 def seal(folder: Path) -> None:
     """Write the SHA-256 of the vectors files in a folder, by which `load` finds damage."""
     files = sorted(path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS)

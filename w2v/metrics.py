@@ -8,14 +8,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
-from w2v.config import ConfigError
+from w2v.loggers import Logger
 
 log = logging.getLogger("w2v")
 REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
@@ -56,12 +56,14 @@ class Metrics:
 
     The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
     outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
-    With a `state`, the curve goes on from there, and lines of the file that came later are cut off; without one it begins anew.
+    `moved` gives the bytes that have crossed the link to the GPU, both ways. With a `state`, the curve goes on from there, and lines of
+    the file that came later are cut off; without one it begins anew.
     """
 
     def __init__(
         self, path: Path, total_words: int, log_seconds: float,
-        look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None, tensorboard: bool = False,
+        look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None,
+        loggers: Sequence[Logger] = (), moved: Callable[[], int] = lambda: 0,
     ):  # fmt: skip
         self._file = path.open("a", encoding="utf-8")
         self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
@@ -73,7 +75,8 @@ class Metrics:
         self.step, self.words, self._logged_words = int(state["step"]), int(state["words"]), int(state["logged_words"])
         self._loss: Tensor | float = state["loss"]
         self._pairs: Tensor | int = int(state["pairs"])
-        self._board = _open_tensorboard(path.parent, self.step) if tensorboard else None
+        self._loggers, self._moved, self._logged_bytes = loggers, moved, moved()
+        self._link = 0.0  # GB/s since the last line
         self.loss = state.get("mean_loss", math.nan)
         self.seconds = state["seconds"]  # of training, at the last look
         self._shown = time.monotonic()
@@ -98,13 +101,15 @@ class Metrics:
         self._read(lr)
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        self.write(step=self.step, words=self.words, seconds=round(self.seconds, 3), words_per_s=round(rate), loss=self.loss, lr=lr)
+        link = {"link_gb_per_s": round(self._link, 3)} if self._link else {}
+        seconds = round(self.seconds, 3)
+        self.write(step=self.step, words=self.words, seconds=seconds, words_per_s=round(rate), loss=self.loss, lr=lr, **link)
         if self._bar.disable:
             share = self.words / self._total_words
             left = self.seconds * (1 / share - 1)
-            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  loss {self.loss:.4f}  lr {lr:.4g}  {left:.0f} s left")
+            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}  {left:.0f} s left")
         self._loss, self._pairs = 0.0, 0
-        self._logged, self._logged_words = now, self.words
+        self._logged, self._logged_words, self._logged_bytes = now, self.words, self._moved()
 
     def state(self, lr: float) -> dict[str, float]:
         """Where the curve stands, with all lines so far on disk."""
@@ -121,8 +126,8 @@ class Metrics:
         """Append one JSON object to metrics.jsonl, at once."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        for name, value in values.items() if self._board else ():
-            self._board.add_scalar(name, value, self.step)
+        for logger in self._loggers:
+            logger.write(values, self.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,23 +144,18 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
         self._file.close()
-        if self._board:
-            self._board.close()
+        for logger in self._loggers:
+            logger.close()
 
     def _read(self, lr: float) -> None:
         loss, pairs = float(self._loss), int(self._pairs)
         self._look()
         self.loss = loss / pairs if pairs else self.loss
-        self._bar.set_postfix_str(f"loss {self.loss:.4f} lr {lr:.4g}", refresh=False)
-        self._bar.update(self.words - self._bar.n)
         self._shown = time.monotonic()
+        self._link = (self._moved() - self._logged_bytes) / max(self._shown - self._logged, 1e-9) / 1e9
+        self._bar.set_postfix_str(self._said(lr), refresh=False)
+        self._bar.update(self.words - self._bar.n)
         self.seconds = self._shown - self._start
 
-
-def _open_tensorboard(folder: Path, step: int) -> Any:
-    """A writer of events, which hides those of later steps that an earlier process left."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("run.tensorboard=true needs a package that cannot be imported; pip install tensorboard") from None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    def _said(self, lr: float) -> str:
+        return f"loss {self.loss:.4f}  lr {lr:.4g}" + (f"  link {self._link:.1f} GB/s" if self._link else "")

@@ -80,6 +80,20 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def reference() -> str:
+    """docs/configuration.md: a table of the keys of each section."""
+    lines = ["# Configuration", "", "Written by `make docs` from `w2v/config.py`; `train.py --help-config` prints the same as YAML.", ""]
+    for section in fields(Config):
+        lines += [f"## {section.name}", "", "| key | default | takes | meaning |", "|---|---|---|---|"]
+        for entry in fields(section.default_factory):
+            name = f"{section.name}.{entry.name}"
+            hint, default = _types()[name], getattr(section.default_factory(), entry.name)
+            takes = ", ".join(_choices(hint)) or _expected(hint, None)
+            lines.append(f"| `{name}` | `{json.dumps(default)}` | {takes} | {entry.metadata['help']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     """Which keys of `as_dict` differ, each with both values in words."""
     differ = [name for name in old.keys() & new.keys() if old[name] != new[name]]

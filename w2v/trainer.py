@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from w2v import checkpoint, durable, evaluation, export, settings
+from w2v import card, checkpoint, durable, evaluation, export, loggers, settings
 from w2v.batch import Position
 from w2v.checkpoint import CheckpointError, Checkpoints
 from w2v.config import Config, ConfigError
@@ -50,7 +50,9 @@ class Trainer:
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
         curve = self._go_on(tables)
-        self.metrics = Metrics(folder / "metrics.jsonl", self._total_words, run.log_seconds, self._look, curve, run.tensorboard)
+        opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config))
+        log_to = folder / "metrics.jsonl", self._total_words, run.log_seconds
+        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved)
         self._first_step = self.metrics.step
         self._saved_at = time.monotonic()
 
@@ -135,14 +137,21 @@ class Trainer:
         export.seal(self.folder)
         scores, took = self.score(keyed), self.took()
         durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
+        card.write(self.folder)
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
         log.info(
             f"{evaluation.report(*scores)}\n\n"
             f"{held_out}"
             f"run folder   {self.folder}\n"
+            f"model card   {self.folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(self.folder / 'vectors.kv')!r})\n"
             f"ask it       python evaluate.py nn {self.folder} WORD ..."
         )
+
+    def _bytes_moved(self) -> int:
+        """Over the link to the GPU, both ways."""
+        engine, table = self.pipeline.engine, self.pipeline.inputs
+        return (engine.rows_read + engine.rows_written) * table.width * table.dtype.itemsize
 
     def _look(self) -> None:
         """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""

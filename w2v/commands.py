@@ -1,0 +1,104 @@
+"""What evaluate.py does, command by command; arguments come from there. The exit status is 2 if a word given as argument was wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from w2v import card, comparison, evaluation, export, pictures
+from w2v.evaluation import EvaluationError
+
+ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, OSError)
+SIGNS = {"+", "-"}
+
+
+def run(options: Namespace) -> int:
+    """Do what was asked for; gives the exit status. Raises one of `ERRORS` for what a user can mend."""
+    return COMMANDS[options.command](options)
+
+
+def score(options: Namespace) -> int:
+    scores = evaluation.scores(export.load(options.run), options.questions, options.restrict_vocab, options.scorer == "gensim")
+    print(json.dumps(evaluation.as_dict(*scores), indent=1) if options.json else evaluation.report(*scores))
+    return 0
+
+
+def nn(options: Namespace) -> int:
+    kv = export.load(options.run)
+
+    def ask(words: list[str]) -> list[tuple[str, float]]:
+        if len(words) != 1:
+            raise EvaluationError(f"{' '.join(words)!r} is not 1 word; see --help")
+        return evaluation.neighbours(kv, *words, options.topn)
+
+    return _answer(ask, [[word] for word in options.words])
+
+
+def analogies(options: Namespace) -> int:
+    kv = export.load(options.run)
+
+    def ask(words: list[str]) -> list[tuple[str, float]]:
+        if SIGNS.intersection(words):
+            return evaluation.combination(kv, words, options.topn)
+        if len(words) != 3:
+            raise EvaluationError(f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help")
+        return evaluation.analogy(kv, *words, options.topn)
+
+    words = options.words
+    if SIGNS.intersection(words):
+        return _answer(ask, [words])
+    if any(" " in word for word in words):
+        return _answer(ask, [word.split() for word in words])
+    return _answer(ask, [words[start : start + 3] for start in range(0, len(words), 3)])
+
+
+def write(options: Namespace) -> int:
+    path = export.find(options.run)
+    kv, folder = export.load(path), Path(options.to or path.parent)
+    written = export.save(kv, folder, options.formats) if options.formats else []
+    written += export.save_safetensors(kv, folder) if options.safetensors else []
+    written += export.save_projector(kv, folder, options.projector) if options.projector else []
+    print(*written, sep="\n")
+    return 0
+
+
+def draw_map(options: Namespace) -> int:
+    path = export.find(options.run)
+    print(pictures.word_map(export.load(path), Path(options.to or path.parent / "map.png"), options.words, options.by))
+    return 0
+
+
+def plot(options: Namespace) -> int:
+    runs = [export.find(run).parent if run == "latest" else Path(run) for run in options.runs]
+    print(pictures.curves(runs, Path(options.to) if options.to else runs[0] / "curves.png"))
+    return 0
+
+
+def compare(options: Namespace) -> int:
+    print(comparison.report(options.runs, options.to))
+    return 0
+
+
+def describe(options: Namespace) -> int:
+    print(card.write(export.find(options.run).parent))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "score": score, "nn": nn, "analogies": analogies, "export": write, "map": draw_map, "plot": plot, "compare": compare, "card": describe,
+}  # fmt: skip
+
+
+def _answer(ask: Callable[[list[str]], list[tuple[str, float]]], given: Iterable[list[str]]) -> int:
+    """Print the answers to each question given, or to each line of standard input; what cannot be asked is said and passed over."""
+    failed = False
+    for words in given or filter(None, map(str.split, sys.stdin)):
+        try:
+            print(" ".join(words), *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)), sep="\n", flush=True)
+        except EvaluationError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            failed |= bool(given)
+    return 2 if failed else 0

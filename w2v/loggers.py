@@ -1,0 +1,64 @@
+"""Where the curve of a run goes besides metrics.jsonl: TensorBoard and Weights & Biases, imported only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from w2v.config import ConfigError, RunConfig
+
+
+class Logger(Protocol):
+    def write(self, values: Mapping[str, float | None], step: int) -> None:
+        """Add a point to the curve of each value; one that is None is left out."""
+
+    def close(self) -> None:
+        """Write what is still to be written."""
+
+
+def opened(run: RunConfig, folder: Path, step: int, about: Mapping[str, Any]) -> list[Logger]:
+    """The loggers that the config asks for, which go on after `step`; about: the settings of the run, by name."""
+    found: list[Logger] = [TensorBoard(folder, step)] if run.tensorboard else []
+    return found + ([Wandb(run.wandb, folder, about)] if run.wandb else [])
+
+
+class TensorBoard:
+    """Events in <folder>/tensorboard; those of later steps that an earlier process left are hidden."""
+
+    def __init__(self, folder: Path, step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("run.tensorboard=true", "tensorboard") from None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, values: Mapping[str, float | None], step: int) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of a project, named as its folder, which one that is resumed goes on in; steps that are there already are not written again."""
+
+    def __init__(self, project: str, folder: Path, about: Mapping[str, Any]):
+        try:
+            import wandb
+        except ImportError:
+            raise _missing(f"run.wandb={project}", "wandb") from None
+        name = folder.resolve().name
+        self._run = wandb.init(project=project, id=name, name=name, dir=str(folder), config=dict(about), resume="allow")
+
+    def write(self, values: Mapping[str, float | None], step: int) -> None:
+        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _missing(setting: str, package: str) -> ConfigError:
+    return ConfigError(f"{setting} needs a package that cannot be imported; pip install {package}")

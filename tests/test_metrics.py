@@ -45,6 +45,17 @@ def test_time_that_is_paused_is_none_of_the_training(tmp_path, monkeypatch):
     assert metrics.seconds == 5 and lines(tmp_path / "m.jsonl")[0]["words_per_s"] == 20
 
 
+def test_the_time_that_a_run_takes_is_told_once_from_its_beginning(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "w2v")
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Metrics(tmp_path / "m.jsonl", total_words=3_000_000, log_seconds=1e9) as metrics:
+        for words in (100_000, 200_000, 300_000, 400_000, 500_000):
+            now += 0.5
+            metrics.update(torch.tensor(1.0), torch.tensor(1), words, 0.1)
+    assert [record.message for record in caplog.records] == ["time      about 15 s of training: 0.2 M words/s at its beginning"]
+
+
 def test_sums_do_not_saturate(tmp_path):
     """A float32 sum stands still at 2**24; gensim's loss is known for it."""
     with Metrics(tmp_path / "m.jsonl", 10, 1e9) as metrics:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from w2v.loggers import Logger
 
 log = logging.getLogger("w2v")
+TRIAL_SECONDS = 2.0  # of training, which tell how long it will take
 REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
 
 
@@ -81,6 +82,7 @@ class Metrics:
         self.seconds = state["seconds"]  # of training, at the last look
         self._shown = time.monotonic()
         self._start = self._shown - self.seconds
+        self._trial: tuple[float, int] | None = self._shown, self.words  # from when on the time that the run takes is found out
         self._logged = self._start + state["logged_seconds"]
 
     def update(self, loss: Tensor, pairs: Tensor, words: int, lr: float) -> None:
@@ -89,6 +91,9 @@ class Metrics:
         self._pairs = self._pairs + pairs
         self.step, self.words = self.step + 1, words
         now = time.monotonic()
+        if self._trial and now - self._trial[0] >= TRIAL_SECONDS:
+            rate, self._trial = (words - self._trial[1]) / (now - self._trial[0]), None
+            log.info(f"time      about {self._total_words / rate:.0f} s of training: {rate / 1e6:.3g} M words/s at its beginning")
         if now - self._logged >= self._log_seconds:
             self.log(lr)
         elif not self._bar.disable and now - self._shown >= REFRESH_SECONDS:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -148,7 +149,7 @@ def _convert(dump: Path, target: Path) -> Path:
     logger.info("converting the Wikipedia dump %s to %s, once; a full dump takes hours", dump, target)
     source = pages()
     with aside_of(target) as aside:
-        with open(aside, "w", encoding="utf-8") as out, multiprocessing.Pool(initializer=wikicorpus.init_to_ignore_interrupt) as pool:
+        with open(aside, "w", encoding="utf-8") as out, multiprocessing.Pool(initializer=_may_be_ended) as pool:
             while group := list(islice(source, 256)):  # imap alone would read the whole dump ahead
                 for words, _, _ in pool.imap(wikicorpus.process_article, group, chunksize=8):
                     if len(words) >= wikicorpus.ARTICLE_MIN_WORDS:
@@ -156,6 +157,13 @@ def _convert(dump: Path, target: Path) -> Path:
         if not aside.stat().st_size:
             raise CorpusError(f"{dump} holds no article of {wikicorpus.ARTICLE_MIN_WORDS} words or more")
     return target
+
+
+def _may_be_ended() -> None:
+    """In a worker process: SIGTERM, by which a pool ends it, does so at once; a handler inherited from the program could come too late, as
+    Python looks for signals before it waits, and then waits for ever."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program itself sees to it
 
 
 def _enwiki_sample(data_dir: Path) -> Path:

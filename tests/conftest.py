@@ -5,8 +5,29 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+from tests.forked import Programs
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def one_thread():
+    """Small steps are quickest so, and other processes that keep the cores busy would slow several threads down a hundredfold."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Runs of train.py in processes of their own."""
+    running = Programs(tmp_path_factory.mktemp("programs"))
+    yield running
+    running.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

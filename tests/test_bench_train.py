@@ -18,15 +18,7 @@ from w2v.optim import learning_rate
 from w2v.pipeline import StepResult
 
 CPU = "train.device=cpu transfer.engine=resident model.vector_size=8 model.negative_pool=0 train.batch_size=128".split()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Such small steps are quickest so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from w2v import comparison, experiments, settings, sweep
 from w2v.config import Config, ConfigError
 from w2v.vocab import Vocab
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Such small steps are quickest so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import evaluate
 import train
-from tests.forked import Programs
 from w2v import export, plan
 from w2v.checkpoint import latest
 
@@ -25,15 +23,7 @@ SMALL = """
 model.vector_size=4 model.sample=0 vocab.min_count=1 train.epochs=1 train.batch_size=16 train.device=cpu run.log_seconds=100
 """.split()
 TEXT = "\n".join(" ".join(random.Random(line).choices("a b c d e f g".split(), k=8)) for line in range(40))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Other processes that keep the cores busy would slow several threads down a hundredfold."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def said(capsys, program, *arguments):
@@ -127,13 +117,6 @@ def test_a_vocabulary_of_more_rows_than_ids_can_number(tmp_path, capsys, monkeyp
     monkeypatch.setattr(plan, "MOST_WORDS", 5)
     status, error = said(capsys, train, *arguments_for(tmp_path))
     assert status == 2 and "7 words are more than the 5 rows that a table may have; set vocab.max_final_vocab=5" in error
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    running = Programs(tmp_path_factory.mktemp("programs"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

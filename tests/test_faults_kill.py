@@ -13,20 +13,12 @@ import time
 
 import pytest
 
-from tests.forked import Programs
 from w2v import checkpoint, settings
 from w2v.checkpoint import Checkpoint
 from w2v.optim import RowOptimizer
 from w2v.table import Table
 
 KILLS = int(os.environ.get("W2V_KILLS", "3"))
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    running = Programs(tmp_path_factory.mktemp("programs"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

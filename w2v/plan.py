@@ -134,8 +134,8 @@ def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: P
     warn_of_few_steps(config, vocab)
     size = config.model.vector_size
     element = ROWS.get(config.train.precision, torch.float32).itemsize
-    table_bytes = 2 * len(vocab.words) * record_width(size, optimizer.states(size), element) * element
     width = record_width(size, optimizer.states(size), element)
+    table_bytes = 2 * len(vocab.words) * width * element
     engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
     room = config.transfer.gpu_bytes_of(table_bytes)
     rows = 2 * len(vocab.words)

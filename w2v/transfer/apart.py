@@ -27,19 +27,17 @@ class TableApart:
         if not states:
             raise ValueError(f"state_storage={state_storage!r}: this optimizer keeps no state; leave state_storage out")
         self.weights = Table(name, rows, dim, {}, {}, storage, dtype)
-        (first, state), *others = states.items()
+        (self._first, state), *others = states.items()
         # The first state takes the place of the weight, so that a record has no room that is not used.
         self.states = Table(f"{name}-state", rows, state.width, dict(others), scalars, state_storage, dtype)
         self.states["weight"].fill_(state.initial)
-        self._state_columns = record_columns(state.width, dict(others))
-        self._state_columns = {first: self._state_columns.pop("weight"), **self._state_columns}
         self.columns = record_columns(dim, states)
         self.name, self.rows, self.dim, self.dtype, self.storage = name, rows, dim, dtype, storage
         self.continued = False
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field of all rows, as `Table` gives it."""
-        return self.weights["weight"] if name == "weight" else self.states.records_VR[:, self._state_columns[name]]
+        return self.weights["weight"] if name == "weight" else self.states["weight" if name == self._first else name]
 
     @property
     def scalars(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 import train
-from tests.test_faults import SMALL, arguments_for, changed, one_thread  # noqa: F401 - a fixture
+from tests.test_faults import SMALL, arguments_for, changed
 from w2v import export, plan, settings
 from w2v.checkpoint import CheckpointError, latest
 from w2v.config import ConfigError
@@ -23,6 +23,7 @@ from w2v.vocab import Vocab
 
 CASES = int(os.environ.get("W2V_CASES", "40"))  # of each property
 TRAINING = [name for name in settings.names() if not name.startswith(("corpus", "run"))]
+pytestmark = pytest.mark.usefixtures("one_thread")
 few_examples = tried(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -1,0 +1,108 @@
+"""The processes that train one model together, one a GPU, as torchrun starts them: which one this is, and what they tell each other.
+
+Rows are dealt in turn: row `v` of a table is row `v // size` of the shard that rank `v % size` holds. Facts that the CPU has go through
+Gloo; tensors go through NCCL where they are on a GPU, on torch's current stream.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all of them train
+LONG_PATIENCE = timedelta(hours=4)  # with the one that scores or writes for all
+
+
+class RankLost(OSError):
+    """Another rank has ended or does not answer; the message says which, as far as that can be known here."""
+
+
+class Ranks:
+    """This process among those that train together; by itself, a process alone, for which nothing has to be sent.
+
+    rank: this one's number, from 0; size: how many there are.
+    """
+
+    rank, size, local_rank = 0, 1, 0
+
+    def gather(self, fact: Any) -> list[Any]:
+        """What each rank gives, in their order; all ranks wait for each other."""
+        return [fact]
+
+    def agree(self, *numbers: float) -> list[list[float]]:
+        """As `gather`, for a few numbers at each step."""
+        return [list(numbers)]
+
+    def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
+        """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, ...; give what came, `received[0]` rows from rank 0, ...
+
+        ahead: for what is sent while the steps before are computed, beside what these send.
+        """
+        return rows_NX
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """The sum over all ranks of a small tensor, which becomes it."""
+        return numbers
+
+    def rows(self, total: int) -> int:
+        """How many of a table's `total` rows this rank holds."""
+        return -(-(total - self.rank) // self.size)
+
+    def global_rows(self, rows_n: Tensor) -> Tensor:
+        """Which rows of the whole table those of this rank's shard are."""
+        return rows_n * self.size + self.rank
+
+
+class Joined(Ranks):
+    """The ranks that torchrun has started, on CPUs or each with a GPU of its own. Raises `RankLost` where another one is gone."""
+
+    def __init__(self, device: str):
+        self.rank, self.size, self.local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        with self._answering():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+            self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
+            self._ahead = dist.new_group(timeout=PATIENCE)
+
+    def gather(self, fact: Any) -> list[Any]:
+        facts: list[Any] = [None] * self.size
+        with self._answering():
+            dist.all_gather_object(facts, fact, group=self._facts)
+        return facts
+
+    def agree(self, *numbers: float) -> list[list[float]]:
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        all_of_them = torch.empty(self.size, len(numbers), dtype=torch.float64)
+        with self._answering():
+            dist.all_gather(list(all_of_them), mine)
+        return all_of_them.tolist()
+
+    def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
+        came = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
+        with self._answering():
+            dist.all_to_all_single(came, rows_NX, list(received), list(sent), group=self._ahead if ahead else None)
+        return came
+
+    def add(self, numbers: Tensor) -> Tensor:
+        with self._answering():
+            dist.all_reduce(numbers)
+        return numbers
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            what = " ".join(str(error).split())[:200]
+            raise RankLost(f"rank {self.rank} of {self.size} on {socket.gethostname()} has lost another one: {what}") from error
+
+
+def started_by_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

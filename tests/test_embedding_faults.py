@@ -136,7 +136,7 @@ def save_other(path, kind):
     if kind == "text":
         path.write_text("no numbers")
     elif path.suffix == ".npy":
-        np.save(path, {"rows": np.ones((ROWS - 1, DIM), np.float32), "dtype": np.ones((ROWS, DIM)), "dim": np.ones(3, np.float32)}[kind])
+        np.save(path, {"rows": np.ones((ROWS - 1, DIM), np.float32), "dtype": np.ones((ROWS, DIM), np.int32), "dim": np.ones(3, np.float32)}[kind])
     else:
         folder = path.parent / kind
         rows, dtype = ROWS - (kind == "rows"), torch.float16 if kind == "dtype" else torch.float32

@@ -41,7 +41,7 @@ def test_full_windows_hold_exactly_the_neighbours_in_the_sentence(batch_size):
 def test_windows_never_cross_sentences_or_chunks():
     sentences = [[sentence] * length for sentence, length in enumerate(np.random.default_rng(0).integers(1, 40, 200))]
     s = sampler(sentences, 200, batch_size=4)
-    assert len(s._chunks) > 10
+    assert len(s._chunks()) > 10
     found = pairs(s.epoch())
     assert len(found) > 1000 and all(center == context for center, context in found)
 

@@ -135,7 +135,7 @@ def test_every_optimizer_steps_16_bit_rows_in_float32(name):
     [
         ({"rows": 0}, "a table of 0 rows of 4 dimensions cannot be made"),
         ({"storage": "disk"}, "storage='disk' is unknown; choose from cpu cuda pinned mmap"),
-        ({"dtype": torch.float64}, "dtype=torch.float64 cannot be stored"),
+        ({"dtype": torch.int32}, "dtype=torch.int32 cannot be stored"),
         ({"dtype": torch.bfloat16, "states": {"step": RowState(1, 0.0)}}, "cannot hold the state 'step' that counts for each row; use"),
         ({"storage": "mmap"}, "storage='mmap' with path=None"),
         ({"path": "x"}, "storage='cpu' with path=x"),

@@ -34,7 +34,7 @@ KEPT = 2
 SHARD_BYTES = 1 << 30
 CHUNK_BYTES = 16 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
 
 
 class CheckpointError(ValueError):

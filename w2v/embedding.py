@@ -34,7 +34,7 @@ from w2v.table import Init, Storage, Table, normal
 from w2v.transfer.apart import TableApart, engine_between
 
 Ids = Tensor | np.ndarray | Sequence[int]  # of any shape, int32 or int64, on any device; an id may occur more than once
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SAFETENSORS_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class _Rows:
@@ -161,7 +161,7 @@ class RowStore(_Rows):
 
     @classmethod
     def open(cls, path: str | Path, *, storage: Storage = "cpu", device: torch.device | str | None = None) -> RowStore:
-        """The rows of an .npy file, float32 or float16: with storage="mmap" the file itself, where `put` changes it, else a copy."""
+        """The rows of an .npy file in floating point: with storage="mmap" the file itself, where `put` changes it, else a copy."""
         rows_VD = open_npy(path)
         dtype = next(kind for kind, npy in NPY_TYPES.items() if rows_VD.dtype == npy)
         if storage == "mmap":

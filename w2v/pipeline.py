@@ -19,6 +19,7 @@ from w2v import skipgram
 from w2v.batch import Batch
 from w2v.kernels import cuda
 from w2v.optim import RowOptimizer
+from w2v.ranks import ALONE, Ranks
 from w2v.skipgram import Slots
 from w2v.table import Table
 from w2v.transfer import Engine
@@ -48,15 +49,17 @@ class StepResult(NamedTuple):
 class Pipeline:
     """Trains the rows that a batch touches, in plain torch: pages them in, steps them, writes them back.
 
-    product: what matrix products are computed in; by default float32, as all else.
+    product: what matrix products are computed in; by default float32, as all else. Where several `ranks` train together, the tables are
+    this one's shards, and all make their steps at once, each with a batch of its own, which may be empty.
     """
 
     def __init__(
         self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1,
-        product: torch.dtype | None = None,
+        product: torch.dtype | None = None, ranks: Ranks = ALONE, rows: int | None = None,
     ):  # fmt: skip
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
+        self._ranks, self._rows = ranks, rows or inputs.rows
         self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 and type(self) is Pipeline else None
         self.steps = 0
         self._rows_stepped = torch.zeros(2, dtype=torch.int64, device=device)
@@ -95,8 +98,10 @@ class Pipeline:
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
         scale = self._scale and self._scale.scale.clone()
         loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
+        pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
+        loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))
         before = [page.records_UR.clone() for page in pages] if self._planning or self._scale else []  # the CPU knows a fault at once
-        left_out = self._scale.overflowed([page.grad_UD for page in pages]) if self._scale else None
+        left_out = self._scale and self._scale.update(self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0)
         for page in pages:
             if left_out is not None:
                 page.grad_UD = torch.where(left_out, 0, page.grad_UD)
@@ -112,8 +117,8 @@ class Pipeline:
     def _look(self, loss: Tensor, grads: list[Tensor], records: list[Tensor]) -> None:
         """Note the first step whose numbers are not all finite, without waiting for the device."""
         ends = [torch.stack(x.aminmax()).double() if x.numel() else loss.new_zeros(2) for x in (*grads, *records)]  # NaN is either's
-        sound = (torch.stack([loss.expand(2), *ends]).abs() <= self._largest).all(dim=1)
-        bits = (~sound * self._bits).sum()
+        unsound = (~(torch.stack([loss.expand(2), *ends]).abs() <= self._largest)).any(dim=1)
+        bits = ((self._ranks.add(unsound.int()) > 0) * self._bits).sum()
         first = (self.fault == 0) & (bits != 0)
         self.fault = torch.where(first, bits + (self.steps << len(FAULTS)), self.fault)
 
@@ -139,7 +144,7 @@ class Pipeline:
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         drawn = islice(batches, self._steps_per_page)
-        return [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self.inputs.rows)) for batch in drawn]
+        return [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self._rows)) for batch in drawn]
 
     def _marks(self, page: list[Planned]) -> Tensor:
         """Which rows of both tables the page's steps touch: bool [2, V]."""
@@ -150,7 +155,7 @@ class Pipeline:
         return marks_TV
 
     def _no_marks(self) -> Tensor:
-        return torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=self._device)
+        return torch.zeros(2, self._rows, dtype=torch.bool, device=self._device)
 
 
 class FusedPipeline(Pipeline):

@@ -61,6 +61,9 @@ class Ranks:
         return rows_n * self.size + self.rank
 
 
+ALONE = Ranks()
+
+
 class Joined(Ranks):
     """The ranks that torchrun has started, on CPUs or each with a GPU of its own. Raises `RankLost` where another one is gone."""
 

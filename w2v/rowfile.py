@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NPY_TYPES = {torch.float32: np.float32, torch.float16: np.float16}
+NPY_TYPES = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
 
 
 class RowFile:
@@ -103,7 +103,7 @@ class RowFile:
 
 
 def open_npy(path: str | Path, writable: bool = False) -> np.memmap:
-    """Map an .npy file of rows [V, D], float32 or float16; raises `ValueError` for a file of anything else."""
+    """Map an .npy file of rows [V, D], float64, float32 or float16; raises `ValueError` for a file of anything else."""
     try:
         rows_VD = np.load(path, mmap_mode="r+" if writable else "r")
     except (ValueError, EOFError) as error:
@@ -111,7 +111,7 @@ def open_npy(path: str | Path, writable: bool = False) -> np.memmap:
     if not isinstance(rows_VD, np.memmap):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")
     if rows_VD.ndim != 2 or 0 in rows_VD.shape or rows_VD.dtype not in map(np.dtype, NPY_TYPES.values()):
-        raise ValueError(f"{path} holds {rows_VD.shape} {rows_VD.dtype}; rows are [V, D] in float32 or float16: array.astype('float32')")
+        raise ValueError(f"{path} holds {rows_VD.shape} {rows_VD.dtype}; rows are [V, D] in floating point: array.astype('float32')")
     return rows_VD
 
 

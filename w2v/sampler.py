@@ -1,14 +1,16 @@
 """From ids to batches: subsampling, shrinking windows and noise words, drawn on the device that computes.
 
 The corpus is read in chunks of whole sentences; a chunk is subsampled at once and its kept words are cut into batches of nearly
-equal size. All draws are seeded by (seed, epoch, chunk, batch), so three numbers say where the sampler stands.
+equal size. All draws are seeded by (seed, rank, epoch, chunk, batch), so three numbers say where the sampler stands. Where several
+ranks train together, each reads a span of sentences with about as many words as the others'.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from w2v.batch import Batch, Position
 from w2v.config import ModelConfig
+from w2v.ranks import ALONE, Ranks
 
+Span = tuple[int, int]  # of sentences: the first, and the one after the last
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
@@ -26,51 +30,102 @@ class Sampler:
 
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
-    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`.
+    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; batch_size: centers of
+    the batches of all ranks together. `spans`: what of the text is read in the epoch at hand.
     """
 
     def __init__(
         self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
-        inversion: Inversion | None = None,
+        inversion: Inversion | None = None, ranks: Ranks = ALONE,
     ):  # fmt: skip
-        self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
+        self._ids_N, self._offsets_S, self._model, self._ranks = ids_N, offsets_S, model, ranks
+        self._batch_size, self._seed = -(-batch_size // ranks.size), (seed, ranks.rank) if ranks.rank else (seed,)
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
         noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._invert = (inversion or search)(noise_cdf_V)
         self._generator = torch.Generator(device)
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
-        starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
-        self._chunks = [*np.unique(starts[starts < len(offsets_S) - 1]), len(offsets_S) - 1]  # as sentence numbers
-        self.position = Position()
+        self._share = self.deal([(0, len(offsets_S) - 1)])
+        self.spans, self.position = self._share, Position()
 
     def epoch(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the epoch; the position moves on as each is drawn."""
         epoch, first_chunk, first_batch = self.position
-        for chunk in range(first_chunk, len(self._chunks) - 1):
-            words_n, sentences_n = self._subsample(epoch, chunk)
+        chunks, words = self._chunks(), len(self._ids_N)
+        ahead = sum(self._words(*chunk) for chunk in chunks)  # words that are not read yet
+        for number, chunk in enumerate(chunks):
+            ahead -= self._words(*chunk)
+            if number < first_chunk:
+                continue
+            words_n, sentences_n = self._subsample(chunk, epoch, number)
             cuts = _even_cuts(len(words_n), self._batch_size)
-            begin, end = self._offsets_S[self._chunks[chunk]], self._offsets_S[self._chunks[chunk + 1]]
-            for number in range(first_batch, len(cuts) - 1):
-                size, generator = cuts[number + 1] - cuts[number], self._seeded(epoch, chunk, number + 1)
-                done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
-                self.position = Position(epoch, chunk, number + 1)
+            for batch in range(first_batch, len(cuts) - 1):
+                size, generator = cuts[batch + 1] - cuts[batch], self._seeded(epoch, number, batch + 1)
+                left = ahead + self._words(*chunk) * (1 - (batch + 1) / (len(cuts) - 1))
+                self.position = Position(epoch, number, batch + 1)
                 windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
-                window, after = self._model.window, self.position
-                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, window, epoch + done, after)
+                window, done, after = self._model.window, epoch + 1 - left * self._ranks.size / words, self.position
+                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after)
             first_batch = 0
-        self.position = Position(epoch + 1)
+        self.position, self.spans = Position(epoch + 1), self._share
 
-    def _subsample(self, epoch: int, chunk: int) -> tuple[Tensor, Tensor]:
-        """The kept words of a chunk and the number of the sentence that each is in, int32."""
-        first, last = self._chunks[chunk], self._chunks[chunk + 1]
+    def no_batch(self, epoch: int) -> Batch:
+        """What stands for a batch where the text of this epoch has come to its end here and not yet at other ranks."""
+        none = torch.zeros(0, dtype=torch.int32, device=self._keep_V.device)
+        end = Position(epoch, len(self._chunks()))
+        return Batch(none, none, 0, none, none.view(0, self._model.negative), self._model.window, epoch + 1, end)
+
+    def rest(self) -> list[Span]:
+        """What of this epoch's spans is still to be read from the current position; a sentence that was read in part is read again."""
+        epoch, number, batch = self.position
+        chunks = self._chunks()
+        if batch:
+            _, sentences_n = self._subsample(chunks[number], epoch, number)
+            cuts, (first, last) = _even_cuts(len(sentences_n), self._batch_size), chunks[number]
+            again = first + int(sentences_n[cuts[batch]]) if batch < len(cuts) - 1 else last
+            chunks[number] = again, last
+        return [(first, last) for first, last in chunks[number:] if first < last]
+
+    def deal(self, spans: Sequence[Span]) -> list[Span]:
+        """This rank's part of the spans: the ranks' parts follow each other and have about as many words each."""
+        words = sum(self._words(*span) for span in spans)
+        begin, end = (words * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1))
+        dealt, passed = [], 0
+        for first, last in spans:
+            base, offsets = passed - self._offsets_S[first], self._offsets_S[first : last + 1]
+            passed += self._words(first, last)
+            # A sentence goes to the rank in whose words it begins.
+            mine = [first + int(np.searchsorted(offsets[:-1], edge - base)) for edge in (begin, end)]
+            if mine[0] < mine[1]:
+                dealt.append((mine[0], mine[1]))
+        return dealt
+
+    def _chunks(self) -> list[Span]:
+        """The spans of this epoch, cut where a chunk is full."""
+        return [chunk for span in self.spans for chunk in self._cut(*span)]
+
+    def _cut(self, first: int, last: int) -> list[Span]:
+        offsets = self._offsets_S[first:last]
+        full = np.arange(offsets[0], self._offsets_S[last], BATCHES_PER_CHUNK * self._batch_size)
+        starts = first + np.searchsorted(offsets, full)
+        edges = [*map(int, np.unique(starts[starts < last])), last]
+        return list(pairwise(edges))
+
+    def _words(self, first: int, last: int) -> int:
+        """Of so many sentences."""
+        return int(self._offsets_S[last] - self._offsets_S[first])
+
+    def _subsample(self, chunk: Span, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        """The kept words of a chunk and the number in it of the sentence that each is in, int32."""
+        first, last = chunk
         offsets = self._offsets_S[first : last + 1]
         device = self._keep_V.device
         ids_n = self._ids_N[offsets[0] : offsets[-1]]
         words_n = ids_n if isinstance(ids_n, Tensor) else torch.from_numpy(np.array(ids_n)).to(device)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
         sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
-        draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, chunk, 0), device=device)
+        draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device)
         kept_n = draws_n < self._keep_V.index_select(0, words_n)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
@@ -90,7 +145,7 @@ class Sampler:
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
-        digest = hashlib.blake2b(struct.pack("<4q", self._seed, epoch, chunk, draw), digest_size=8).digest()
+        digest = hashlib.blake2b(struct.pack(f"<{3 + len(self._seed)}q", *self._seed, epoch, chunk, draw), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 

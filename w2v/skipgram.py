@@ -77,14 +77,18 @@ class LossScale:
         self.scale, self._fitting = torch.tensor(self.FIRST, device=device), torch.tensor(0.0, device=device)
         scalars |= {"loss_scale": self.scale, "loss_scale_steps": self._fitting}
 
-    def overflowed(self, grads: Sequence[Tensor]) -> Tensor:
-        """Whether any gradient of a step did (bool, on the device); the scale is then the next step's."""
-        over = ~torch.stack([grad.isfinite().all() for grad in grads]).all()
+    def update(self, over: Tensor) -> Tensor:
+        """Make the scale the next step's, by whether this one's gradients overflowed: bool, which is given back."""
         fitting = torch.where(over, 0, self._fitting + 1)
         doubled = fitting == self.INTERVAL
         self.scale.mul_(torch.where(over, 0.5, torch.where(doubled, 2.0, 1.0)))
         self._fitting.copy_(torch.where(doubled, 0, fitting))
         return over
+
+
+def overflown(grads: Sequence[Tensor]) -> Tensor:
+    """1 if any of the gradients is not finite, else 0, on their device."""
+    return (~torch.stack([grad.isfinite().all() for grad in grads]).all()).int()
 
 
 def backward(

@@ -38,9 +38,9 @@ class RowState(NamedTuple):
 class Table:
     """V rows of D weights with optimizer state, in ordinary CPU memory, on the GPU, in pinned CPU memory, or in a file ("mmap").
 
-    Elements are float32, bfloat16 or float16; pages are float32 whatever the table holds. float16 has no room for squared gradients
-    under 6e-8, so optimizers that keep them want bfloat16. `scalars` holds what is kept once for the whole table: the optimizer's,
-    such as Adam's step, and the count of writes that seeds the rounding to bfloat16.
+    Elements are float64, float32, bfloat16 or float16; pages of those with 16 bits are float32, others as the table. float16 has no room
+    for squared gradients under 6e-8, so optimizers that keep them want bfloat16. `scalars` holds what is kept once for the whole table:
+    the optimizer's, such as Adam's step, and the count of writes that seeds the rounding to bfloat16.
 
     storage="mmap" keeps the records in the file `path`, and their layout and the scalars in `<path>.json`; rows without state may also
     be an .npy file [V, D], which needs no .json. An existing file is continued (`continued` is then True), if it is of this layout. A
@@ -102,8 +102,12 @@ class Table:
                 raise ValueError(f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]")
             self["weight"][start : start + len(rows)].copy_(weights)
 
+    def decode(self, records_UR: Tensor) -> Tensor:
+        """Records of the table as a page has them: in float32, or in float64 where the table is."""
+        return records_UR if self.dtype == torch.float64 else records_UR.float()
+
     def encode(self, rows_U: Tensor, records_UR: Tensor) -> Tensor:
-        """The float32 records of a page as the table is to hold them; one call for each write.
+        """The records of a page as the table is to hold them; one call for each write.
 
         float16 is rounded to nearest. bfloat16 is rounded up or down with the chances that keep the mean, since to nearest would lose
         every update under 1/512 of its weight; the bits depend on (count of writes, row, column) alone.
@@ -207,15 +211,15 @@ def _check(rows: int, dim: int, states: Mapping[str, RowState], storage: str, dt
         raise ValueError(f"a table of {rows} rows of {dim} dimensions cannot be made; both must be at least 1")
     if storage not in get_args(Storage):
         raise ValueError(f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype={dtype} cannot be stored; choose torch.float32, torch.bfloat16 or torch.float16")
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype} cannot be stored; choose torch.float64, torch.float32, torch.bfloat16 or torch.float16")
     counters = [key for key, state in states.items() if state.width == 1]
     if dtype.itemsize == 2 and counters:
         raise ValueError(f"dtype={dtype} cannot hold the state {counters[0]!r} that counts for each row; use float32, or step=table")
     if (storage == "mmap") != (path is not None):
         raise ValueError(f"storage={storage!r} with path={path}: a path goes with storage='mmap', which needs one")
     if path is not None and Path(path).suffix == ".npy" and (states or dtype not in NPY_TYPES):
-        raise ValueError(f"path={path}: an .npy file holds weights alone, in float32 or float16; give the path another ending")
+        raise ValueError(f"path={path}: an .npy file holds weights alone, in float64, float32 or float16; give the path another ending")
     if storage in ("cuda", "pinned") and not torch.cuda.is_available():
         raise ValueError(f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'")
 

@@ -19,6 +19,10 @@ class Engine(Protocol):
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""
 
+    def reduce(self, page: Page) -> Page:
+        """The page that is to be stepped, now that this one has its gradients: another where rows belong to other ranks."""
+        return page
+
     def write_back(self, page: Page) -> None:
         """Put the page's records into its table; the page is spent."""
 

@@ -58,7 +58,7 @@ class TableApart:
         """Nothing is in a file."""
 
 
-class Apart:
+class Apart(Engine):
     """An engine for a `TableApart`: each of its two tables by an engine of its own."""
 
     pages = True

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from w2v.batch import Held, Page
 from w2v.table import Table
-from w2v.transfer import Link
+from w2v.transfer import Engine, Link
 
 
-class Paged:
+class Paged(Engine):
     pages = True
 
     def __init__(self, link: Link):
@@ -24,7 +24,7 @@ class Paged:
         records_UR = torch.empty(len(rows_U), table.width, dtype=table.records_VR.dtype, device=rows_U.device)
         self.link.read(table, rows_U, records_UR)
         self.rows_used, self.rows_read = self.rows_used + len(rows_U), self.rows_read + len(rows_U)
-        return Page(table, rows_U, records_UR.float(), table.columns)
+        return Page(table, rows_U, table.decode(records_UR), table.columns)
 
     def write_back(self, page: Page) -> None:
         self.link.write(page.table, page.rows_U, page.table.encode(page.rows_U, page.records_UR))

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from w2v.batch import Held, Page
 from w2v.table import Table
+from w2v.transfer import Engine
 
 
-class Resident:
+class Resident(Engine):
     pages = False
     rows_used = rows_read = rows_written = 0  # nothing crosses a link
 
@@ -17,7 +18,7 @@ class Resident:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
-        return Page(table, rows_U, table.records_VR.index_select(0, rows_U).float(), table.columns)
+        return Page(table, rows_U, table.decode(table.records_VR.index_select(0, rows_U)), table.columns)
 
     def write_back(self, page: Page) -> None:
         page.table.records_VR.index_copy_(0, page.rows_U, page.table.encode(page.rows_U, page.records_UR))

@@ -11,10 +11,10 @@ from torch import Tensor
 from w2v.batch import Held, Page
 from w2v.config import ConfigError
 from w2v.table import Table
-from w2v.transfer import Link
+from w2v.transfer import Engine, Link
 
 
-class InSlots:
+class InSlots(Engine):
     """Records of T tables of V rows in S slots on the `device`; S as a slot means "not on the GPU".
 
     uses_TV: how often each row is expected to be used, which says which rows to keep; by default rows are in order of frequency.
@@ -46,7 +46,7 @@ class InSlots:
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         slots_U = self.hold(table).slot_of_V[rows_U].long()
-        return Page(table, rows_U, self._records_SR.index_select(0, slots_U).float(), table.columns, slots_U=slots_U)
+        return Page(table, rows_U, table.decode(self._records_SR.index_select(0, slots_U)), table.columns, slots_U=slots_U)
 
     def write_back(self, page: Page) -> None:
         self._records_SR.index_copy_(0, page.slots_U, page.table.encode(page.rows_U, page.records_UR))

@@ -1,0 +1,152 @@
+"""Ranks that train together leave what one rank with the whole batch leaves: every engine, every optimizer."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.joined import Pool
+from tests.test_cached import HostLink
+from w2v.batch import Batch
+from w2v.config import OptimizerConfig
+from w2v.optim import RowOptimizer, rowwise_optimizers
+from w2v.pipeline import FAULTS, Pipeline
+from w2v.ranks import ALONE
+from w2v.table import Table
+from w2v.transfer.cached import Cached
+from w2v.transfer.paged import Paged
+from w2v.transfer.resident import Resident
+from w2v.transfer.sharded import Sharded
+
+ROWS, DIM, STEPS, CENTERS = 23, 6, 6, 12
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request):
+    pool = Pool(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    pool = Pool(2, "cuda")
+    yield pool
+    pool.close()
+
+
+def make_engine(name, tables, device):
+    match name:
+        case "resident":
+            return Resident()
+        case "paged":
+            return Paged(HostLink())
+        case "cached":
+            return Cached(HostLink(), tables, 2 * tables[0].rows, torch.device(device))
+        case "cached with little room":
+            return Cached(HostLink(), tables, max(1, int(1.9 * tables[0].rows)), torch.device(device))
+
+
+def some_batches(rank, size):
+    """A rank's part of the batches: one of several ranks has them apart, with no text in common."""
+    draw = np.random.default_rng(5)
+    for _ in range(STEPS):
+        lengths = [CENTERS // 4] * 4
+        words = torch.from_numpy(draw.integers(0, ROWS, CENTERS)).int()
+        sentences = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).int()
+        windows = torch.from_numpy(draw.integers(1, 3, CENTERS)).int()
+        negatives = torch.from_numpy(draw.integers(0, ROWS, (CENTERS, 3))).int()
+        mine = slice(CENTERS * rank // size, CENTERS * (rank + 1) // size)
+        yield Batch(words[mine], sentences[mine], 0, windows[mine], negatives[mine], 2, 0.0)
+
+
+def start(row_numbers, seed):
+    """Weights that a row's number says."""
+    return torch.sin(row_numbers[:, None] * (seed + 1) * 1.7 + torch.arange(DIM) * 0.9)
+
+
+def trained(ranks, name, optimizer, args, dtype, cap=0, steps_per_page=1, device="cpu", storage="cpu"):
+    """The whole records of this rank's rows of both tables after some steps, the losses, and the sums of pairs."""
+    torch.use_deterministic_algorithms(True)
+    optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, args=args, occurrence_cap=cap))
+    tables = [Table(key, ranks.rows(ROWS), DIM, optimizer.states(DIM), optimizer.scalars, storage, dtype) for key in ("input", "output")]
+    for seed, table in enumerate(tables):
+        table.initialise(lambda rows, seed=seed: start(ranks.global_rows(rows), seed).to(dtype))
+    engine = make_engine(name, tables, device)
+    if ranks.size > 1:
+        engine = Sharded(engine, ranks)
+    pipeline = Pipeline(*tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS)
+    results = [pipeline.step(planned, 0.05) for planned in pipeline.ahead(some_batches(ranks.rank, ranks.size))]
+    engine.flush()
+    return [table.records_VR.cpu() for table in tables], [float(loss) for loss, _ in results], [int(pairs) for _, pairs in results]
+
+
+def together(shards):
+    """The rows of all ranks in one."""
+    whole = torch.empty(ROWS, shards[0].shape[1], dtype=shards[0].dtype)
+    for rank, shard in enumerate(shards):
+        whole[rank :: len(shards)] = shard
+    return whole
+
+
+def check(pool, name, optimizer, args=None, dtype=torch.float64, **more):
+    tables, losses, pairs = trained(ALONE, "resident", optimizer, args or {}, dtype, more.get("cap", 0))
+    several = pool.run(trained, name, optimizer, args or {}, dtype, *more.values())
+    close = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
+    for number, table in enumerate(tables):
+        torch.testing.assert_close(together([ours[number] for ours, _, _ in several]), table, **close)
+    for _, our_losses, our_pairs in several:
+        assert our_losses == pytest.approx(losses, rel=1e-5) and our_pairs == pairs
+
+
+@pytest.mark.parametrize("name", ["resident", "paged", "cached", "cached with little room"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_engine(pool, name, dtype):
+    check(pool, name, "Adamax", dtype=dtype)
+
+
+@pytest.mark.parametrize("optimizer", rowwise_optimizers())
+def test_every_optimizer(pool, optimizer):
+    check(pool, "resident", optimizer)
+
+
+@pytest.mark.parametrize("name", ["resident", "cached"])
+def test_pages_that_serve_several_steps(pool, name):
+    check(pool, name, "Adam", cap=0, steps_per_page=3)
+
+
+def test_capped_occurrences_are_counted_over_all_ranks(pool):
+    check(pool, "resident", "SGD", cap=2)
+
+
+def diverged(ranks, at_rank):
+    """Who has seen the fault, and whether its rows are as they were, when one rank's text meets a row that is not finite."""
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.05))
+    tables = [Table(key, ranks.rows(ROWS), DIM, {}, {}, "cpu") for key in ("input", "output")]
+    for table in tables:
+        table["weight"].fill_(1.0)
+    if ranks.rank == 0:
+        tables[0]["weight"][0] = torch.nan  # row 0, which belongs to rank 0
+    before = [table.records_VR.clone() for table in tables]
+    pipeline = Pipeline(*tables, Sharded(Resident(), ranks), optimizer, torch.device("cpu"), ranks=ranks, rows=ROWS)
+    words, noise = torch.tensor([0 if ranks.rank == at_rank else 5, 7]).int(), torch.tensor([[9], [9]]).int()
+    batch = Batch(words, torch.zeros(2).int(), 0, torch.ones(2).int(), noise, 1, 0.0)
+    for planned in pipeline.ahead([batch]):
+        pipeline.step(planned, 0.05)
+    kept = [torch.equal(old.nan_to_num(), table.records_VR.nan_to_num()) for old, table in zip(before, tables, strict=True)]
+    return int(pipeline.fault) >> len(FAULTS), kept
+
+
+def test_a_fault_of_one_rank_stops_all_before_they_write(pool):
+    for step, untouched in pool.run(diverged, 1):
+        assert step == 1 and all(untouched)
+
+
+def test_rows_are_dealt_in_turn():
+    ranks = [type("Some", (type(ALONE),), {"rank": rank, "size": 3})() for rank in range(3)]
+    shards = [some.global_rows(torch.arange(some.rows(ROWS))) for some in ranks]
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(ROWS)) and [len(shard) for shard in shards] == [8, 8, 7]
+    assert all(torch.equal(shard % 3, torch.full_like(shard, rank)) for rank, shard in enumerate(shards))

@@ -143,10 +143,10 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path, name, damage):
 
 
 def test_another_format_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT", 1)
     Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="manifest.json is of format 2, and this version reads 1; go on with the version"):
+    with pytest.raises(CheckpointError, match="manifest.json is of format 1, and this version reads 2; go on with the version"):
         latest(tmp_path)
 
 

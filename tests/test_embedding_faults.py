@@ -136,7 +136,8 @@ def save_other(path, kind):
     if kind == "text":
         path.write_text("no numbers")
     elif path.suffix == ".npy":
-        np.save(path, {"rows": np.ones((ROWS - 1, DIM), np.float32), "dtype": np.ones((ROWS, DIM), np.int32), "dim": np.ones(3, np.float32)}[kind])
+        shape, dtype = {"rows": ((ROWS - 1, DIM), np.float32), "dtype": ((ROWS, DIM), np.int32), "dim": ((3,), np.float32)}[kind]
+        np.save(path, np.ones(shape, dtype))
     else:
         folder = path.parent / kind
         rows, dtype = ROWS - (kind == "rows"), torch.float16 if kind == "dtype" else torch.float32

@@ -164,9 +164,9 @@ def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path):
     assert latest(tmp_path / "whole" / "checkpoints") is None
     often = trained(tmp_path / "often", *more, "run.checkpoint_minutes=1e-9", place="tight")
     assert_same(often, whole)
-    assert latest(tmp_path / "often" / "checkpoints").state["position"] == [3, 1, 18]
+    assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18]
     by_epoch = trained(tmp_path / "epochs", *more)
-    assert latest(tmp_path / "epochs" / "checkpoints").state["position"] == [3, 0, 0]
+    assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [3, 0, 0]
     assert_same(by_epoch, whole)
 
 

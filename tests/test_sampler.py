@@ -1,11 +1,17 @@
 """Windows, subsampling and noise against their formulas; and that a seed, or a position, fixes every draw."""
 
+import json
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
+from w2v.ranks import Ranks
 from w2v.sampler import Position, Sampler
 from w2v.skipgram import expand
 
@@ -41,7 +47,7 @@ def test_full_windows_hold_exactly_the_neighbours_in_the_sentence(batch_size):
 def test_windows_never_cross_sentences_or_chunks():
     sentences = [[sentence] * length for sentence, length in enumerate(np.random.default_rng(0).integers(1, 40, 200))]
     s = sampler(sentences, 200, batch_size=4)
-    assert len(s._chunks()) > 10
+    assert len(s._chunks(0)) > 10
     found = pairs(s.epoch())
     assert len(found) > 1000 and all(center == context for center, context in found)
 
@@ -124,3 +130,65 @@ def test_progress_reaches_each_epoch_exactly():
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1.0
     assert s.position == Position(1, 0, 0)
     assert [batch.epochs_done for batch in s.epoch()][-1] == 2.0
+
+
+class One(Ranks):
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+LINES = st.lists(st.integers(0, 30), min_size=1, max_size=60).filter(any)
+
+
+def of_ranks(lengths, size, seed=1):
+    """The samplers of so many ranks, over a text whose words are all different."""
+    words, ones = sum(lengths), np.ones(sum(lengths))
+    text = np.arange(words, dtype=np.int32), np.cumsum([0, *lengths]), ones, ones / words, ModelConfig(window=2), 16, seed, CPU
+    return [Sampler(*text, ranks=One(rank, size)) for rank in range(size)]
+
+
+def centers(batches):
+    return [int(word) for batch in batches for word in expand(batch).centers_B]
+
+
+@settings(max_examples=60)
+@given(lengths=LINES, size=st.integers(1, 5))
+def test_ranks_share_the_text(lengths, size):
+    samplers = of_ranks(lengths, size)
+    parts = [list(s.epoch()) for s in samplers]
+    assert sorted(word for part in parts for word in centers(part)) == list(range(sum(lengths)))
+    assert max(map(len, map(centers, parts))) <= sum(lengths) / size + max(lengths)
+    ended = [part[-1].epochs_done if part else 1.0 for part in parts]
+    assert ended == pytest.approx([1.0] * size) and all(s.position == Position(1) for s in samplers)
+    assert max((len(batch.windows_B) for part in parts for batch in part), default=0) <= -(-16 // size)
+
+
+@settings(max_examples=60)
+@given(lengths=LINES, before=st.integers(1, 4), after=st.integers(1, 4), steps=st.integers(0, 12), more=st.integers(0, 6))
+def test_other_ranks_read_what_is_left(lengths, before, after, steps, more):
+    """Twice interrupted; with the same number of ranks not a draw changes."""
+    first = of_ranks(lengths, before)
+    read = [centers(islice(s.epoch(), steps)) for s in first]
+    states = json.loads(json.dumps([s.state(s.position) for s in first]))
+    if states[0]["position"][0] != states[-1]["position"][0]:
+        return  # the trainer keeps all ranks in one epoch
+    second = of_ranks(lengths, after)
+    for s in second:
+        s.go_on(states)
+    read += [centers(islice(s.epoch(), more)) for s in second]
+    last = of_ranks(lengths, after)
+    for s, other in zip(last, second, strict=True):
+        s.go_on([s.state(s.position) for s in second])
+        assert s.position == other.position
+    epoch = second[0].position.epoch
+    read += [centers(s.epoch()) for s in last]
+    counts = np.bincount(np.concatenate([np.array(part, int) for part in read]), minlength=sum(lengths))
+    if epoch == 0 and states[0]["position"][0] == 0:
+        assert counts.min() == 1 and counts.sum() <= sum(lengths) + (before + after) * max(lengths)
+
+
+def test_ranks_draw_differently_and_as_their_seed_says():
+    lengths = [40] * 20
+    draws = [[batch.negatives_BK for batch in s.epoch()] for seed in (1, 1, 2) for s in of_ranks(lengths, 2, seed)]
+    same = [[all(map(torch.equal, a, b)) for a in draws] for b in draws]
+    assert np.array_equal(same, np.kron([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.eye(2)))

@@ -29,7 +29,7 @@ from torch import Tensor
 from w2v import durable
 from w2v.table import Table, host_memory
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 SHARD_BYTES = 1 << 30
 CHUNK_BYTES = 16 << 20  # copied from the tables' device, summed and written at a time

@@ -7,10 +7,12 @@ ranks train together, each reads a span of sentences with about as many words as
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ class Sampler:
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
     numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; batch_size: centers of
-    the batches of all ranks together. `spans`: what of the text is read in the epoch at hand.
+    the batches of all ranks together.
     """
 
     def __init__(
@@ -39,20 +41,21 @@ class Sampler:
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
         inversion: Inversion | None = None, ranks: Ranks = ALONE,
     ):  # fmt: skip
-        self._ids_N, self._offsets_S, self._model, self._ranks = ids_N, offsets_S, model, ranks
-        self._batch_size, self._seed = -(-batch_size // ranks.size), (seed, ranks.rank) if ranks.rank else (seed,)
+        self._ids_N, self._offsets_S, self._model = ids_N, offsets_S, model
+        self._all_centers, self._seed = batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
         noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._invert = (inversion or search)(noise_cdf_V)
         self._generator = torch.Generator(device)
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
-        self._share = self.deal([(0, len(offsets_S) - 1)])
-        self.spans, self.position = self._share, Position()
+        self._stand_for(ranks.rank, ranks.size)
+        self._begun: tuple[int, list[Span]] = 0, self._share  # an epoch, and what of the text is read in it
+        self.position = Position()
 
     def epoch(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the epoch; the position moves on as each is drawn."""
         epoch, first_chunk, first_batch = self.position
-        chunks, words = self._chunks(), len(self._ids_N)
+        chunks, words = self._chunks(epoch), len(self._ids_N)
         ahead = sum(self._words(*chunk) for chunk in chunks)  # words that are not read yet
         for number, chunk in enumerate(chunks):
             ahead -= self._words(*chunk)
@@ -65,45 +68,70 @@ class Sampler:
                 left = ahead + self._words(*chunk) * (1 - (batch + 1) / (len(cuts) - 1))
                 self.position = Position(epoch, number, batch + 1)
                 windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
-                window, done, after = self._model.window, epoch + 1 - left * self._ranks.size / words, self.position
+                window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
                 yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after)
             first_batch = 0
-        self.position, self.spans = Position(epoch + 1), self._share
+        self.position = Position(epoch + 1)
 
     def no_batch(self, epoch: int) -> Batch:
         """What stands for a batch where the text of this epoch has come to its end here and not yet at other ranks."""
         none = torch.zeros(0, dtype=torch.int32, device=self._keep_V.device)
-        end = Position(epoch, len(self._chunks()))
+        end = Position(epoch, len(self._chunks(epoch)))
         return Batch(none, none, 0, none, none.view(0, self._model.negative), self._model.window, epoch + 1, end)
 
-    def rest(self) -> list[Span]:
-        """What of this epoch's spans is still to be read from the current position; a sentence that was read in part is read again."""
-        epoch, number, batch = self.position
-        chunks = self._chunks()
+    def state(self, position: Position) -> dict[str, Any]:
+        """What `go_on` takes to draw on from a position, in JSON."""
+        return {"position": list(position), "spans": self._spans(position.epoch)}
+
+    def go_on(self, states: Sequence[dict[str, Any]]) -> None:
+        """Draw on where the samplers of all ranks stood: the same batches, if there are as many ranks as then.
+
+        Otherwise what is left of the epoch is dealt anew; a sentence that was read in part is read again.
+        """
+        epoch = states[0]["position"][0]
+        if len(states) == self._size:
+            mine = states[self._rank]
+            self.position, spans = Position(*mine["position"]), mine["spans"]
+        else:
+            self.position, spans = Position(epoch), self._deal([span for rank in range(len(states)) for span in self._rest(states, rank)])
+        self._begun = epoch, [(first, last) for first, last in spans]
+
+    def _rest(self, states: Sequence[dict[str, Any]], rank: int) -> list[Span]:
+        """What one of the ranks that there were had not read."""
+        then = copy.copy(self)
+        then._stand_for(rank, len(states))
+        then.go_on(states)
+        epoch, number, batch = then.position
+        chunks = then._chunks(epoch)
         if batch:
-            _, sentences_n = self._subsample(chunks[number], epoch, number)
-            cuts, (first, last) = _even_cuts(len(sentences_n), self._batch_size), chunks[number]
-            again = first + int(sentences_n[cuts[batch]]) if batch < len(cuts) - 1 else last
-            chunks[number] = again, last
+            _, sentences_n = then._subsample(chunks[number], epoch, number)
+            cuts, (first, last) = _even_cuts(len(sentences_n), then._batch_size), chunks[number]
+            chunks[number] = first + int(sentences_n[cuts[batch]]) if batch < len(cuts) - 1 else last, last
         return [(first, last) for first, last in chunks[number:] if first < last]
 
-    def deal(self, spans: Sequence[Span]) -> list[Span]:
+    def _stand_for(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._batch_size = rank, size, -(-self._all_centers // size)
+        self._share = self._deal([(0, len(self._offsets_S) - 1)])
+
+    def _deal(self, spans: Sequence[Span]) -> list[Span]:
         """This rank's part of the spans: the ranks' parts follow each other and have about as many words each."""
         words = sum(self._words(*span) for span in spans)
-        begin, end = (words * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1))
+        begin, end = words * self._rank // self._size, words * (self._rank + 1) // self._size
         dealt, passed = [], 0
         for first, last in spans:
-            base, offsets = passed - self._offsets_S[first], self._offsets_S[first : last + 1]
+            base, offsets = passed - self._offsets_S[first], self._offsets_S[first:last]
             passed += self._words(first, last)
-            # A sentence goes to the rank in whose words it begins.
-            mine = [first + int(np.searchsorted(offsets[:-1], edge - base)) for edge in (begin, end)]
+            mine = [first + int(np.searchsorted(offsets, edge - base)) for edge in (begin, end)]  # sentences that begin there or later
             if mine[0] < mine[1]:
                 dealt.append((mine[0], mine[1]))
         return dealt
 
-    def _chunks(self) -> list[Span]:
-        """The spans of this epoch, cut where a chunk is full."""
-        return [chunk for span in self.spans for chunk in self._cut(*span)]
+    def _spans(self, epoch: int) -> list[Span]:
+        return self._begun[1] if epoch == self._begun[0] else self._share
+
+    def _chunks(self, epoch: int) -> list[Span]:
+        """The spans of an epoch, cut where a chunk is full."""
+        return [chunk for span in self._spans(epoch) for chunk in self._cut(*span)]
 
     def _cut(self, first: int, last: int) -> list[Span]:
         offsets = self._offsets_S[first:last]
@@ -145,7 +173,8 @@ class Sampler:
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
-        digest = hashlib.blake2b(struct.pack(f"<{3 + len(self._seed)}q", *self._seed, epoch, chunk, draw), digest_size=8).digest()
+        where = (self._seed, epoch, chunk, draw, self._rank) if self._rank else (self._seed, epoch, chunk, draw)
+        digest = hashlib.blake2b(struct.pack(f"<{len(where)}q", *where), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 

@@ -6,11 +6,13 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from w2v import card, checkpoint, durable, evaluation, export, loggers, settings
-from w2v.batch import Position
+from w2v.batch import Batch, Position
 from w2v.checkpoint import CheckpointError, Checkpoints
 from w2v.config import Config, ConfigError
 from w2v.evaluation import AnalogyScore, SimilarityScore
@@ -18,6 +20,7 @@ from w2v.heldout import HeldOut
 from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
 from w2v.pipeline import FAULTS, Pipeline
+from w2v.ranks import ALONE, Ranks
 from w2v.sampler import Sampler
 from w2v.signals import Signals
 from w2v.table import Table
@@ -34,18 +37,20 @@ class Trainer:
     """Trains the pipeline on the sampler's batches and leaves the results in a run folder; goes on from its last checkpoint, if any.
 
     raw_words: words of one pass over the text, those outside the vocabulary included; held_out: what the sampler leaves out, if anything;
-    shadow: see `Checkpoints`.
+    shadow: see `Checkpoints`. Where several `ranks` train together, all of them do the same, and the first alone logs, scores and exports.
     """
 
     def __init__(
         self, config: Config, vocab: Vocab, raw_words: int, sampler: Sampler, pipeline: Pipeline, folder: Path,
         held_out: HeldOut | None = None, signals: Signals | None = None, shadow: bool = False,
+        ranks: Ranks = ALONE,
     ):  # fmt: skip
         self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
-        self.held_out, self._signals = held_out, signals or Signals()
+        self.held_out, self._signals, self._ranks = held_out, signals or Signals(), ranks
         self._total_words = raw_words * config.train.epochs
         self._text = {"raw_words": raw_words, "vocabulary": fingerprint(vocab)}
         self._moved_before = [0, 0, 0, 0]
+        self._agreed: deque[tuple[int, bool]] = deque()  # for each batch that was drawn: to stop with which status, and whether to save
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
@@ -62,16 +67,17 @@ class Trainer:
         lr = learning_rate(self.config.optimizer, self._epochs_done / epochs)
         with self.metrics, self._signals.held():
             for epoch in range(self.sampler.position.epoch, epochs):
-                for planned in self.pipeline.ahead(self.sampler.epoch()):
+                for planned in self.pipeline.ahead(self._together(epoch)):
                     loss, pairs = self.pipeline.step(planned, lr)
                     self._rates.append(lr)
                     self._epochs_done = planned.batch.epochs_done
                     share = self._epochs_done / epochs
                     self.metrics.update(loss, pairs, round(share * self._total_words), lr)
                     lr = learning_rate(self.config.optimizer, share)
-                    if self._signals.status:
-                        self._stop(lr, planned.batch.after)
-                    if run.checkpoint_minutes and time.monotonic() - self._saved_at >= 60 * run.checkpoint_minutes:
+                    status, save = self._agreed.popleft() if self._agreed else self._wishes()
+                    if status:
+                        self._stop(lr, planned.batch.after, status)
+                    if save:
                         self._save(lr, planned.batch.after)
                 if epoch + 1 < epochs:
                     if run.score_epochs or self.held_out:
@@ -81,8 +87,8 @@ class Trainer:
             self.pipeline.engine.flush()
             self.metrics.log(lr)
             self._final = self._state(lr, self.sampler.position)
-            if self._signals.status:
-                self._stop(lr, self.sampler.position)
+            if status := max(self._ranks.gather(self._signals.status)):
+                self._stop(lr, self.sampler.position, status)
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
@@ -92,6 +98,24 @@ class Trainer:
                 f"over the link came {read:,} rows, {read / used:.1%} of those used, and {written:,} went back: "
                 f"{read / self._total_words:.3f} a word, against {stepped / self._total_words:.3f} if every step fetched its own"
             )
+
+    def _together(self, epoch: int) -> Iterator[Batch]:
+        """This rank's batches of the epoch, as many as any rank has, with what is agreed among them for each."""
+        batches = self.sampler.epoch()
+        while self._ranks.size > 1:
+            batch = next(batches, None)
+            done = batch.epochs_done if batch else epoch + 1
+            some, done, status, save = zip(*self._ranks.agree(batch is not None, done, *self._wishes()), strict=True)
+            if not any(some):
+                break
+            self._agreed.append((int(max(status)), bool(save[0])))
+            yield (batch or self.sampler.no_batch(epoch))._replace(epochs_done=sum(done) / len(done))
+        yield from batches
+
+    def _wishes(self) -> tuple[int, bool]:
+        """The status to stop with, 0 to go on, and whether a checkpoint is due."""
+        minutes = self.config.run.checkpoint_minutes
+        return self._signals.status, minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _moved(self) -> list[int]:
         """How many rows were used, came over the link and went back, and how many steps had; before a resume too."""
@@ -172,11 +196,11 @@ class Trainer:
             f"that step was not written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
         )
 
-    def _stop(self, lr: float, position: Position) -> None:
+    def _stop(self, lr: float, position: Position, status: int) -> None:
         log.info(f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once")
         self._save(lr, position, wait=True)
         log.info(f"go on with   python train.py --resume {self.folder}")
-        raise SystemExit(self._signals.status)
+        raise SystemExit(status)
 
     def _save(self, lr: float, position: Position, wait: bool = False) -> None:
         """Write a checkpoint, unless the last one is still being written and need not be waited for."""
@@ -185,11 +209,14 @@ class Trainer:
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait)
         self._saved_at = time.monotonic()
+        self._agreed = deque((status, False) for status, _ in self._agreed)  # what was drawn before has wished for this one
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)
-        where = {"step": curve["step"], "position": list(position), "epochs_done": self._epochs_done}
-        return {**where, "metrics": curve, "rows": self._moved(), "text": self._text, "config": settings.as_dict(self.config)}
+        samplers, moved = zip(*self._ranks.gather((self.sampler.state(position), self._moved())), strict=True)
+        where = {"step": curve["step"], "samplers": samplers, "epochs_done": self._epochs_done}
+        about = {"metrics": curve, "rows": [sum(counts) for counts in zip(*moved, strict=True)], "text": self._text}
+        return where | about | {"config": settings.as_dict(self.config)}
 
     def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
         """Take up the last checkpoint of the folder and give its curve; None where there is none."""
@@ -203,8 +230,10 @@ class Trainer:
         if state["epochs_done"] > self.config.train.epochs:
             raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
         saved.load(tables)
-        self.sampler.position, self._epochs_done = Position(*state["position"]), state["epochs_done"]
-        self._moved_before = state["rows"]
+        self.sampler.go_on(state["samplers"])
+        self._epochs_done = state["epochs_done"]
+        if self._ranks.rank == 0:
+            self._moved_before = state["rows"]
         log.info(f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text")
         return state["metrics"]
 

@@ -39,29 +39,32 @@ def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dr
     config = settings.load(files, assignments)
     from w2v import metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
+    ranks = plan.join(config)
+    metrics.log_to_console(quiet=ranks.rank > 0)
     folder = None
     if resume:
         folder = runfolder.find(resume, config.run.dir)
-        lock = runfolder.lock(folder)
+        lock = runfolder.lock(folder, ranks)
         config = runfolder.resumed(folder, files, assignments)
-    metrics.log_to_console()
     with durable.naming(config.corpus.data_dir):
-        planned = plan.make_plan(config, run=folder)
+        planned = plan.make_plan(config, run=folder, ranks=ranks)
     logging.getLogger("w2v").info(str(planned))
     planned.budget.check()
     with planned.budget.explained():
         sampler, pipeline = plan.build(planned)
-    if dry:
+    if dry and ranks.size == 1:
         print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
+    if dry:
         return
     if folder is None:
-        folder = runfolder.create(config)
-        lock = runfolder.lock(folder)
-    with lock, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log"):
-        settings.save(config, folder / "config.yaml")
-        durable.replace(folder / "env.txt", plan.environment(planned))
-        held_out, raw_words = plan.held_out(planned), planned.corpus.raw_words
-        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, planned.budget.shadow)
+        folder = runfolder.create(config, ranks)
+        lock = runfolder.lock(folder, ranks)
+    with lock, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
+        if ranks.local_rank == 0:
+            settings.save(config, folder / "config.yaml")
+            durable.replace(folder / "env.txt", plan.environment(planned))
+        held_out, raw_words, shadow = plan.held_out(planned), planned.corpus.raw_words, planned.budget.shadow
+        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, shadow, ranks)
         job.train()
         job.export()
 

@@ -163,7 +163,7 @@ RESUMED = {
     "missing manifest": ("manifest.json", lambda data: None, "manifest.json is damaged (FileNotFoundError"),
     "truncated manifest": ("manifest.json", cut, "manifest.json is damaged (JSONDecodeError"),
     "flipped manifest": ("manifest.json", flipped, "manifest.json is damaged ("),
-    "other version": ("manifest.json", other_version, "is of format 7, and this version reads 1; go on with the version that wrote it"),
+    "other version": ("manifest.json", other_version, "is of format 7, and this version reads 2; go on with the version that wrote it"),
     "other vocabulary": ("manifest.json", other_text, "was trained on another text or vocabulary than corpus.path="),
 }
 

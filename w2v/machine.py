@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from w2v import budget
+from w2v.config import ConfigError
+from w2v.ranks import ALONE, Ranks
 from w2v.table import pinning_is_limited
 
 
@@ -26,7 +28,13 @@ class Machine:
     lockable_bytes: float = math.inf
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, ranks: Ranks = ALONE) -> Machine:
+        """This computer, or this rank's share of it where several ranks train together here, each with a GPU of its own."""
+        if torch.cuda.is_available() and ranks.local_size > 1:
+            if ranks.local_size > torch.cuda.device_count():
+                many = f"{ranks.local_size} ranks on a machine of {torch.cuda.device_count()} GPUs"
+                raise ConfigError(f"{many}; start one a GPU: --nproc-per-node {torch.cuda.device_count()}, or set CUDA_VISIBLE_DEVICES=")
+            torch.cuda.set_device(ranks.local_rank)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
         gpu, free, cupy = "", 0, ""
         if torch.cuda.is_available():
@@ -34,7 +42,8 @@ class Machine:
         lockable = budget.lockable_bytes()
         if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
             lockable = budget.UNLIMITED
-        return cls(cores(), pages, gpu, free, torch.version.cuda or "", cupy, budget.free_host_bytes(), lockable)
+        host, share = budget.free_host_bytes(), ranks.local_size
+        return cls(max(1, cores() // share), pages, gpu, free, torch.version.cuda or "", cupy, host / share, lockable / share)
 
     def __str__(self) -> str:
         host = f"{self.cores} cores, {budget.size(self.host_bytes)}"

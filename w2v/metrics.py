@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,17 +23,20 @@ TRIAL_SECONDS = 2.0  # of training, which tell how long it will take
 REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
 
 
-def log_to_console() -> None:
-    """Show the program's messages on standard output, above the progress bar where there is one."""
+def log_to_console(quiet: bool = False) -> None:
+    """Show the program's messages on standard output, above the progress bar where there is one; if `quiet`, only of what fails."""
     handler = _AboveTheBar()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers[:] = [handler]
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 @contextlib.contextmanager
-def log_to_file(path: Path) -> Iterator[None]:
-    """Keep the program's messages, for as long as the block runs, with the time of each."""
+def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
+    """Keep the program's messages, for as long as the block runs, with the time of each; not at all if `quiet`."""
+    if quiet:
+        yield
+        return
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
@@ -58,19 +62,19 @@ class Metrics:
     The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
     outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
     `moved` gives the bytes that have crossed the link to the GPU, both ways. With a `state`, the curve goes on from there, and lines of
-    the file that came later are cut off; without one it begins anew.
+    the file that came later are cut off; without one it begins anew. Without a path nothing is shown or written.
     """
 
     def __init__(
-        self, path: Path, total_words: int, log_seconds: float,
+        self, path: Path | None, total_words: int, log_seconds: float,
         look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None,
         loggers: Sequence[Logger] = (), moved: Callable[[], int] = lambda: 0,
     ):  # fmt: skip
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a", encoding="utf-8")  # noqa: SIM115
         self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
-        self._bar = tqdm(total=total_words, unit="w", unit_scale=True, dynamic_ncols=True, disable=None, mininterval=0.5)
+        self._bar = tqdm(total=total_words, unit="w", unit_scale=True, dynamic_ncols=True, disable=None if path else True, mininterval=0.5)
         state = state or dict.fromkeys(("step", "words", "seconds", "loss", "pairs", "logged_words", "logged_seconds", "bytes"), 0)
-        if self._file.tell() < state["bytes"]:
+        if path and self._file.tell() < state["bytes"]:
             log.warning(f"{path} has lost lines since the checkpoint; the curve goes on after a gap")
         self._file.truncate(min(self._file.tell(), int(state["bytes"])))
         self.step, self.words, self._logged_words = int(state["step"]), int(state["words"]), int(state["logged_words"])

@@ -27,6 +27,7 @@ from w2v.heldout import HeldOut
 from w2v.machine import Machine, cores, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
+from w2v.ranks import ALONE, Joined, Ranks, started_by_torchrun
 from w2v.sampler import Inversion, Sampler
 from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine, Link, timing
@@ -35,6 +36,7 @@ from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
+from w2v.transfer.sharded import Sharded
 from w2v.transfer.staged import Staged
 from w2v.vocab import Vocab
 
@@ -66,6 +68,7 @@ class Plan:
     fused: bool  # whether kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
     budget: Budget
+    ranks: Ranks = ALONE  # those that train together; bytes and slots are of this one
 
     def __str__(self) -> str:
         states = self.optimizer.states(self.config.model.vector_size)
@@ -76,6 +79,7 @@ class Plan:
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
             f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
+            *([f"ranks     {self.ranks.size}, each with {self.ranks.rows(words):,} rows of a table"] if self.ranks.size > 1 else []),
             f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
             f"kernels   {self._kernels()}, precision {self.config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{room}",
@@ -90,6 +94,22 @@ class Plan:
         if self.device.type != "cpu":
             return "fused"
         return "compiled by numba" + (", each center a step of its own" if self.optimizer.descends else "")
+
+
+def join(config: Config) -> Ranks:
+    """The ranks that torchrun has started, each with its device and its share of the cores; or this process alone."""
+    if not started_by_torchrun():
+        return ALONE
+    ranks = Joined("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
+    torch.set_num_threads(Machine.here(ranks).cores)
+    return ranks
+
+
+def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
+    """As `open_corpus`, where the first rank of each host reads the text, and the others what it leaves in the cache."""
+    opened = open_corpus(config) if ranks.local_rank == 0 else None
+    ranks.gather(None)
+    return opened or open_corpus(config)
 
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
@@ -115,37 +135,43 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
 
 
-def make_plan(config: Config, opened: tuple[Vocab, Corpus] | None = None, run: Path | None = None) -> Plan:
+def make_plan(
+    config: Config, opened: tuple[Vocab, Corpus] | None = None, run: Path | None = None, ranks: Ranks = ALONE
+) -> Plan:
     """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
 
     opened: what `open_corpus` gave for these settings, to spare reading it again; run: the folder of the run that goes on, whose
     checkpoints will make room.
     """
-    machine = Machine.here()
+    machine = Machine.here(ranks)
     device = choose_device(config, machine)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
-    vocab, corpus = opened or open_corpus(config)
+    vocab, corpus = opened or open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
         raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")
     warn_of_few_steps(config, vocab)
+    words = ranks.rows(len(vocab.words))
+    if not words:
+        raise ConfigError(f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer")
     size = config.model.vector_size
     element = ROWS.get(config.train.precision, torch.float32).itemsize
     width = record_width(size, optimizer.states(size), element)
-    table_bytes = 2 * len(vocab.words) * width * element
+    table_bytes = 2 * words * width * element
     engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
     room = config.transfer.gpu_bytes_of(table_bytes)
-    rows = 2 * len(vocab.words)
-    slots = min(rows, max(0, int(rows * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
-    fused = choose_kernels(config, machine, device) if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
+    slots = min(2 * words, max(0, int(2 * words * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
+    fused = optimizer.fused and (engine not in LINKS or slots > 0)
+    if device.type == "cpu":
+        fused = choose_kernels(config, machine, device, ranks)
     if config.train.kernels == "fused" and not fused:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
-    budgeted = make_budget(config, machine, len(vocab.words), optimizer, engine, device, run)
-    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots, budgeted)
+    budgeted = make_budget(config, machine, words, optimizer, engine, device, run)
+    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots, budgeted, ranks)
 
 
 def make_budget(
@@ -251,16 +277,18 @@ def link_rates(width: int, config: Config, device: torch.device) -> Rates:
     return rates
 
 
-def choose_kernels(config: Config, machine: Machine, device: torch.device) -> bool:
+def choose_kernels(config: Config, machine: Machine, device: torch.device, ranks: Ranks = ALONE) -> bool:
     """Whether to use kernels made for the step: CUDA's, which add gradients in the order in which they come and so are not for where
-    bits must repeat; or on the CPU those that numba compiles, for every optimizer."""
+    bits must repeat; or on the CPU those that numba compiles, for every optimizer and one rank."""
     wanted = config.train.kernels
     if device.type == "cpu":
+        if wanted == "fused" and ranks.size > 1:
+            raise ConfigError(f"train.kernels=fused is for one rank on the CPU, and there are {ranks.size}; set train.kernels=auto")
         if wanted == "fused" and (missing := why_no_numba()):
             raise ConfigError(f"train.kernels=fused needs numba on the CPU ({missing}); pip install numba, or set train.kernels=auto")
         if wanted == "fused" and config.train.precision != "float32":
             raise ConfigError(f"train.precision={config.train.precision} is plain torch's on the CPU; set train.kernels=auto")
-        return wanted != "reference" and config.train.precision == "float32" and not why_no_numba()
+        return ranks.size == 1 and wanted != "reference" and config.train.precision == "float32" and not why_no_numba()
     usable = bool(machine.cuda_cupy)
     if wanted == "fused" and not usable:
         raise ConfigError("train.kernels=fused needs CuPy on the GPU, which cannot be imported; set train.kernels=auto")
@@ -274,7 +302,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     model, train = plan.config.model, plan.config.train
     link, storage = LINKS.get(plan.engine, (None, plan.device.type))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
-    rows, dtype = len(plan.vocab.words), ROWS.get(train.precision, torch.float32)
+    ranks, rows, dtype = plan.ranks, plan.ranks.rows(len(plan.vocab.words)), ROWS.get(train.precision, torch.float32)
     files: list[Path | None] = [None, None]
     if folder := plan.config.transfer.table_dir:
         storage, files = "mmap", [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
@@ -282,12 +310,13 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     inputs, outputs = (
         Table(name, rows, size, states, scalars, storage, dtype, file) for name, file in zip(("input", "output"), files, strict=True)
     )
-    inputs.initialise(uniform(size, 0.5 / size, train.seed), plan.device)
+    values = uniform(size, 0.5 / size, train.seed)
+    inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
     make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (FusedPipeline if plan.fused else Pipeline, None)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
         corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
-        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
+        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion, ranks,
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -299,7 +328,10 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     else:
         engine = Paged(link())
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
+    if ranks.size > 1:
+        engine = Sharded(engine, ranks)
+    product = PRODUCTS.get(train.precision)
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))
 
 
 def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
@@ -315,11 +347,12 @@ def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
 
 
 def expected_uses(plan: Plan) -> Tensor:
-    """How often an epoch uses each row of the input and of the output table: float64 [2, V] on the compute device."""
+    """How often an epoch uses each row of this rank's shards of both tables: float64 [2, V] on the compute device."""
     model, vocab = plan.config.model, plan.vocab
     kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
     noise_V = model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
-    return torch.from_numpy(np.stack([kept_V, kept_V + noise_V])).to(plan.device)
+    uses_TV = np.stack([kept_V, kept_V + noise_V])
+    return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
 
 
 def held_out(plan: Plan) -> HeldOut | None:

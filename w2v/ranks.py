@@ -28,10 +28,10 @@ class RankLost(OSError):
 class Ranks:
     """This process among those that train together; by itself, a process alone, for which nothing has to be sent.
 
-    rank: this one's number, from 0; size: how many there are.
+    rank: this one's number, from 0; size: how many there are; local_rank, local_size: the same among those of this host.
     """
 
-    rank, size, local_rank = 0, 1, 0
+    rank, size, local_rank, local_size = 0, 1, 0, 1
 
     def gather(self, fact: Any) -> list[Any]:
         """What each rank gives, in their order; all ranks wait for each other."""
@@ -68,7 +68,8 @@ class Joined(Ranks):
     """The ranks that torchrun has started, on CPUs or each with a GPU of its own. Raises `RankLost` where another one is gone."""
 
     def __init__(self, device: str):
-        self.rank, self.size, self.local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         with self._answering():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
 from w2v import checkpoint, settings
 from w2v.config import Config, ConfigError
+from w2v.ranks import ALONE, Ranks
 
 # What may change when a run goes on: how long it trains and how fast it learns, what it reports, and how rows travel.
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
@@ -22,8 +24,14 @@ class RunFolderError(ValueError):
     """A run folder that cannot be used; the message is one line that names it and the remedy."""
 
 
-def create(config: Config) -> Path:
-    """Make <run.dir>/<date>-<name>, never one that exists."""
+def create(config: Config, ranks: Ranks = ALONE) -> Path:
+    """Make <run.dir>/<date>-<name>, never one that exists; the first rank's, for all."""
+    folder = Path(ranks.gather(str(_create(config)) if ranks.rank == 0 else "")[0])
+    folder.mkdir(parents=True, exist_ok=True)  # where ranks share no storage
+    return folder
+
+
+def _create(config: Config) -> Path:
     corpus = Path(config.corpus.path).name.split(".")[0]
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
     base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
@@ -60,8 +68,13 @@ def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> C
     return config
 
 
-def lock(folder: Path) -> IO[str]:
-    """Keep other processes out of the folder for as long as what is returned is open, and remove what a killed one left half-written."""
+def lock(folder: Path, ranks: Ranks = ALONE) -> AbstractContextManager:
+    """Keep other processes out of the folder for as long as what is returned is open, and remove what a killed one left half-written.
+
+    The first of the ranks does so for all.
+    """
+    if ranks.rank:
+        return contextlib.nullcontext()
     file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

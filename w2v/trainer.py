@@ -55,8 +55,8 @@ class Trainer:
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
         curve = self._go_on(tables)
-        opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config))
-        log_to = folder / "metrics.jsonl", self._total_words, run.log_seconds
+        opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
+        log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
         self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved)
         self._first_step = self.metrics.step
         self._saved_at = time.monotonic()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from w2v import plan, settings
+from w2v import backends, plan, settings
 from w2v.config import ConfigError
 from w2v.transfer import timing
 
@@ -25,7 +25,7 @@ def test_kernels_on_the_cpu(monkeypatch):
     cpu = torch.device("cpu")
 
     def chosen(*assignments):
-        return plan.choose_kernels(configured(*assignments), CPU_ONLY, cpu)
+        return backends.choose_kernels(configured(*assignments), CPU_ONLY, cpu)
 
     assert chosen() and chosen("train.kernels=fused") and chosen("train.deterministic=true") and not chosen("train.kernels=reference")
     assert not chosen("train.precision=bf16")
@@ -38,33 +38,33 @@ def test_kernels_on_the_cpu(monkeypatch):
 
 
 def test_device():
-    assert plan.choose_device(configured(), CPU_ONLY).type == "cpu"
-    assert plan.choose_device(configured(), WITH_GPU).type == "cuda"
-    assert plan.choose_device(configured("train.device=cpu"), WITH_GPU).type == "cpu"
+    assert backends.choose_device(configured(), CPU_ONLY).type == "cpu"
+    assert backends.choose_device(configured(), WITH_GPU).type == "cuda"
+    assert backends.choose_device(configured("train.device=cpu"), WITH_GPU).type == "cpu"
     with pytest.raises(ConfigError, match="train.device=cuda, but this torch is a CPU build; set train.device=cpu"):
-        plan.choose_device(configured("train.device=cuda"), CPU_ONLY)
+        backends.choose_device(configured("train.device=cuda"), CPU_ONLY)
     with pytest.raises(ConfigError, match="no usable NVIDIA GPU"):
-        plan.choose_device(configured("train.device=cuda"), replace(CPU_ONLY, cuda_torch="13.0"))
+        backends.choose_device(configured("train.device=cuda"), replace(CPU_ONLY, cuda_torch="13.0"))
 
 
 def test_cuda_versions_that_differ_are_warned_of(caplog):
     caplog.set_level(logging.WARNING, "w2v")
     logging.getLogger("w2v").propagate = True
-    plan.choose_device(configured(), replace(WITH_GPU, cuda_cupy="12.9"))
+    backends.choose_device(configured(), replace(WITH_GPU, cuda_cupy="12.9"))
     assert "torch is built for CUDA 13.0, CuPy for CUDA 12.9" in caplog.text and "cupy-cuda13x" in caplog.text
 
 
 @pytest.mark.parametrize("gib, engine", [(1, "resident"), (97, "resident"), (99, "mapped")])
 def test_auto_keeps_tables_on_the_gpu_when_they_fit(gib, engine):
-    chosen, reason = plan.choose_engine(configured(), WITH_GPU, GPU, gib * 2**30)
+    chosen, reason = backends.choose_engine(configured(), WITH_GPU, GPU, gib * 2**30)
     assert chosen == engine and f"tables of {gib}.0 GiB, 100.0 GiB free" in reason
 
 
 def test_configured_engine():
-    assert plan.choose_engine(configured("transfer.engine=mapped"), WITH_GPU, GPU, 1)[0] == "mapped"
-    assert plan.choose_engine(configured("transfer.engine=resident"), WITH_GPU, GPU, 2**50)[0] == "resident"
+    assert backends.choose_engine(configured("transfer.engine=mapped"), WITH_GPU, GPU, 1)[0] == "mapped"
+    assert backends.choose_engine(configured("transfer.engine=resident"), WITH_GPU, GPU, 2**50)[0] == "resident"
     with pytest.raises(ConfigError, match="transfer.engine=mapped pages rows onto a GPU, but the run is on the CPU"):
-        plan.choose_engine(configured("transfer.engine=mapped"), CPU_ONLY, torch.device("cpu"), 1)
+        backends.choose_engine(configured("transfer.engine=mapped"), CPU_ONLY, torch.device("cpu"), 1)
 
 
 def test_room_on_the_gpu():
@@ -80,10 +80,10 @@ def test_without_cupy_it_says_how_to_install_it(caplog):
     caplog.set_level(logging.WARNING, "w2v")
     logging.getLogger("w2v").propagate = True
     bare = replace(WITH_GPU, cuda_cupy="")
-    assert plan.choose_engine(configured(), bare, GPU, 2**50)[0] == "staged"
+    assert backends.choose_engine(configured(), bare, GPU, 2**50)[0] == "staged"
     assert "pip install 'cupy-cuda13x'" in caplog.text
     with pytest.raises(ConfigError, match="mapped needs CuPy.*pip install 'cupy-cuda13x'.*transfer.engine=staged"):
-        plan.choose_engine(configured("transfer.engine=mapped"), bare, GPU, 1)
+        backends.choose_engine(configured("transfer.engine=mapped"), bare, GPU, 1)
 
 
 def test_corpus_is_read_once(tmp_path, monkeypatch):
@@ -127,24 +127,24 @@ def test_plan_is_said_in_words(tmp_path):
 
 def test_a_trial_decides_between_the_links():
     trial = {"mapped": (40e9, 40e9), "staged": (10e9, 5e9)}
-    chosen, reason = plan.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial)
+    chosen, reason = backends.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial)
     assert chosen == "mapped" and "mapped 40.0 / 40.0, staged 10.0 / 5.0" in reason
-    assert plan.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial | {"mapped": (3e9, 50e9)})[0] == "staged"
+    assert backends.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial | {"mapped": (3e9, 50e9)})[0] == "staged"
 
 
 @pytest.mark.parametrize("wanted", ["auto", "mapped"])
 def test_too_little_lockable_memory_is_said_aloud(wanted, caplog):
     machine = replace(WITH_GPU, lockable_bytes=2**26)
-    chosen, _ = plan.choose_engine(configured(f"transfer.engine={wanted}"), machine, GPU, 2**50)
+    chosen, _ = backends.choose_engine(configured(f"transfer.engine={wanted}"), machine, GPU, 2**50)
     assert chosen == "staged" and "64 MiB" in caplog.text and "ulimit -l, or --ulimit memlock=-1 for a container" in caplog.text
 
 
 def test_tables_in_files(tmp_path):
     in_files = f"transfer.table_dir={tmp_path}"
-    assert plan.choose_engine(configured(in_files), WITH_GPU, GPU, 1)[0] == "staged"
-    assert plan.choose_engine(configured(in_files), CPU_ONLY, torch.device("cpu"), 1)[0] == "resident"
+    assert backends.choose_engine(configured(in_files), WITH_GPU, GPU, 1)[0] == "staged"
+    assert backends.choose_engine(configured(in_files), CPU_ONLY, torch.device("cpu"), 1)[0] == "resident"
     with pytest.raises(ConfigError, match="transfer.engine=mapped cannot read tables in files; set transfer.engine=staged"):
-        plan.choose_engine(configured(in_files, "transfer.engine=mapped"), WITH_GPU, GPU, 1)
+        backends.choose_engine(configured(in_files, "transfer.engine=mapped"), WITH_GPU, GPU, 1)
 
 
 def test_rates_of_a_link_are_measured(monkeypatch):

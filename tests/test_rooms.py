@@ -13,7 +13,7 @@ LAYERS = [
     {"settings", "loggers", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},
-    {"checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
+    {"backends", "checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
     {"experiments", "commands"},
     {"sweep", "word2vec"},

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps, gpu_memory, link
-from w2v import metrics, plan, settings
+from w2v import backends, metrics, plan, settings
 from w2v.corpus import Corpus
 from w2v.machine import Machine
 from w2v.plan import Plan
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     metrics.log_to_console()
     try:
         config = settings.load(CONFIGS, [*SETTINGS, *args.set])
-        device = plan.choose_device(config, Machine.here())
+        device = backends.choose_device(config, Machine.here())
         began = time.perf_counter()
         opened = generate(args.vocabulary, args.words, args.exponent, device)
         generated = time.perf_counter() - began
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         figures, measured = train(planned, args.warm_up, args.steps)
     except (ValueError, MemoryError) as error:
         sys.exit(str(error))
-    engine = planned.engine + (f":{config.transfer.gpu_bytes}" if planned.engine in plan.LINKS else "")
+    engine = planned.engine + (f":{config.transfer.gpu_bytes}" if planned.engine in backends.LINKS else "")
     case = f"{args.vocabulary} words of a text of {opened[1].raw_words}, exponent {args.exponent:g}, {config.optimizer.name} "
     case += f"{config.train.precision} {engine} negative_pool={config.model.negative_pool}"
     case = " ".join([case, *args.set])

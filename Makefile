@@ -8,6 +8,8 @@ CORPUS ?=
 CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/default.yaml)
 CONFIGS ?= configs/optimizers/*.yaml
 SEEDS ?= 1
+# How many processes share the tests: one for each core, up to 8; 0 runs them in pytest's own, as a debugger wants it.
+JOBS ?= auto
 ARGS ?=
 OPT ?=
 RUN ?= latest
@@ -27,7 +29,7 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
-	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax"
+	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax  JOBS=processes that test"
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
 
@@ -58,7 +60,7 @@ sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS
 	$(PY) -m w2v.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no GPU
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -m "not gpu" $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not gpu" -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; some ten minutes
 	CUDA_VISIBLE_DEVICES= W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)

@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench bench-cpu bench-transfer bench-train bench-zipf \
+.PHONY: help setup train evaluate compare sweep test test-faults test-gpu sanitize bench bench-cpu bench-transfer bench-train bench-zipf \
   bench-precision smoke docs lint clean
 
 help: ## list the targets
@@ -67,6 +67,14 @@ test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; s
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+# Without torch's cache every tensor is an allocation, whose bounds the checker knows. Races can only be where memory is shared in a block.
+CHECKED := edges or round_as_encode or (test_fused_training and Adam and not (Adamax or AdamW)) or plans_made or (test_cached and planned and not stress \
+  and not dense) or (twenty_epochs and auto and mapped and (bf16 or fp16))
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --report-api-errors no
+sanitize: $(INSTALLED) ## check the kernels' memory accesses and races with compute-sanitizer, which comes with CUDA; five minutes of a GPU
+	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/test_kernels.py tests/test_cached.py tests/test_repeatable.py -k "$(CHECKED)"
+	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/test_cached.py tests/test_kernels.py -k "edges or plans_made or sharing and planned"
 
 bench-cpu: $(INSTALLED) ## without a GPU, against gensim, from text to scored vectors: CORPUS, a text file; tests/bench/results.csv
 	CUDA_VISIBLE_DEVICES= $(PY) tests/bench/cpu.py --corpus "$(CORPUS)" $(ARGS)

@@ -96,11 +96,13 @@ class RowOptimizer:
         """Whether a step is gradient descent and no more, which needs no batch: no state, weight decay or cap on occurrences."""
         return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap
 
-    def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float, guard: cuda.Guard) -> None:
-        """The same step by a fused kernel, on the `count` claimed rows."""
+    def step_in_place(
+        self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, stepped: Tensor, lr: float, guard: cuda.Guard
+    ) -> None:
+        """The same step by a fused kernel, on the `count` claimed rows, which it adds to those `stepped`."""
         step, column, hyper = self.next_step(table, lr)
-        noise = table.next_noise()
-        cuda.step_rows(self.formula, len(self._wide), held, claims, count, step, column, hyper, self.occurrence_cap, noise, guard)
+        cap, noise = self.occurrence_cap, table.next_noise()
+        cuda.step_rows(self.formula, len(self._wide), held, claims, count, stepped, step, column, hyper, cap, noise, guard)
 
     def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
         """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +43,7 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
     record_bytes = table_VR.shape[1] * table_VR.element_size()
     assert record_bytes % 16 == 0
     if len(rows_U):
-        count, width = np.int64(len(rows_U)), np.int32(record_bytes // 16)
-        _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, count, width)
+        _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
 
 
 class Claims:
@@ -58,18 +60,31 @@ class Claims:
         self.pairs_U = torch.zeros_like(self.rows_U)
 
 
-def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None:
-    """Claim the rows of both tables that take part in a pair of the batch; counts: int32 [2], of input and output rows so far."""
-    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
+class Sums(NamedTuple):
+    """What a step adds up on the GPU: its loss (float64) and positive pairs, and the rows that it claims of both tables (all int64)."""
+
+    loss: Tensor
+    pairs: Tensor
+    claimed: tuple[Tensor, Tensor]
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Sums:
+        loss, pairs, *claimed = torch.zeros(4, dtype=torch.int64, device=device).unbind()  # one launch for all
+        return cls(loss.view(torch.float64), pairs, tuple(claimed))
+
+
+def claim(batch: Batch, inputs: Claims, outputs: Claims, sums: Sums) -> None:
+    """Claim the rows of both tables that take part in a pair of the batch, and count them."""
+    items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch(
         "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
-        inputs.number_V, inputs.rows_U, outputs.number_V, outputs.rows_U, counts,
+        inputs.number_V, inputs.rows_U, sums.claimed[0], outputs.number_V, outputs.rows_U, sums.claimed[1],
     )  # fmt: skip
 
 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
-    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
+    items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch("claim.cu", "mark", _shape(batch), _enough_blocks(items), *_arguments(batch), *marks_TV)
 
 
@@ -119,11 +134,10 @@ class Orders:
 
 def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int, in_use: int) -> None:
     """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay."""
-    over = [slots.slot_of_TV, slots.wanted_TV, slots.order_N, *map(np.int64, (len(slots.order_N), orders.stretch, slots.count))]
-    over += [np.int32(plan), np.int32(in_use)]
+    over = slots.slot_of_TV, slots.wanted_TV, slots.order_N, slots.order_N.shape[0], orders.stretch, slots.count, plan, in_use
     coming, leaving, given, numbers = orders.moves
-    counts = orders.missing, orders.idle, np.int64(orders.stretches), np.int64(slots.count)
-    blocks, final = -(-32 * orders.stretches // THREADS), np.bool_(in_use == plan)
+    counts = orders.missing, orders.idle, orders.stretches, slots.count
+    blocks, final = -(-32 * orders.stretches // THREADS), in_use == plan
     _launch("cache.cu", "survey", {}, blocks, *over, marks_TV, orders.missing, orders.idle, slots.book)
     _launch("cache.cu", "decide", {}, 1, *counts, final, slots.book, numbers, orders.notice)
     _launch("cache.cu", "leave", {}, blocks, *over, orders.idle, numbers, leaving, given)
@@ -135,28 +149,26 @@ def exchange(moves: Moves, tables: Tensor, rows: int, records_SR: Tensor) -> Non
 
     tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each.
     """
-    width = np.int32(records_SR.shape[1] * records_SR.element_size() // 16)
-    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, np.int64(rows), records_SR, width, *moves)
+    width = records_SR.shape[1] * records_SR.element_size() // 16
+    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, rows, records_SR, width, *moves)
 
 
 def skipgram(
-    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, counted: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64).
+    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, sums: Sums, counted: bool = False
+) -> None:
+    """Add the gradients of the batch's summed loss to the claims, and that loss and its number of positive pairs to the sums.
 
     counted: whether to count the pairs of each row too.
     """
     (_, row_width), dim, dtype = inputs.records_SR.shape, input_claims.grad_UD.shape[1], inputs.records_SR.dtype
     assert outputs.records_SR.shape[1] == row_width and outputs.records_SR.dtype == dtype
-    loss, pairs = (torch.zeros((), dtype=kind, device=inputs.records_SR.device) for kind in (torch.float64, torch.int64))
     made_for = _shape(batch) | {"DIM": dim, "ELEMENT": ELEMENTS[dtype], "COUNTED": int(counted)}
     _launch(
-        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * len(batch.windows_B)), *_arguments(batch),
+        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * batch.windows_B.shape[0]), *_arguments(batch),
         inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD, input_claims.pairs_U,
         outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, output_claims.pairs_U,
-        np.int64(row_width), loss, pairs,
+        row_width, sums.loss, sums.pairs,
     )  # fmt: skip
-    return loss, pairs
 
 
 class Guard(NamedTuple):
@@ -173,21 +185,22 @@ class Guard(NamedTuple):
 
 
 def step_rows(
-    formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper, cap: int, noise: int,
-    guard: Guard,
+    formula: str, states: int, held: Held, claims: Claims, count: Tensor, stepped: Tensor, step: float, step_column: int, hyper: Hyper,
+    cap: int, noise: int, guard: Guard,
 ) -> None:  # fmt: skip
     """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
 
+    count, stepped: int64, how many rows are claimed, and those of all steps, to which they are added.
+
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
-    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16.
+    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16, unsigned.
     """
     dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
     made_for = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": 1 if dim % 4 else 4}
     _launch(
-        "optim.cu", "step", made_for, _enough_blocks(32 * len(claims.rows_U)),
-        held.records_SR, held.slot_of_V, np.int64(row_width), claims.grad_UD, claims.pairs_U, claims.rows_U, count, claims.number_V,
-        *map(np.int32, (dim, step_column)), np.float32(step), np.int32(cap), np.uint64(noise), *map(np.float32, hyper),
-        guard.loss, guard.fault, np.int64(guard.step), np.int64(guard.bit),
+        "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
+        held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
+        claims.number_V, dim, step_column, float(step), cap, noise - (noise >> 63 << 64), *map(float, hyper), *guard,
     )  # fmt: skip
 
 
@@ -210,9 +223,9 @@ def _shape(batch: Batch) -> dict[str, int | str]:
     return {"WINDOW": batch.window, "TARGETS": 1 + batch.negatives_BK.shape[1]}
 
 
-def _arguments(batch: Batch) -> list[Tensor | np.generic]:
-    text = [batch.words_n, batch.sentences_n, np.int64(len(batch.words_n)), np.int64(batch.first), np.int64(len(batch.windows_B))]
-    return [*text, batch.windows_B, batch.negatives_BK]
+def _arguments(batch: Batch) -> tuple[Tensor | int, ...]:
+    words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
+    return words_n, sentences_n, words_n.shape[0], first, windows_B.shape[0], windows_B, negatives_BK
 
 
 def _enough_blocks(threads: int) -> int:
@@ -225,27 +238,49 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def _launch(source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | np.generic | None) -> None:
-    """Launch on torch's current stream; a tensor is passed as the pointer to its data, None as a null pointer."""
-    passed = tuple(np.intp(0 if arg is None else arg.data_ptr()) if arg is None or isinstance(arg, Tensor) else arg for arg in args)
-    with _stream(torch.cuda.current_stream().cuda_stream):
-        _module(source, tuple(defines.items())).get_function(kernel)((blocks,), (THREADS,), passed)
+def _launch(source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None) -> None:
+    """Launch on torch's current stream; a tensor is passed as the pointer to its data, None as a null pointer.
+
+    Integers are for parameters of any width, floats for those of 4 bytes.
+    """
+    device = torch.cuda.current_device()
+    values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, torch._C._cuda_getCurrentRawStream(device))
+
+
+class Launcher:
+    """Launches one kernel: keeps memory for its arguments, 8 bytes for each, of which the driver takes as many as the parameter has.
+
+    CuPy's own way takes about a microsecond for each argument and looks the kernel up each time, which was most of what a step cost the
+    CPU. launch: the driver's, as CuPy has it.
+    """
+
+    def __init__(self, function: int, launch: Callable[..., None]):
+        self._function, self._launch = function, launch
+        self._layout: struct.Struct | None = None
+        self._alone = threading.Lock()
+
+    def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
+        with self._alone:  # until the driver has copied the arguments
+            if self._layout is None:
+                self._layout = struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in values))
+                self._memory = ctypes.create_string_buffer(self._layout.size)
+                start = ctypes.addressof(self._memory)
+                self._pointers = (ctypes.c_void_p * len(values))(*range(start, start + self._layout.size, 8))
+            self._layout.pack_into(self._memory, 0, *values)
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
 
 
 @functools.cache
-def _stream(pointer: int) -> Any:
-    """CuPy's view of one of torch's streams."""
-    import cupy
+def _compiled(source: str, kernel: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Launcher:
+    """For the current `device`; the module stays loaded with it."""
+    from cupy_backends.cuda.api import driver
 
-    class TorchStream:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, pointer
-
-    return cupy.cuda.Stream.from_external(TorchStream())
+    return Launcher(_module(source, defines, device).get_function(kernel).kernel.ptr, driver.launchKernel)
 
 
 @functools.cache
-def _module(source: str, defines: tuple[tuple[str, int | str], ...]) -> Any:
+def _module(source: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Any:
     import cupy
 
     options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines))

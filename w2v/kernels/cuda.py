@@ -19,6 +19,7 @@ from w2v.batch import Batch, Held
 KERNELS = Path(__file__).parent
 THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
+STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 
 
@@ -91,21 +92,29 @@ def mark(batch: Batch, marks_TV: Tensor) -> None:
 class Slots(NamedTuple):
     """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
 
-    count: S; slot_of_TV: int32, S for a row that is in none; wanted_TV: int32, the last plan that wanted a row; order_N: int64, the rows,
-    the most used first; book: int64 [4], slots that were ever used, and rows used, read and written so far.
+    count: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
+    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [4], slots that were ever used, and rows
+    used, read and written so far.
     """
 
     count: int
     slot_of_TV: Tensor
-    wanted_TV: Tensor
     order_N: Tensor
+    wanted: tuple[Tensor, Tensor]
+    here_W: Tensor
     book: Tensor
+
+    @classmethod
+    def empty(cls, count: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
+        words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
+        *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
+        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(4, dtype=torch.int64, device=device))
 
 
 class Moves(NamedTuple):
     """Rows that come to slots, some of them in place of rows that leave, in lists on the GPU; rows are counted through all tables.
 
-    coming, leaving: int64; slots: int32, of those that come; numbers: int64, how many come, and how many of them to slots that nobody
+    coming, leaving: int32; slots: int32, of those that come; numbers: int64, how many come, and how many of them to slots that nobody
     leaves: these are first in the list, and the others take the places of those that leave, in order.
     """
 
@@ -123,34 +132,42 @@ class Orders:
     """
 
     def __init__(self, slots: Slots):
-        device, rows = slots.book.device, len(slots.order_N)
-        self.stretch = max(256, -(-rows // (64 * THREADS)))  # rows that one warp surveys
-        self.stretches = -(-rows // self.stretch)
-        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int64, device=device) for _ in range(2))
-        lists = [torch.empty(min(slots.count, rows), dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
+        device, rows = slots.book.device, slots.order_N.shape[0]
+        self.stretches = -(-rows // STRETCH)
+        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int32, device=device) for _ in range(2))
+        lists = [torch.empty(min(slots.count, rows), dtype=torch.int32, device=device) for _ in range(3)]
         self.moves = Moves(*lists, torch.zeros(4, dtype=torch.int64, device=device))
+        self.done = torch.zeros((), dtype=torch.int32, device=device)
         self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self.noticed = self.notice.numpy()  # the same, read sooner
 
 
 def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int, in_use: int) -> None:
-    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay."""
-    over = slots.slot_of_TV, slots.wanted_TV, slots.order_N, slots.order_N.shape[0], orders.stretch, slots.count, plan, in_use
-    coming, leaving, given, numbers = orders.moves
-    counts = orders.missing, orders.idle, orders.stretches, slots.count
-    blocks, final = -(-32 * orders.stretches // THREADS), in_use == plan
-    _launch("cache.cu", "survey", {}, blocks, *over, marks_TV, orders.missing, orders.idle, slots.book)
-    _launch("cache.cu", "decide", {}, 1, *counts, final, slots.book, numbers, orders.notice)
-    _launch("cache.cu", "leave", {}, blocks, *over, orders.idle, numbers, leaving, given)
-    _launch("cache.cu", "come", {}, blocks, *over, orders.missing, numbers, coming, given)
+    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay.
+
+    in_use: `plan`, or the one before it.
+    """
+    final, (coming, leaving, given, numbers) = in_use == plan, orders.moves
+    rows = slots.wanted[plan % 2], None if final else slots.wanted[in_use % 2], slots.here_W
+    counts, blocks = (orders.missing, orders.idle, orders.stretches), -(-32 * orders.stretches // THREADS)
+    _launch(
+        "cache.cu", "survey", {}, blocks, *rows, marks_TV, slots.order_N, slots.order_N.shape[0], *counts, slots.count, final,
+        orders.done, slots.book, numbers, orders.notice,
+    )  # fmt: skip
+    _launch("cache.cu", "list", {}, blocks, *rows, slots.order_N, slots.slot_of_TV, *counts, numbers, coming, leaving, given)
 
 
-def exchange(moves: Moves, tables: Tensor, rows: int, records_SR: Tensor) -> None:
+def exchange(
+    moves: Moves, tables: Tensor, rows: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
+    stream: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
     """Read the records that come into their slots, and write to their tables those that leave them.
 
-    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each.
+    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each; slot_of_TV: is kept current, if given, with
+    `none` for a row that has left; stream: where to, if not to the current one.
     """
     width = records_SR.shape[1] * records_SR.element_size() // 16
-    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, rows, records_SR, width, *moves)
+    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
 
 
 def skipgram(
@@ -238,14 +255,18 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def _launch(source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None) -> None:
-    """Launch on torch's current stream; a tensor is passed as the pointer to its data, None as a null pointer.
+def _launch(
+    source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None,
+    stream: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
+    """Launch on a stream, torch's current one if none is given; a tensor is passed as the pointer to its data, None as a null pointer.
 
     Integers are for parameters of any width, floats for those of 4 bytes.
     """
     device = torch.cuda.current_device()
     values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
-    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, torch._C._cuda_getCurrentRawStream(device))
+    queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
+    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
 
 
 class Launcher:

@@ -8,6 +8,8 @@ CORPUS ?=
 CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/default.yaml)
 CONFIGS ?= configs/optimizers/*.yaml
 SEEDS ?= 1
+# How many processes share the tests: one for each core, up to 8; 0 runs them in pytest's own, as a debugger wants it.
+JOBS ?= auto
 ARGS ?=
 OPT ?=
 RUN ?= latest
@@ -21,13 +23,13 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-faults test-gpu bench bench-cpu bench-transfer bench-train bench-zipf \
+.PHONY: help setup train evaluate compare sweep test test-faults test-gpu sanitize bench bench-cpu bench-transfer bench-train bench-zipf \
   bench-precision smoke docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
-	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax"
+	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax  JOBS=processes that test"
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
 
@@ -58,13 +60,21 @@ sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS
 	$(PY) -m w2v.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no GPU
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -m "not gpu" $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not gpu" -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; some ten minutes
 	CUDA_VISIBLE_DEVICES= W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+# Without torch's cache every tensor is an allocation, whose bounds the checker knows. Races can only be where memory is shared in a block.
+CHECKED := edges or round_as_encode or (test_fused_training and Adam and not (Adamax or AdamW)) or plans_made or (test_cached and planned and not stress \
+  and not dense) or (twenty_epochs and auto and mapped and (bf16 or fp16))
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --report-api-errors no
+sanitize: $(INSTALLED) ## check the kernels' memory accesses and races with compute-sanitizer, which comes with CUDA; five minutes of a GPU
+	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/test_kernels.py tests/test_cached.py tests/test_repeatable.py -k "$(CHECKED)"
+	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/test_cached.py tests/test_kernels.py -k "edges or plans_made or sharing and planned"
 
 bench-cpu: $(INSTALLED) ## without a GPU, against gensim, from text to scored vectors: CORPUS, a text file; tests/bench/results.csv
 	CUDA_VISIBLE_DEVICES= $(PY) tests/bench/cpu.py --corpus "$(CORPUS)" $(ARGS)

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import hashlib
 import io
 import logging
 import lzma
@@ -175,9 +176,11 @@ def test_what_exists_wins_over_a_name_and_nothing_is_not_here(tmp_path, monkeypa
 def test_text8_is_fetched_once_and_then_offline(tmp_path, monkeypatch):
     from gensim import downloader
 
-    (tmp_path / "fetched").write_bytes(gzip.compress(b"anarchism originated"))
+    packed = gzip.compress(b"anarchism originated")
+    (tmp_path / "fetched").write_bytes(packed)
     load = mock.Mock(side_effect=[OSError("no route\nto host"), str(tmp_path / "fetched")])
     monkeypatch.setattr(downloader, "load", load)
+    monkeypatch.setattr(sources, "TEXT8_MD5", hashlib.md5(packed).hexdigest())
     with pytest.raises(CorpusError, match=r"fetched \(no route to host\); put the text at .*text8 or .*text8\.gz, or give corpus\.path"):
         locate("text8", tmp_path / "data")
     for _ in range(2):
@@ -186,6 +189,21 @@ def test_text8_is_fetched_once_and_then_offline(tmp_path, monkeypatch):
     assert load.mock_calls == [mock.call("text8", return_path=True)] * 2
     (tmp_path / "data" / "text8").write_text("unpacked", encoding="utf-8")
     assert locate("text8", tmp_path / "data") == [tmp_path / "data" / "text8"]
+
+
+@pytest.mark.parametrize("wrong", [gzip.compress(b"anarchism originated"), b"<html>not found</html>", b""])
+def test_what_is_fetched_has_to_be_text8(tmp_path, monkeypatch, wrong):
+    from gensim import downloader
+
+    fetched = tmp_path / "gensim-data" / "text8" / "text8.gz"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(wrong)
+    monkeypatch.setattr(downloader, "load", lambda *_, **__: str(fetched))
+    with pytest.raises(CorpusError) as error:
+        locate("text8", tmp_path / "data")
+    assert f"its MD5 is {hashlib.md5(wrong).hexdigest()} instead of 68799af40b" in str(error.value)
+    assert f"; remove {fetched.parent}, or put the text at" in str(error.value) and "\n" not in str(error.value)
+    assert not list((tmp_path / "data").iterdir())
 
 
 ARTICLE = " ".join(f"[[Target{'abcdefghij'[i % 10]}|Word]] ''number''" for i in range(40))

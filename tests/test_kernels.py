@@ -1,5 +1,6 @@
 """The CUDA kernels against their plain twins, on random problems."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -41,6 +42,24 @@ def test_kernels_compile(source, defines, tmp_path):
     subprocess.run(command, check=True, timeout=120)
 
 
+def test_arguments_reach_the_driver_in_the_parameters_sizes():
+    """Read back as a kernel would: pointers and long integers of 8 bytes, integers, floats and flags from the first of theirs."""
+    seen = []
+
+    def driver(function, *shape_and_more):
+        *shape, stream, parameters, extra = shape_and_more
+        pointers = (ctypes.c_void_p * 6).from_address(parameters)
+        kinds = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_float, ctypes.c_bool
+        values = [kind.from_address(pointer).value for kind, pointer in zip(kinds, pointers, strict=True)]
+        seen.append((function, shape, stream, extra, values))
+
+    launch = cuda.Launcher(77, driver)
+    launch(5, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True], 9)
+    launch(6, [0, 3, 2**31 - 1, 0.0, 1.0, False], 0)
+    assert seen[0] == (77, [5, 1, 1, cuda.THREADS, 1, 1, 0], 9, 0, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True])
+    assert seen[1] == (77, [6, 1, 1, cuda.THREADS, 1, 1, 0], 0, 0, [0, 3, 2**31 - 1, 0.0, 1.0, False])
+
+
 def problem(seed, centers, window, negative, rows, dim, sentence=12, spread=1.0):
     """A text of random words with centers somewhere in its middle; and two tables."""
     g = torch.Generator().manual_seed(seed)
@@ -68,16 +87,16 @@ def check_skipgram(batch, tables, dtype=torch.float32):
 
     on_gpu = Batch(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in batch))
     claims = [cuda.Claims(table.rows, 10**6, table.dim, torch.device("cuda")) for table in tables]
-    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
-    cuda.claim(on_gpu, *claims, counts)
+    sums = cuda.Sums.zero(torch.device("cuda"))
+    cuda.claim(on_gpu, *claims, sums)
     held = [Held(table.records_VR.cuda(), None) for table in tables]
-    loss, pairs = cuda.skipgram(on_gpu, held[0], claims[0], held[1], claims[1], counted=True)
+    cuda.skipgram(on_gpu, held[0], claims[0], held[1], claims[1], sums, counted=True)
 
-    assert pairs == expected.pairs and loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
+    assert sums.pairs == expected.pairs and sums.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
     grads = expected.grad_input_UD, expected.grad_output_VD
     found = slots.input_rows_U, slots.output_rows_V
     numbers = reference.count_pairs(slots.context_slots_BC, masks[0], slots.target_slots_BT, masks[1], tuple(map(len, found)))
-    for claim, count, rows, grad, number in zip(claims, counts.tolist(), found, grads, numbers, strict=True):
+    for claim, count, rows, grad, number in zip(claims, map(int, sums.claimed), found, grads, numbers, strict=True):
         claimed, order = claim.rows_U[:count].sort()
         assert torch.equal(claimed.cpu().long(), rows)
         mine = claim.grad_UD[:count][order].cpu().double()
@@ -174,6 +193,7 @@ def steps_of_random_rows(name, args, step, device, fused, rows=70, dim=50, steps
     g = torch.Generator().manual_seed(5)
     table["weight"].copy_(torch.randn(rows, dim, generator=g))
     claims = cuda.Claims(rows, rows, dim, torch.device(device))
+    stepped, expected = torch.zeros((), dtype=torch.int64, device=device), 0
     for number in range(steps):
         touched = torch.nonzero(torch.rand(rows, generator=g) < 0.6).flatten()
         grad, lr = torch.randn(len(touched), dim, generator=g).to(device), 0.05 * (1 - number / steps)
@@ -181,10 +201,10 @@ def steps_of_random_rows(name, args, step, device, fused, rows=70, dim=50, steps
         if fused:
             claims.pairs_U[: len(touched)] = pairs
             claims.rows_U[: len(touched)], claims.grad_UD[: len(touched)] = touched.int(), grad
-            count = torch.tensor([len(touched)], dtype=torch.int32, device=device)
+            count, expected = torch.tensor(len(touched), device=device), expected + len(touched)
             guard = cuda.Guard(*(torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64)), number << 5, 8)
-            optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, lr, guard)
-            assert not claims.grad_UD.any() and (claims.number_V == -1).all()
+            optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, stepped, lr, guard)
+            assert not claims.grad_UD.any() and (claims.number_V == -1).all() and stepped == expected
         else:
             page = Page(table, touched, table.records_VR[touched].float(), table.columns, grad, pairs)
             optimizer.step(page, lr)
@@ -234,11 +254,11 @@ def test_fused_steps_write_nothing_that_is_not_finite(loss, grad, fault):
     table = Table("input", 4, 5, optimizer.states(5), optimizer.scalars, "cuda")
     table["weight"].fill_(1.0)
     claims = cuda.Claims(4, 4, 5, torch.device("cuda"))
-    noted, count = torch.zeros((), dtype=torch.int64, device="cuda"), torch.tensor([2], dtype=torch.int32, device="cuda")
+    noted, count, stepped = (torch.tensor(value, device="cuda") for value in (0, 2, 0))
     for number in (5, 6):  # the second step is sound, and comes too late
         claims.rows_U[:2], claims.grad_UD[:2] = torch.tensor([1, 3], dtype=torch.int32), grad if number == 5 else 1.0
         guard = cuda.Guard(torch.tensor(loss if number == 5 else 1.0, dtype=torch.float64, device="cuda"), noted, number << 5, 8)
-        optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, 0.1, guard)
+        optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, stepped, 0.1, guard)
     assert int(noted) == fault and not claims.grad_UD.any() and (claims.number_V == -1).all()
     changed = (table.records_VR[:, :5] != 1.0).any(dim=1).tolist()
     assert changed == ([False] * 4 if fault else [False, True, False, True])

@@ -1,5 +1,9 @@
 """The oracle: paging with any optimizer is that optimizer on a dense table, bit for bit; and how learning rates move."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -155,6 +159,12 @@ def test_optimizers_that_mix_rows_are_refused_with_those_that_work(name):
 def test_unusable_optimizers_are_refused(name, args, words):
     with pytest.raises(ConfigError, match=words):
         RowOptimizer(OptimizerConfig(name=name, args=args))
+
+
+def test_torchs_compiler_is_not_imported():
+    """It takes 70 MiB and a second."""
+    code = "import sys, w2v.optim; w2v.optim.rowwise_optimizers(); sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
 
 
 def test_schedules():

@@ -13,7 +13,7 @@ import torch
 
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer, rowwise_optimizers
-from w2v.table import ALIGNMENT, CHUNK_ROWS, RowState, Table, normal, record_columns, record_width, uniform
+from w2v.table import ALIGNMENT, CHUNK, RowState, Table, normal, record_columns, record_width, uniform
 from w2v.transfer.resident import Resident
 
 STATES = {"exp_avg": RowState(100, 0.0), "exp_inf": RowState(100, 0.25), "step": RowState(1, 3.0)}
@@ -38,7 +38,7 @@ def test_first_values_and_scalars_are_the_tables_own():
 
 
 def test_uniform_depends_on_seed_row_and_column_alone():
-    rows = torch.arange(9 * CHUNK_ROWS // 2)
+    rows = torch.arange(9 * CHUNK["cpu"] // 2)
     whole = uniform(8, 0.5, seed=1)(rows)
     table = Table("input", len(rows), 8, {}, {}, "cpu")
     table.initialise(uniform(8, 0.5, seed=1))

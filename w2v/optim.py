@@ -32,9 +32,10 @@ class RowOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig, fused: bool = False):
-        self._class = _find_class(config.name)
+        found = _find_class(config.name)
+        self._class = _bare(found)
         self._args = _arguments(self._class, config)
-        self._formula = _fused_formula(self._class, self._args) if fused else None
+        self._formula = _fused_formula(found, self._args) if fused else None
         try:
             initial = _probe(self._class, self._args)
         except NotRowwise as reason:
@@ -95,11 +96,13 @@ class RowOptimizer:
         """Whether a step is gradient descent and no more, which needs no batch: no state, weight decay or cap on occurrences."""
         return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap
 
-    def step_in_place(self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, lr: float, guard: cuda.Guard) -> None:
-        """The same step by a fused kernel, on the `count` claimed rows."""
+    def step_in_place(
+        self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, stepped: Tensor, lr: float, guard: cuda.Guard
+    ) -> None:
+        """The same step by a fused kernel, on the `count` claimed rows, which it adds to those `stepped`."""
         step, column, hyper = self.next_step(table, lr)
-        noise = table.next_noise()
-        cuda.step_rows(self.formula, len(self._wide), held, claims, count, step, column, hyper, self.occurrence_cap, noise, guard)
+        cap, noise = self.occurrence_cap, table.next_noise()
+        cuda.step_rows(self.formula, len(self._wide), held, claims, count, stepped, step, column, hyper, cap, noise, guard)
 
     def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
         """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""
@@ -163,7 +166,7 @@ def rowwise_optimizers() -> list[str]:
     """The names of the torch.optim classes that a page can be stepped with."""
 
     def works(name: str) -> bool:
-        cls = getattr(torch.optim, name)
+        cls = _bare(getattr(torch.optim, name))
         try:
             _probe(cls, _arguments(cls, OptimizerConfig(name=name)))
         except (ConfigError, NotRowwise):
@@ -242,6 +245,12 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
         hint = f"did you mean {lower[near[0]]}?" if near else f"row-wise choices: {' '.join(rowwise_optimizers())}"
         raise ConfigError(f"optimizer.name={name} is not a torch.optim class; {hint}")
     return getattr(torch.optim, name)
+
+
+def _bare(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class without what tells torch's compiler of it, which would import that compiler: 70 MiB and a second."""
+    plain = {name: torch.no_grad()(inspect.unwrap(getattr(cls, name))) for name in ("step", "add_param_group")}
+    return type(cls.__name__, (cls,), plain)
 
 
 def _arguments(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:

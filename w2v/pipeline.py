@@ -62,7 +62,7 @@ class Pipeline:
         self._ranks, self._rows = ranks, rows or inputs.rows
         self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 and type(self) is Pipeline else None
         self.steps = 0
-        self._rows_stepped = torch.zeros(2, dtype=torch.int64, device=device)
+        self._rows_stepped = torch.zeros((), dtype=torch.int64, device=device)
         self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
         self._bits = 1 << torch.arange(len(FAULTS), device=device)
         largest = [torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.float32, inputs.dtype, outputs.dtype)]
@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def rows_stepped(self) -> int:
         """The rows of each step so far, which would all cross the link if no page served more than one step and no row stayed."""
-        return int(self._rows_stepped.sum())
+        return int(self._rows_stepped)
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Planned]:
         """The batches, planned a page ahead of the steps that the caller makes of them."""
@@ -94,7 +94,7 @@ class Pipeline:
     def step(self, planned: Planned, lr: float) -> StepResult:
         slots = planned.slots
         self.steps += 1
-        self._rows_stepped[0] += len(slots.input_rows_U) + len(slots.output_rows_V)
+        self._rows_stepped += len(slots.input_rows_U) + len(slots.output_rows_V)
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
         scale = self._scale and self._scale.scale.clone()
         loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
@@ -167,16 +167,14 @@ class FusedPipeline(Pipeline):
         batch = planned.batch
         held = [self.engine.hold(table) for table in (self.inputs, self.outputs)]
         claims = self._work = self._enough(self._work, batch)
-        counts = torch.zeros(2, dtype=torch.int32, device=self._device)
-        cuda.claim(batch, *claims, counts)
-        if self.engine.pages:
-            self._rows_stepped += counts
-        loss, pairs = cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], counted=self.optimizer.occurrence_cap > 0)
+        sums = cuda.Sums.zero(self._device)
+        cuda.claim(batch, *claims, sums)
+        cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], sums, counted=self.optimizer.occurrence_cap > 0)
         self.steps += 1
         for number, table in enumerate((self.inputs, self.outputs)):
-            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
-            self.optimizer.step_in_place(table, held[number], claims[number], counts[number], lr, guard)
-        return StepResult(loss, pairs)
+            guard = cuda.Guard(sums.loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
+            self.optimizer.step_in_place(table, held[number], claims[number], sums.claimed[number], self._rows_stepped, lr, guard)
+        return StepResult(sums.loss, sums.pairs)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]

@@ -27,6 +27,7 @@ BLOCK_BYTES = 1 << 20  # read at a time
 STILL_NS = 2_000_000_000  # a file changed more recently may change again within one tick of its clock
 PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
 CODECS = {".zst": "backports.zstd", ".lz4": "lz4"}  # packages that smart_open needs for these endings
+TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of the text8.gz that never changes; gensim-data publishes no other digest of it
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
             stat, name = path.stat(), str(path.resolve())
             stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
             if name not in known or known[name][0] != stamp:
-                digest = _digest(path)
+                digest = _digest(path, hashlib.blake2b())
                 if time.time_ns() - stat.st_ctime_ns > STILL_NS:
                     known[name], learned = (stamp, digest), True
             else:
@@ -86,8 +87,8 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
     return key.hexdigest()
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.blake2b()
+def _digest(path: Path, digest: hashlib._Hash) -> str:
+    """Hex digits of the file's bytes."""
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
@@ -182,13 +183,17 @@ def _text8(data_dir: Path) -> Path:
         return plain if plain.is_file() else packed
     from gensim import downloader
 
+    remedy = f"put the text at {plain} or {packed}, or give corpus.path=FILE"
     try:
         fetched = downloader.load("text8", return_path=True)
     except Exception as error:  # whatever the network and gensim's cache do
-        remedy = f"put the text at {plain} or {packed}, or give corpus.path=FILE"
         raise CorpusError(f"text8 cannot be fetched ({' '.join(str(error).split())}); {remedy}") from None
     with aside_of(packed) as aside:
         shutil.copyfile(fetched, aside)
+        found = _digest(aside, hashlib.md5(usedforsecurity=False))
+        if found != TEXT8_MD5:
+            remedy = f"remove {Path(fetched).parent}, or {remedy}"
+            raise CorpusError(f"{fetched} is not text8: its MD5 is {found} instead of {TEXT8_MD5}; {remedy}")
     return packed
 
 

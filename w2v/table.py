@@ -21,7 +21,7 @@ from torch import Tensor
 from w2v.rowfile import NPY_TYPES, RowFile
 
 ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
-CHUNK_ROWS = 1 << 14  # rows initialised at a time, which bounds the scratch memory
+CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}  # numbers initialised at a time: few kernels to launch, or all in a core's cache
 TOUCH_BYTES = 64 << 20  # memory that one thread makes exist at a time
 
 Storage = Literal["cpu", "cuda", "pinned", "mmap"]
@@ -95,8 +95,10 @@ class Table:
 
         device: where the row numbers are, and with them the computation; by default where the table is.
         """
-        for start in range(0, self.rows, CHUNK_ROWS):
-            rows = torch.arange(start, min(start + CHUNK_ROWS, self.rows), device=device or self.records_VR.device)
+        device = device or self.records_VR.device
+        chunk_rows = max(1, CHUNK[device.type] // self.dim)
+        for start in range(0, self.rows, chunk_rows):
+            rows = torch.arange(start, min(start + chunk_rows, self.rows), device=device)
             weights = values(rows)
             if weights.shape != (len(rows), self.dim):
                 raise ValueError(f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]")

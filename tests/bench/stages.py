@@ -21,7 +21,7 @@ from w2v.transfer.resident import Resident
 
 STAGES = {
     "sampling": (),
-    "plan": ("mark", "survey", "decide", "leave", "come"),
+    "plan": ("mark", "survey", "list"),
     "moves": ("exchange", "gather_records", "scatter_records"),
     "claim": ("claim",),
     "skip-gram": ("skipgram",),

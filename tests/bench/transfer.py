@@ -85,6 +85,7 @@ class Moves:
 
     def __init__(self, records_VR: Tensor, count: int):
         self.records_VR, self.sets = records_VR, row_sets(len(records_VR), count)
+        self.narrow = [rows.int() for rows in self.sets]
         self.nbytes = count * records_VR.shape[1] * 4
         self.arriving, self.leaving = (torch.randn(count, records_VR.shape[1], device="cuda") for _ in range(2))
         self.address = torch.tensor([records_VR.data_ptr()], device="cuda")
@@ -93,7 +94,7 @@ class Moves:
         self._check()
 
     def both(self, i: int) -> None:
-        coming, leaving = (self.sets[(i + n) % len(self.sets)] for n in range(2))
+        coming, leaving = (self.narrow[(i + n) % len(self.sets)] for n in range(2))
         moves = cuda.Moves(coming, leaving, self.slots, self.numbers)
         cuda.exchange(moves, self.address, len(self.records_VR), self.leaving)
 

@@ -1,8 +1,9 @@
 // Which rows of the tables move between CPU memory and the slots of a cache on the GPU, decided on the GPU: see transfer/cached.py, whose
-// plans these are. Rows of all tables are gone through in one order, the most used first.
+// plans these are. Rows of all tables stand in one order, the most used first; a row's place there is its rank, and what is known of it
+// is a bit at that rank. A warp has a stretch of that order, a word of bits for each lane.
 //
-// survey counts the rows that are missing or idle in each stretch of that order, decide sums the counts and settles how many come and
-// leave, and leave and come list them. A stretch belongs to one warp.
+// survey counts the rows that are missing or idle in each stretch; its last block sums the counts and settles how many come and leave.
+// list then names them. Slots of rows are looked up here and changed by the moves (rows.cu).
 
 constexpr unsigned ALL = 0xffffffffu;
 
@@ -21,80 +22,46 @@ struct Notice {  // for the CPU, in its memory
 };
 
 struct Rows {
-    int *slot, *wanted;      // of each row: its slot, or `slots`; the last plan that wanted it
-    const long long* order;  // the rows, the most used first
-    long long count, stretch, slots;
-    int plan, in_use;
+    unsigned* wanted;        // by this plan
+    const unsigned* in_use;  // wanted by the plan before, whose steps may compute now; null once they are done
+    unsigned* here;          // in slots, or on the way there
 
-    __device__ bool missing(long long row) const { return wanted[row] == plan && slot[row] == slots; }
-    __device__ bool idle(long long row) const { return slot[row] != slots && wanted[row] < in_use; }
+    __device__ unsigned missing(long long word) const { return wanted[word] & ~here[word]; }
+    __device__ unsigned idle(long long word) const { return here[word] & ~wanted[word] & ~(in_use ? in_use[word] : 0); }
 };
 
-#define ROWS int *slot, int *wanted, const long long *order, long long count, long long stretch, long long slots, int plan, int in_use
-#define GATHERED {slot, wanted, order, count, stretch, slots, plan, in_use}
+#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *here
+#define GATHERED {wanted, in_use, here}
 
 __device__ int lane() { return threadIdx.x % 32; }
 __device__ long long warp() { return ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; }
 
-// Calls visit(row, rank) for each row of the warp's stretch that is chosen, rank counting up from `rank`.
-template <class Choose, class Visit>
-__device__ void each_of(const Rows& all, long long rank, Choose choose, Visit visit) {
-    const long long end = min(all.count, (warp() + 1) * all.stretch);
-    for (long long first = warp() * all.stretch; first < end; first += 32) {
-        const long long row = first + lane() < end ? all.order[first + lane()] : -1;
-        const bool chosen = row >= 0 && choose(row);
-        const unsigned ballot = __ballot_sync(ALL, chosen);
-        if (chosen) visit(row, rank + __popc(ballot & ((1u << lane()) - 1)));
-        rank += __popc(ballot);
-    }
-}
-
-// marks: the rows that are wanted; null where `wanted` says so already. missing and idle: for each stretch.
-extern "C" __global__ void survey(ROWS, const bool* marks, long long* missing, long long* idle, Book* book) {
-    const Rows all = GATHERED;
-    const long long begin = warp() * stretch, end = min(count, begin + stretch);
-    if (begin >= count) return;
-    int missed = 0, idled = 0, used = 0;
-    for (long long n = begin + lane(); n < end; n += 32) {
-        const long long row = order[n];
-        if (marks && marks[row]) {
-            wanted[row] = plan;
-            used++;
-        }
-        missed += all.missing(row);
-        idled += all.idle(row);
-    }
-    missed = __reduce_add_sync(ALL, missed);
-    idled = __reduce_add_sync(ALL, idled);
-    used = __reduce_add_sync(ALL, used);
-    if (lane() == 0) {
-        missing[warp()] = missed;
-        idle[warp()] = idled;
-        if (used) atomicAdd((unsigned long long*)&book->used, (unsigned long long)used);
-    }
-}
-
-// Turns n counts into how many come before each, with the sum at the end, by one block; gives the sum.
-__device__ long long sum_before(long long* counts, long long n) {
-    __shared__ long long sums[32];
-    const long long each = (n + blockDim.x - 1) / blockDim.x, begin = min(n, threadIdx.x * each), end = min(n, begin + each);
-    long long mine = 0;
-    for (long long i = begin; i < end; i++) mine += counts[i];
-    long long sum = mine;  // of this thread and those before it in the warp
+// The sum of the numbers of the lanes up to this one.
+__device__ int sum_up_to_here(int number) {
     for (int distance = 1; distance < 32; distance *= 2) {
-        const long long other = __shfl_up_sync(ALL, sum, distance);
-        if (lane() >= distance) sum += other;
+        const int other = __shfl_up_sync(ALL, number, distance);
+        if (lane() >= distance) number += other;
     }
+    return number;
+}
+
+// Turns n counts into how many come before each, with the sum at the end, by one block; gives the sum. Other blocks have written them.
+__device__ int sum_before(int* counts, int n) {
+    __shared__ int sums[32];
+    const int each = (n + blockDim.x - 1) / blockDim.x, begin = min(n, (int)threadIdx.x * each), end = min(n, begin + each);
+    int mine = 0;
+    for (int i = begin; i < end; i++) mine += __ldcg(counts + i);
+    const int sum = sum_up_to_here(mine);
     if (lane() == 31) sums[threadIdx.x / 32] = sum;
     __syncthreads();
-    long long total = 0, before = sum - mine;
+    int total = 0, before = sum - mine;
     for (int w = 0; w < blockDim.x / 32; w++) {
         if (w < threadIdx.x / 32) before += sums[w];
         total += sums[w];
     }
     __syncthreads();
-    for (long long i = begin; i < end; i++) {
-        const long long count = counts[i];
+    for (int i = begin; i < end; i++) {
+        const int count = __ldcg(counts + i);
         counts[i] = before;
         before += count;
     }
@@ -102,9 +69,40 @@ __device__ long long sum_before(long long* counts, long long n) {
     return total;
 }
 
-// One block. final: nothing is in use any more, so what finds no room now is refused.
-extern "C" __global__ void decide(
-    long long* missing, long long* idle, long long stretches, long long slots, bool final, Book* book, Orders* orders, Notice* notice) {
+// marks: of each row, whether it is wanted; null where `wanted` says so already. missing and idle: of each of so many stretches.
+// final: nothing is in use any more, so what finds no room now is refused. done: how many blocks are, 0 before and after.
+extern "C" __global__ void survey(
+    ROWS, const bool* marks, const int* order, long long count, int* missing, int* idle, int stretches, long long slots, bool final,
+    unsigned* done, Book* book, Orders* orders, Notice* notice) {
+    const Rows all = GATHERED;
+    if (warp() < stretches) {
+        const long long first = 32 * warp(), word = first + lane();
+        if (marks) {
+            unsigned bits = 0;
+#pragma unroll 8
+            for (int w = 0; w < 32; w++) {
+                const long long rank = 32 * (first + w) + lane();
+                const unsigned marked = __ballot_sync(ALL, rank < count && marks[order[rank]]);
+                if (w == lane()) bits = marked;
+            }
+            wanted[word] = bits;
+            const int used = __reduce_add_sync(ALL, __popc(bits));
+            if (lane() == 0 && used) atomicAdd((unsigned long long*)&book->used, (unsigned long long)used);
+        }
+        const int missed = __reduce_add_sync(ALL, __popc(all.missing(word))), idled = __reduce_add_sync(ALL, __popc(all.idle(word)));
+        if (lane() == 0) {
+            missing[warp()] = missed;
+            idle[warp()] = idled;
+        }
+    }
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+
     const long long wanting = sum_before(missing, stretches), idling = sum_before(idle, stretches);
     if (threadIdx.x) return;
     const long long free = slots - book->taken;
@@ -115,31 +113,38 @@ extern "C" __global__ void decide(
     book->written += leaving;
     notice->lacking = wanting - coming;
     if (final && wanting > coming) notice->refused = wanting - coming;
+    *done = 0;
 }
 
-// Lists the idle rows that leave, the least used, and the slots that those which come find empty.
-extern "C" __global__ void leave(ROWS, const long long* idle, const Orders* orders, long long* leaving, int* given) {
-    const Rows all = GATHERED;
-    if (warp() * stretch >= count || idle[warp() + 1] <= orders->staying) return;
-    const long long staying = orders->staying, at_once = orders->at_once;
-    each_of(all, idle[warp()], [&](long long row) { return all.idle(row); }, [&](long long row, long long rank) {
-        const long long n = rank - staying;
-        if (n < 0) return;
-        leaving[n] = row;
-        given[at_once + n] = slot[row];
-        slot[row] = slots;
-    });
+// Calls visit(number, rank) for each bit of the lane's word, numbers counting up from `before` through the warp's words.
+template <class Visit>
+__device__ void each_bit(unsigned bits, long long word, int before, Visit visit) {
+    int number = before + sum_up_to_here(__popc(bits)) - __popc(bits);
+    for (; bits; bits &= bits - 1) visit(number++, 32 * word + __ffs(bits) - 1);
 }
 
-// Lists the missing rows that come, the most used where not all can, and gives them slots.
-extern "C" __global__ void come(ROWS, const long long* missing, const Orders* orders, long long* rows, int* given) {
+// Lists the idle rows that leave, the least used; the missing rows that come, the most used where not all can; and for these their slots.
+extern "C" __global__ void list(
+    ROWS, const int* order, const int* slot_of, const int* missing, const int* idle, int stretches, const Orders* orders, int* coming,
+    int* leaving, int* slots) {
     const Rows all = GATHERED;
-    if (warp() * stretch >= count || missing[warp()] >= orders->coming || missing[warp()] == missing[warp() + 1]) return;
-    const long long coming = orders->coming, at_once = orders->at_once, taken = orders->taken;
-    each_of(all, missing[warp()], [&](long long row) { return all.missing(row); }, [&](long long row, long long rank) {
-        if (rank >= coming) return;
-        rows[rank] = row;
-        if (rank < at_once) given[rank] = taken + rank;
-        slot[row] = given[rank];
-    });
+    if (warp() >= stretches) return;
+    const long long word = 32 * warp() + lane();
+    const int at_once = orders->at_once, staying = orders->staying, taken = orders->taken, most = orders->coming;
+    unsigned changed = 0;
+    if (idle[warp() + 1] > staying)
+        each_bit(all.idle(word), word, idle[warp()] - staying, [&](int number, long long rank) {
+            if (number < 0) return;
+            leaving[number] = order[rank];
+            slots[at_once + number] = slot_of[order[rank]];
+            changed |= 1u << rank % 32;
+        });
+    if (missing[warp()] < most)
+        each_bit(all.missing(word), word, missing[warp()], [&](int number, long long rank) {
+            if (number >= most) return;
+            coming[number] = order[rank];
+            if (number < at_once) slots[number] = taken + number;
+            changed |= 1u << rank % 32;
+        });
+    if (changed) here[word] ^= changed;
 }

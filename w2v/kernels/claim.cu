@@ -3,9 +3,9 @@
 #include "batch.cuh"
 
 // The number of a row is number[row], -1 before it has one; rows[number[row]] is the row.
-__device__ void claim_row(int row, int* number, int* rows, int* count) {
+__device__ void claim_row(int row, int* number, int* rows, unsigned long long* count) {
     if (number[row] != -1 || atomicCAS(number + row, -1, -2) != -1) return;
-    const int next = atomicAdd(count, 1);
+    const int next = atomicAdd(count, 1ull);
     rows[next] = row;
     number[row] = next;
 }
@@ -27,11 +27,12 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
     }
 }
 
-// Claims the rows of both tables that take part in a pair. counts: of input rows and of output rows so far.
-extern "C" __global__ void claim(BATCH, int* number_in, int* rows_in, int* number_out, int* rows_out, int* counts) {
+// Claims the rows of both tables that take part in a pair. count_*: of rows so far.
+extern "C" __global__ void claim(
+    BATCH, int* number_in, int* rows_in, unsigned long long* count_in, int* number_out, int* rows_out, unsigned long long* count_out) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    each_row(batch, [&](int row) { claim_row(row, number_in, rows_in, counts); },
-             [&](int row) { claim_row(row, number_out, rows_out, counts + 1); });
+    each_row(batch, [&](int row) { claim_row(row, number_in, rows_in, count_in); },
+             [&](int row) { claim_row(row, number_out, rows_out, count_out); });
 }
 
 // Sets the marks of those rows; looking first spares the many writes to those of frequent words.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from w2v.batch import Batch, Held
 KERNELS = Path(__file__).parent
 THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
+STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 
 
@@ -40,8 +44,7 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
     record_bytes = table_VR.shape[1] * table_VR.element_size()
     assert record_bytes % 16 == 0
     if len(rows_U):
-        count, width = np.int64(len(rows_U)), np.int32(record_bytes // 16)
-        _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, count, width)
+        _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
 
 
 class Claims:
@@ -58,39 +61,60 @@ class Claims:
         self.pairs_U = torch.zeros_like(self.rows_U)
 
 
-def claim(batch: Batch, inputs: Claims, outputs: Claims, counts: Tensor) -> None:
-    """Claim the rows of both tables that take part in a pair of the batch; counts: int32 [2], of input and output rows so far."""
-    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
+class Sums(NamedTuple):
+    """What a step adds up on the GPU: its loss (float64) and positive pairs, and the rows that it claims of both tables (all int64)."""
+
+    loss: Tensor
+    pairs: Tensor
+    claimed: tuple[Tensor, Tensor]
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Sums:
+        loss, pairs, *claimed = torch.zeros(4, dtype=torch.int64, device=device).unbind()  # one launch for all
+        return cls(loss.view(torch.float64), pairs, tuple(claimed))
+
+
+def claim(batch: Batch, inputs: Claims, outputs: Claims, sums: Sums) -> None:
+    """Claim the rows of both tables that take part in a pair of the batch, and count them."""
+    items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch(
         "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
-        inputs.number_V, inputs.rows_U, outputs.number_V, outputs.rows_U, counts,
+        inputs.number_V, inputs.rows_U, sums.claimed[0], outputs.number_V, outputs.rows_U, sums.claimed[1],
     )  # fmt: skip
 
 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
-    items = len(batch.windows_B) * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
+    items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch("claim.cu", "mark", _shape(batch), _enough_blocks(items), *_arguments(batch), *marks_TV)
 
 
 class Slots(NamedTuple):
     """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
 
-    count: S; slot_of_TV: int32, S for a row that is in none; wanted_TV: int32, the last plan that wanted a row; order_N: int64, the rows,
-    the most used first; book: int64 [4], slots that were ever used, and rows used, read and written so far.
+    count: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
+    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [4], slots that were ever used, and rows
+    used, read and written so far.
     """
 
     count: int
     slot_of_TV: Tensor
-    wanted_TV: Tensor
     order_N: Tensor
+    wanted: tuple[Tensor, Tensor]
+    here_W: Tensor
     book: Tensor
+
+    @classmethod
+    def empty(cls, count: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
+        words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
+        *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
+        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(4, dtype=torch.int64, device=device))
 
 
 class Moves(NamedTuple):
     """Rows that come to slots, some of them in place of rows that leave, in lists on the GPU; rows are counted through all tables.
 
-    coming, leaving: int64; slots: int32, of those that come; numbers: int64, how many come, and how many of them to slots that nobody
+    coming, leaving: int32; slots: int32, of those that come; numbers: int64, how many come, and how many of them to slots that nobody
     leaves: these are first in the list, and the others take the places of those that leave, in order.
     """
 
@@ -108,55 +132,60 @@ class Orders:
     """
 
     def __init__(self, slots: Slots):
-        device, rows = slots.book.device, len(slots.order_N)
-        self.stretch = max(256, -(-rows // (64 * THREADS)))  # rows that one warp surveys
-        self.stretches = -(-rows // self.stretch)
-        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int64, device=device) for _ in range(2))
-        lists = [torch.empty(min(slots.count, rows), dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
+        device, rows = slots.book.device, slots.order_N.shape[0]
+        self.stretches = -(-rows // STRETCH)
+        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int32, device=device) for _ in range(2))
+        lists = [torch.empty(min(slots.count, rows), dtype=torch.int32, device=device) for _ in range(3)]
         self.moves = Moves(*lists, torch.zeros(4, dtype=torch.int64, device=device))
+        self.done = torch.zeros((), dtype=torch.int32, device=device)
         self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self.noticed = self.notice.numpy()  # the same, read sooner
 
 
 def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int, in_use: int) -> None:
-    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay."""
-    over = [slots.slot_of_TV, slots.wanted_TV, slots.order_N, *map(np.int64, (len(slots.order_N), orders.stretch, slots.count))]
-    over += [np.int32(plan), np.int32(in_use)]
-    coming, leaving, given, numbers = orders.moves
-    counts = orders.missing, orders.idle, np.int64(orders.stretches), np.int64(slots.count)
-    blocks, final = -(-32 * orders.stretches // THREADS), np.bool_(in_use == plan)
-    _launch("cache.cu", "survey", {}, blocks, *over, marks_TV, orders.missing, orders.idle, slots.book)
-    _launch("cache.cu", "decide", {}, 1, *counts, final, slots.book, numbers, orders.notice)
-    _launch("cache.cu", "leave", {}, blocks, *over, orders.idle, numbers, leaving, given)
-    _launch("cache.cu", "come", {}, blocks, *over, orders.missing, numbers, coming, given)
+    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay.
+
+    in_use: `plan`, or the one before it.
+    """
+    final, (coming, leaving, given, numbers) = in_use == plan, orders.moves
+    rows = slots.wanted[plan % 2], None if final else slots.wanted[in_use % 2], slots.here_W
+    counts, blocks = (orders.missing, orders.idle, orders.stretches), -(-32 * orders.stretches // THREADS)
+    _launch(
+        "cache.cu", "survey", {}, blocks, *rows, marks_TV, slots.order_N, slots.order_N.shape[0], *counts, slots.count, final,
+        orders.done, slots.book, numbers, orders.notice,
+    )  # fmt: skip
+    _launch("cache.cu", "list", {}, blocks, *rows, slots.order_N, slots.slot_of_TV, *counts, numbers, coming, leaving, given)
 
 
-def exchange(moves: Moves, tables: Tensor, rows: int, records_SR: Tensor) -> None:
+def exchange(
+    moves: Moves, tables: Tensor, rows: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
+    stream: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
     """Read the records that come into their slots, and write to their tables those that leave them.
 
-    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each.
+    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each; slot_of_TV: is kept current, if given, with
+    `none` for a row that has left; stream: where to, if not to the current one.
     """
-    width = np.int32(records_SR.shape[1] * records_SR.element_size() // 16)
-    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, np.int64(rows), records_SR, width, *moves)
+    width = records_SR.shape[1] * records_SR.element_size() // 16
+    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
 
 
 def skipgram(
-    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, counted: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64).
+    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, sums: Sums, counted: bool = False
+) -> None:
+    """Add the gradients of the batch's summed loss to the claims, and that loss and its number of positive pairs to the sums.
 
     counted: whether to count the pairs of each row too.
     """
     (_, row_width), dim, dtype = inputs.records_SR.shape, input_claims.grad_UD.shape[1], inputs.records_SR.dtype
     assert outputs.records_SR.shape[1] == row_width and outputs.records_SR.dtype == dtype
-    loss, pairs = (torch.zeros((), dtype=kind, device=inputs.records_SR.device) for kind in (torch.float64, torch.int64))
     made_for = _shape(batch) | {"DIM": dim, "ELEMENT": ELEMENTS[dtype], "COUNTED": int(counted)}
     _launch(
-        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * len(batch.windows_B)), *_arguments(batch),
+        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * batch.windows_B.shape[0]), *_arguments(batch),
         inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD, input_claims.pairs_U,
         outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, output_claims.pairs_U,
-        np.int64(row_width), loss, pairs,
+        row_width, sums.loss, sums.pairs,
     )  # fmt: skip
-    return loss, pairs
 
 
 class Guard(NamedTuple):
@@ -173,21 +202,22 @@ class Guard(NamedTuple):
 
 
 def step_rows(
-    formula: str, states: int, held: Held, claims: Claims, count: Tensor, step: float, step_column: int, hyper: Hyper, cap: int, noise: int,
-    guard: Guard,
+    formula: str, states: int, held: Held, claims: Claims, count: Tensor, stepped: Tensor, step: float, step_column: int, hyper: Hyper,
+    cap: int, noise: int, guard: Guard,
 ) -> None:  # fmt: skip
     """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
 
+    count, stepped: int64, how many rows are claimed, and those of all steps, to which they are added.
+
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
-    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16.
+    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16, unsigned.
     """
     dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
     made_for = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": 1 if dim % 4 else 4}
     _launch(
-        "optim.cu", "step", made_for, _enough_blocks(32 * len(claims.rows_U)),
-        held.records_SR, held.slot_of_V, np.int64(row_width), claims.grad_UD, claims.pairs_U, claims.rows_U, count, claims.number_V,
-        *map(np.int32, (dim, step_column)), np.float32(step), np.int32(cap), np.uint64(noise), *map(np.float32, hyper),
-        guard.loss, guard.fault, np.int64(guard.step), np.int64(guard.bit),
+        "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
+        held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
+        claims.number_V, dim, step_column, float(step), cap, noise - (noise >> 63 << 64), *map(float, hyper), *guard,
     )  # fmt: skip
 
 
@@ -210,9 +240,9 @@ def _shape(batch: Batch) -> dict[str, int | str]:
     return {"WINDOW": batch.window, "TARGETS": 1 + batch.negatives_BK.shape[1]}
 
 
-def _arguments(batch: Batch) -> list[Tensor | np.generic]:
-    text = [batch.words_n, batch.sentences_n, np.int64(len(batch.words_n)), np.int64(batch.first), np.int64(len(batch.windows_B))]
-    return [*text, batch.windows_B, batch.negatives_BK]
+def _arguments(batch: Batch) -> tuple[Tensor | int, ...]:
+    words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
+    return words_n, sentences_n, words_n.shape[0], first, windows_B.shape[0], windows_B, negatives_BK
 
 
 def _enough_blocks(threads: int) -> int:
@@ -225,27 +255,53 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def _launch(source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | np.generic | None) -> None:
-    """Launch on torch's current stream; a tensor is passed as the pointer to its data, None as a null pointer."""
-    passed = tuple(np.intp(0 if arg is None else arg.data_ptr()) if arg is None or isinstance(arg, Tensor) else arg for arg in args)
-    with _stream(torch.cuda.current_stream().cuda_stream):
-        _module(source, tuple(defines.items())).get_function(kernel)((blocks,), (THREADS,), passed)
+def _launch(
+    source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None,
+    stream: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
+    """Launch on a stream, torch's current one if none is given; a tensor is passed as the pointer to its data, None as a null pointer.
+
+    Integers are for parameters of any width, floats for those of 4 bytes.
+    """
+    device = torch.cuda.current_device()
+    values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
+    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
+
+
+class Launcher:
+    """Launches one kernel: keeps memory for its arguments, 8 bytes for each, of which the driver takes as many as the parameter has.
+
+    CuPy's own way takes about a microsecond for each argument and looks the kernel up each time, which was most of what a step cost the
+    CPU. launch: the driver's, as CuPy has it.
+    """
+
+    def __init__(self, function: int, launch: Callable[..., None]):
+        self._function, self._launch = function, launch
+        self._layout: struct.Struct | None = None
+        self._alone = threading.Lock()
+
+    def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
+        with self._alone:  # until the driver has copied the arguments
+            if self._layout is None:
+                self._layout = struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in values))
+                self._memory = ctypes.create_string_buffer(self._layout.size)
+                start = ctypes.addressof(self._memory)
+                self._pointers = (ctypes.c_void_p * len(values))(*range(start, start + self._layout.size, 8))
+            self._layout.pack_into(self._memory, 0, *values)
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
 
 
 @functools.cache
-def _stream(pointer: int) -> Any:
-    """CuPy's view of one of torch's streams."""
-    import cupy
+def _compiled(source: str, kernel: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Launcher:
+    """For the current `device`; the module stays loaded with it."""
+    from cupy_backends.cuda.api import driver
 
-    class TorchStream:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, pointer
-
-    return cupy.cuda.Stream.from_external(TorchStream())
+    return Launcher(_module(source, defines, device).get_function(kernel).kernel.ptr, driver.launchKernel)
 
 
 @functools.cache
-def _module(source: str, defines: tuple[tuple[str, int | str], ...]) -> Any:
+def _module(source: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Any:
     import cupy
 
     options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines))

@@ -70,19 +70,21 @@ __device__ unsigned long long rounding(long long row, long long row_width, int i
 // Steps the claimed rows in place (sgns.cu), zeroes their gradients and takes the claims back. A record is dim weights, then STATES times
 // dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
 //
+// count: how many rows are claimed, which are added to `stepped`.
 // pairs: of how many pairs each gradient is the sum; where `cap` is not 0, gradients of more are scaled down to the mean of `cap` of them.
 // noise: the seed, already mixed, of the rounding to bfloat16.
 // A loss that is not finite, or a number that the record cannot hold, sets `fault` unless it is set; from then on no record is written.
 extern "C" __global__ void step(
-    Element* records, const int* slot, long long row_width, float* grads, int* pairs, const int* rows, const int* count, int* number, int dim,
-    int step_column, float table_step, int cap, unsigned long long noise, float lr, float eps, float weight_decay, float lr_decay, float beta1,
-    float rest1, float log_beta1, float beta2, float rest2, float log_beta2, const double* loss, unsigned long long* fault,
-    long long this_step, long long bit) {
+    Element* records, const int* slot, long long row_width, float* grads, int* pairs, const int* rows, const long long* count,
+    long long* stepped, int* number, int dim, int step_column, float table_step, int cap, unsigned long long noise, float lr, float eps,
+    float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1, float beta2, float rest2, float log_beta2,
+    const double* loss, unsigned long long* fault, long long this_step, long long bit) {
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
     const Hyper hyper = {lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2};
     const int lane = threadIdx.x % 32, packs = dim / WIDE;
     const long long warps = (long long)gridDim.x * blockDim.x / 32, claimed = *count;
+    if (blockIdx.x + threadIdx.x == 0) *stepped += claimed;
     for (long long n = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < claimed; n += warps) {
         const int row = rows[n];
         Element* record = records + (slot ? slot[row] : row) * row_width;

@@ -56,13 +56,18 @@ __device__ float4* record_of(float4* const* tables, long long rows, long long ro
 
 // Row coming[n] goes to slots[n], for n up to numbers[0]; from n = numbers[1] on, after the row leaving[n - numbers[1]] that is there has
 // gone to its table. A warp has both records in hand, and so reads and writes keep pace, which gets more of the link than a kernel each.
+// slot_of, unless null: the slot of each row, which is `none` for one that is gone.
 extern "C" __global__ void exchange(
-    float4* const* tables, long long rows, float4* records, int width, const long long* coming, const long long* leaving, const int* slots,
-    const long long* numbers) {
+    float4* const* tables, long long rows, float4* records, int width, const int* coming, const int* leaving, const int* slots,
+    const long long* numbers, int* slot_of, int none) {
     const long long at_once = numbers[1];
     each_record(0, numbers[0], [&](long long n) {
         float4* slot = records + (long long)slots[n] * width;
         float4* old = n < at_once ? nullptr : record_of(tables, rows, leaving[n - at_once], width);
         copy_records(record_of(tables, rows, coming[n], width), slot, old ? slot : nullptr, old, width);
+        if (slot_of && threadIdx.x % 32 == 0) {
+            if (old) slot_of[leaving[n - at_once]] = none;
+            slot_of[coming[n]] = slots[n];
+        }
     });
 }

@@ -30,9 +30,11 @@ class Cached(InSlots):
     def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
         super().__init__(link, tables, slots, device, uses_TV)
         self.rows_used = self.rows_read = self.rows_written = 0
+        self._wanted_TV = torch.zeros_like(self._slot_of_TV)  # the last plan that wanted the row
         self._free = torch.arange(slots, device=device)  # free slots, the longest free first
         self._waiting: Tensor | None = None  # marks of rows for which there was no room beside those in use
-        self._held: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still use
+        self._writes = torch.cuda.Stream(device, priority=-1) if self._reads else None
+        self._in_flight: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still use
 
     def prefetch(self, marks_TV: Tensor) -> None:
         """Plan on the current stream, and start the moves, for the steps after those that compute now."""
@@ -82,7 +84,7 @@ class Cached(InSlots):
         coming_rows = [_first_true(missing_V, count) for missing_V, count in zip(missing_TV, coming_T, strict=True)]
         for slot_of_V, rows, slots in zip(self._slot_of_TV, coming_rows, taken, strict=True):
             slot_of_V[rows] = slots.int()
-        self._held.append((marks_TV, *coming_rows, *taken, *leaving_rows, *left))
+        self._in_flight.append((marks_TV, *coming_rows, *taken, *leaving_rows, *left))
         self._move(coming_rows, taken, leaving_rows, left)
         return True
 
@@ -99,6 +101,8 @@ class Cached(InSlots):
         with on(self._reads):
             for table, rows, slots in zip(self.tables, coming, taken, strict=True):
                 self.link.read(table, rows, self._records_SR, slots)
+        if self._reads:
+            self._arrived = self._reads.record_event()
 
 
 def _first_true(mask_V: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +23,11 @@ class CachedMapped(InSlots):
 
     def __init__(self, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
         super().__init__(Mapped(), tables, slots, device, uses_TV)
-        self._writes = self._reads  # one kernel does both
-        book = torch.zeros(4, dtype=torch.int64, device=device)
-        self._in_slots = cuda.Slots(slots, self._slot_of_TV, self._wanted_TV, self._order_N, book)
+        self._in_slots = cuda.Slots.empty(slots, self._slot_of_TV, self._order_N)
         self._addresses = torch.tensor([table.records_VR.data_ptr() for table in tables], device=device)
         # While the moves of one plan are under way the next is made: each has its own lists, free again when its moves are done.
         self._orders = [cuda.Orders(self._in_slots) for _ in range(2)]
-        self._moved = [self._planned, self._planned]
+        self._moved = [self._arrived, self._arrived]
         self._settled = True
 
     @property
@@ -49,19 +48,18 @@ class CachedMapped(InSlots):
         self._settled = False
         self._make_plan(marks_TV, in_use=self._plan - 1)
         self._reads.wait_event(self._planned)
-        with torch.cuda.stream(self._reads):
-            self._move()
+        self._move(self._reads)
 
     def flush(self) -> None:
         super().flush()
         self._refuse()
 
     def _settle(self) -> None:
-        if not self._settled and not (self._planned.query() and self._notice(0) == 0):
+        if not self._settled and not (self._planned.query() and self._noticed[0] == 0):
             self._join()
             self._make_plan(None, in_use=self._plan)
-            self._move()
-            self._planned = self._moved[self._plan % 2]
+            self._move(torch.cuda.current_stream())
+            self._planned = self._arrived
         self._settled = True
         self._refuse()
 
@@ -72,16 +70,18 @@ class CachedMapped(InSlots):
         cuda.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)
         self._planned = current.record_event()
 
-    def _move(self) -> None:
-        cuda.exchange(self._orders[self._plan % 2].moves, self._addresses, self.tables[0].rows, self._records_SR)
-        self._moved[self._plan % 2] = torch.cuda.current_stream().record_event()
+    def _move(self, stream: torch.cuda.Stream) -> None:
+        moves, rows = self._orders[self._plan % 2].moves, self.tables[0].rows
+        cuda.exchange(moves, self._addresses, rows, self._records_SR, self._slot_of_TV, self.slots, stream)
+        self._arrived = self._moved[self._plan % 2] = stream.record_event()
 
-    def _notice(self, entry: int) -> int:
+    @property
+    def _noticed(self) -> np.ndarray:
         """What the GPU said last about the current plan, which it may not have made yet."""
-        return int(self._orders[self._plan % 2].notice[entry])
+        return self._orders[self._plan % 2].noticed
 
     def _refuse(self) -> None:
         """Raise the error of a plan that found no room, if one is known by now."""
-        refused = max(int(orders.notice[1]) for orders in self._orders)
+        refused = max(int(orders.noticed[1]) for orders in self._orders)
         if refused:
             raise self._no_room(self.slots + refused)

@@ -25,24 +25,24 @@ class InSlots(Engine):
     def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
         assert len({(table.rows, table.width) for table in tables}) == 1, "tables that share slots are of one shape"
         self.link, self.tables, self.slots = link, list(tables), slots
+        shape = len(tables), tables[0].rows
+        assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
         # The last record is nobody's: kernels find it where a row that found no room would lie.
         self._records_SR = torch.empty(slots + 1, tables[0].width, dtype=tables[0].records_VR.dtype, device=device)
-        self._slot_of_TV = torch.full((len(tables), tables[0].rows), slots, dtype=torch.int32, device=device)
-        self._wanted_TV = torch.zeros_like(self._slot_of_TV)  # the last plan that wanted the row
-        rows_TV = torch.arange(len(tables) * tables[0].rows, device=device).view(len(tables), -1)
-        by_rank_N = rows_TV.T.flatten()
+        self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
+        self._held = [Held(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
+        by_rank_N = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device).view(shape).T.flatten()
         # The rows, counted through all tables, the most used first; those of a table in their order where uses are equal.
         self._order_N = by_rank_N if uses_TV is None else by_rank_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
         self._plan = 0
-        on_gpu = device.type == "cuda"
-        self._reads, self._writes = (torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2))
-        self._planned = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # When the last plan is made, and when all moves are.
+        self._planned = self._arrived = torch.cuda.current_stream().record_event() if self._reads else None
 
     def hold(self, table: Table) -> Held:
         self._settle()
-        if self._reads:
-            torch.cuda.current_stream().wait_stream(self._reads)
-        return Held(self._records_SR, self._slot_of_TV[self.tables.index(table)])
+        self._join()
+        return self._held[self.tables.index(table)]
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         slots_U = self.hold(table).slot_of_V[rows_U].long()
@@ -66,11 +66,8 @@ class InSlots(Engine):
 
     def _join(self) -> None:
         """Have the current stream wait for all plans and moves."""
-        if self._reads:
-            current = torch.cuda.current_stream()
-            current.wait_event(self._planned)
-            current.wait_stream(self._reads)
-            current.wait_stream(self._writes)
+        if self._arrived:
+            torch.cuda.current_stream().wait_event(self._arrived)
 
     def _no_room(self, needed: int) -> ConfigError:
         return ConfigError(

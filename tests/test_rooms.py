@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile", "durable", "signals", "ranks"},
-    {"settings", "loggers", "sources", "vocab", "kernels", "table"},
+    {"settings", "loggers", "sources", "vocab", "kernels", "table", "shards"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},
     {"backends", "checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},

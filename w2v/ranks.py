@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,12 @@ PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all o
 LONG_PATIENCE = timedelta(hours=4)  # with the one that scores or writes for all
 
 
-class RankLost(OSError):
+class RankLost(RuntimeError):
     """Another rank has ended or does not answer; the message says which, as far as that can be known here."""
+
+
+class RanksDiffer(ValueError):
+    """What must be the same on all ranks is not; the message is one line that names it, its values and the ranks."""
 
 
 class Ranks:
@@ -33,8 +39,11 @@ class Ranks:
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
-    def gather(self, fact: Any) -> list[Any]:
-        """What each rank gives, in their order; all ranks wait for each other."""
+    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
+        """What each rank gives, in their order; all ranks wait for each other.
+
+        behind: for the thread that works behind the training, whose calls have an order of their own.
+        """
         return [fact]
 
     def agree(self, *numbers: float) -> list[list[float]]:
@@ -60,6 +69,37 @@ class Ranks:
         """Which rows of the whole table those of this rank's shard are."""
         return rows_n * self.size + self.rank
 
+    @contextmanager
+    def together(self, behind: bool = False) -> Iterator[None]:
+        """An error that a user can mend, in the block of any rank, is raised by all: the first one's, which then says `of` which rank it
+        is. No rank may wait for others in the block."""
+        mine: Exception | None = None
+        try:
+            yield
+        except (ValueError, MemoryError, OSError) as error:
+            mine = error
+        for rank, error in enumerate(self.gather(mine, behind)):
+            if error is not None:
+                error = mine if rank == self.rank else error
+                error.of = rank
+                raise error
+
+    def same(self, facts: Mapping[str, Any]) -> None:
+        """Raise `RanksDiffer` where a fact is not the same on all ranks."""
+        of_ranks = self.gather(dict(facts))
+        for name in dict.fromkeys(name for known in of_ranks for name in known):
+            values = [known.get(name) for known in of_ranks]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; start all ranks alike")
+
+    def leads(self, folder: Path) -> bool:
+        """Whether this is the first of the ranks that see this very folder: all of them, or only those of a host."""
+        return True
+
+
+ALONE = Ranks()
+
 
 ALONE = Ranks()
 
@@ -73,13 +113,24 @@ class Joined(Ranks):
         with self._answering():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
+            self._behind = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._ahead = dist.new_group(timeout=PATIENCE)
 
-    def gather(self, fact: Any) -> list[Any]:
+    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
         facts: list[Any] = [None] * self.size
         with self._answering():
-            dist.all_gather_object(facts, fact, group=self._facts)
+            dist.all_gather_object(facts, fact, group=self._behind if behind else self._facts)
         return facts
+
+    def leads(self, folder: Path) -> bool:
+        token = self.gather(uuid4().hex)[0]
+        marks = [folder / f".rank-{token}-{rank}" for rank in range(self.size)]
+        with self.together():
+            marks[self.rank].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
+        first = next(rank for rank, mark in enumerate(marks) if mark.exists())
+        self.gather(None)
+        marks[self.rank].unlink(missing_ok=True)
+        return first == self.rank
 
     def agree(self, *numbers: float) -> list[list[float]]:
         mine = torch.tensor(numbers, dtype=torch.float64)

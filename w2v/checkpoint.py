@@ -177,7 +177,7 @@ def latest(folder: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
         return None
     with ranks.together():
         found = Checkpoint(folder / common[-1])
-    ranks.same({f"the checksum of {found.path}": found.checksum})
+    ranks.same({f"the checksum of {found.path.name}": found.checksum}, "bring all hosts the folder that rank 0 has")
     return found
 
 

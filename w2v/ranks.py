@@ -84,21 +84,18 @@ class Ranks:
                 error.of = rank
                 raise error
 
-    def same(self, facts: Mapping[str, Any]) -> None:
+    def same(self, facts: Mapping[str, Any], remedy: str = "start all ranks alike") -> None:
         """Raise `RanksDiffer` where a fact is not the same on all ranks."""
         of_ranks = self.gather(dict(facts))
         for name in dict.fromkeys(name for known in of_ranks for name in known):
             values = [known.get(name) for known in of_ranks]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                raise RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; start all ranks alike")
+                raise RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
 
     def leads(self, folder: Path) -> bool:
         """Whether this is the first of the ranks that see this very folder: all of them, or only those of a host."""
         return True
-
-
-ALONE = Ranks()
 
 
 ALONE = Ranks()

@@ -3,71 +3,22 @@
 import json
 import os
 import shutil
-import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.joined import Pool
+from tests.threaded import checked, raised, together
 from w2v import checkpoint, shards
 from w2v.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
-from w2v.ranks import ALONE, Ranks, RanksDiffer
+from w2v.ranks import ALONE, RanksDiffer
 from w2v.table import Table
 
 ROWS, DIM = 23, 5
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Threads(Ranks):
-    """Ranks that are threads of this process: what is told here is what processes would tell each other."""
-
-    def __init__(self, rank, size, common):
-        self.rank, self.size, self._common = rank, size, common
-
-    def gather(self, fact, behind=False):
-        facts, barrier = self._common[behind]
-        facts[self.rank] = fact
-        barrier.wait(20)
-        told = list(facts)
-        barrier.wait(20)
-        return told
-
-    def leads(self, folder):
-        return self.gather(folder).index(folder) == self.rank
-
-
-def together(size, body, *arguments):
-    """What `body(ranks, *arguments)` gives in each of so many ranks."""
-    common = [([None] * size, threading.Barrier(size)) for _ in range(2)]
-    answers = [None] * size
-
-    def run(rank):
-        try:
-            answers[rank] = body(Threads(rank, size, common), *arguments)
-        except BaseException as error:
-            answers[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
-def raised(answers):
-    assert all(isinstance(answer, Exception) for answer in answers), answers
-    return answers
-
-
-def checked(answers):
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
 
 
 def dealt(ranks, filled=True, name="NAdam", rows=ROWS, dim=DIM, step="table", dtype=torch.float32):
@@ -219,7 +170,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, 
     write = shards.durable.write
 
     def full(path, parts):
-        if (path.name.startswith("input-rank-1") if broken != "the manifest" else path.name == "manifest.json") and "02.partial" in str(path):
+        here = path.name == "manifest.json" if broken == "the manifest" else path.name.startswith("input-rank-1")
+        if here and "02.partial" in str(path):
             raise OSError(28, "No space left on device")
         return write(path, parts)
 
@@ -279,7 +231,7 @@ def body(ranks, folder):
         ranks.same({"train.epochs": 3, "train.seed": ranks.rank})
     with pytest.raises(FileNotFoundError) as caught, ranks.together():
         if ranks.rank == ranks.size - 1:
-            open(folder / "none")
+            (folder / "none").read_text()
     assert caught.value.of == ranks.size - 1 and caught.value.filename == str(folder / "none")
     for step, shadow in enumerate([False, True]):
         (folder / f"{shadow}").mkdir(exist_ok=True)

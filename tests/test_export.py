@@ -264,7 +264,7 @@ def test_only_so_many_rows_come(tmp_path, monkeypatch, size, last):
 def test_a_full_disk_is_told_once_the_other_ranks_have_sent_all(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     monkeypatch.setattr(export, "LARGE", 100)
-    monkeypatch.setattr(export, "open", lambda path, mode: open("/dev/full", mode, 0), raising=False)
+    monkeypatch.setattr(export, "open", lambda path, mode: open("/dev/full", mode, 0), raising=False)  # noqa: SIM115
     with pytest.raises(OSError, match="No space left"):
         rows_of_all(3, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -69,6 +69,14 @@ class Ranks:
         """Which rows of the whole table those of this rank's shard are."""
         return rows_n * self.size + self.rank
 
+    def pick(self, shard_nX: Tensor, rows_U: Tensor) -> Tensor:
+        """These rows of a whole table, float32, whoever holds them; all ranks ask for the same."""
+        rows_U = rows_U.to(shard_nX.device)
+        mine_U = rows_U % self.size == self.rank
+        picked_UX = torch.zeros(len(rows_U), *shard_nX.shape[1:], device=shard_nX.device)
+        picked_UX[mine_U] = shard_nX[rows_U[mine_U] // self.size].float()
+        return self.add(picked_UX)
+
     @contextmanager
     def together(self, behind: bool = False) -> Iterator[None]:
         """An error that a user can mend, in the block of any rank, is raised by all: the first one's, which then says `of` which rank it

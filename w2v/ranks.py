@@ -6,6 +6,7 @@ Gloo; tensors go through NCCL where they are on a GPU, on torch's current stream
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from w2v.torchrun import RankLost
+
 PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all of them train
 LONG_PATIENCE = timedelta(hours=4)  # with the one that scores or writes for all
-
-
-class RankLost(RuntimeError):
-    """Another rank has ended or does not answer; the message says which, as far as that can be known here."""
 
 
 class RanksDiffer(ValueError):
@@ -99,10 +98,12 @@ class Ranks:
             values = [known.get(name) for known in of_ranks]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                raise RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
+                differ = RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
+                differ.of = 0
+                raise differ
 
     def leads(self, folder: Path) -> bool:
-        """Whether this is the first of the ranks that see this very folder: all of them, or only those of a host."""
+        """Whether this is the first of the ranks that see this very folder, of all or of a host; where none can write, of its host."""
         return True
 
 
@@ -130,12 +131,15 @@ class Joined(Ranks):
     def leads(self, folder: Path) -> bool:
         token = self.gather(uuid4().hex)[0]
         marks = [folder / f".rank-{token}-{rank}" for rank in range(self.size)]
-        with self.together():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
             marks[self.rank].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
-        first = next(rank for rank, mark in enumerate(marks) if mark.exists())
         self.gather(None)
-        marks[self.rank].unlink(missing_ok=True)
-        return first == self.rank
+        first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
+        self.gather(None)
+        with contextlib.suppress(OSError):
+            marks[self.rank].unlink()
+        return first == self.rank or (first is None and self.local_rank == 0)
 
     def agree(self, *numbers: float) -> list[list[float]]:
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -162,7 +166,3 @@ class Joined(Ranks):
         except (dist.DistError, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise RankLost(f"rank {self.rank} of {self.size} on {socket.gethostname()} has lost another one: {what}") from error
-
-
-def started_by_torchrun() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1

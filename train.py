@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from w2v import durable, settings
+from w2v import durable, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -30,28 +30,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(files, assignments, args.resume, args.dry_run, signals)
         except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
             said = durable.in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
-            print(f"error: {said}", file=sys.stderr)
+            torchrun.say(error, said)
             return 3 if isinstance(error, MemoryError) else 2
+        except torchrun.RankLost as error:
+            torchrun.say(error, str(error))
+            torchrun.leave(2)
     return 0
 
 
 def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dry: bool, signals: Signals) -> None:
-    config = settings.load(files, assignments)
+    with torchrun.on_all():
+        config = settings.load(files, assignments)
     from w2v import metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
     ranks = plan.join(config)
     metrics.log_to_console(quiet=ranks.rank > 0)
-    folder = None
-    if resume:
-        folder = runfolder.find(resume, config.run.dir)
+    if folder := runfolder.begun(resume, config.run.dir, ranks):
         lock = runfolder.lock(folder, ranks)
-        config = runfolder.resumed(folder, files, assignments)
+        with ranks.together():
+            config = runfolder.resumed(folder, files, assignments)
+    ranks.same(plan.must_be_alike(config))
     with durable.naming(config.corpus.data_dir):
-        planned = plan.make_plan(config, run=folder, ranks=ranks)
-    logging.getLogger("w2v").info(str(planned))
-    planned.budget.check()
-    with planned.budget.explained():
-        sampler, pipeline = plan.build(planned)
+        opened = plan.open_together(config, ranks)
+    with ranks.together():
+        planned = plan.make_plan(config, opened, folder, ranks)
+        logging.getLogger("w2v").info(str(planned))
+        planned.budget.check()
+        with planned.budget.explained():
+            sampler, pipeline = plan.build(planned)
     if dry and ranks.size == 1:
         print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
     if dry:
@@ -59,10 +65,9 @@ def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dr
     if folder is None:
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
-    with lock, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
-        if ranks.local_rank == 0:
-            settings.save(config, folder / "config.yaml")
-            durable.replace(folder / "env.txt", plan.environment(planned))
+    with lock as leads, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
+        if leads:
+            runfolder.begin(folder, config, plan.environment(planned))
         held_out, raw_words, shadow = plan.held_out(planned), planned.corpus.raw_words, planned.budget.shadow
         job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, shadow, ranks)
         job.train()
@@ -70,4 +75,4 @@ def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dr
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(torchrun.recorded(main)())

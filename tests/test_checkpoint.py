@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from w2v import checkpoint
+from w2v import checkpoint, shards
 from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest, load_table, save_table
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
@@ -38,8 +38,8 @@ def same(saved, loaded):
 @pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("what", [{}, {"step": "row"}, {"dtype": torch.bfloat16}], ids=str)
 def test_round_trip_in_shards(tmp_path, monkeypatch, shadow, what):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
     saved, loaded = two_tables(**what), two_tables(**what)
     keeper = Checkpoints(tmp_path, saved, shadow)
     keeper.save({"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]})
@@ -48,8 +48,8 @@ def test_round_trip_in_shards(tmp_path, monkeypatch, shadow, what):
     assert found.path.name == "step-00000012" and found.state == {"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]}
     found.load(loaded)
     assert same(saved, loaded)
-    shards = sorted(found.path.glob("input-*.safetensors"))
-    assert len(shards) > 1 and torch.equal(torch.cat([load_file(path)["records"] for path in shards]), saved[0].records_VR)
+    files = sorted(found.path.glob("input-*.safetensors"))
+    assert len(files) > 1 and torch.equal(torch.cat([load_file(path)["records"] for path in files]), saved[0].records_VR)
 
 
 def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
@@ -63,8 +63,8 @@ def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
 def test_the_shadow_is_written_while_training_goes_on(tmp_path, monkeypatch):
     tables, go = two_tables(), threading.Event()
     before = [table.records_VR.clone() for table in tables]
-    write_shard = checkpoint._write_shard
-    monkeypatch.setattr(checkpoint, "_write_shard", lambda *args: go.wait(10) and write_shard(*args))
+    write_shard = shards._write_shard
+    monkeypatch.setattr(shards, "_write_shard", lambda *args: go.wait(10) and write_shard(*args))
     keeper = Checkpoints(tmp_path, tables, shadow=True)
     keeper.save({"step": 1})
     assert keeper.busy and latest(tmp_path) is None
@@ -86,7 +86,7 @@ def test_what_fails_in_the_background_is_raised_and_leaves_nothing(tmp_path, mon
     keeper = Checkpoints(tmp_path, two_tables(), shadow=True)
     keeper.save({"step": 1})
     keeper.wait()
-    monkeypatch.setattr(checkpoint, "_write_shard", full)
+    monkeypatch.setattr(shards, "_write_shard", full)
     keeper.save({"step": 2})
     with pytest.raises(OSError, match=r"No space left on device, so that a checkpoint of [\d,]+ bytes cannot be written; --resume"):
         keeper.wait()

@@ -6,12 +6,15 @@ import tempfile
 
 import numpy as np
 import pytest
+import torch
 from gensim.models import KeyedVectors, Word2Vec
 from gensim.test.test_keyedvectors import TestKeyedVectors
 from gensim.utils import SaveLoad
 
 import evaluate
+from tests.threaded import checked, together
 from w2v import export
+from w2v.table import Table
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
 
@@ -210,3 +213,58 @@ class TestGensimsOwn(TestKeyedVectors):
 
 
 del TestKeyedVectors
+
+
+def rows_of_all(size, folder, words=23, dim=5, last=None, dtype=torch.float32):
+    """What each of so many ranks gives for a table with these rows, and the rows."""
+    rows_VD = torch.randn(words, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def written(ranks):
+        table = Table("input", ranks.rows(words), dim, {}, {}, "cpu", dtype)
+        table["weight"].copy_(rows_VD[ranks.rank :: ranks.size])
+        blocks = export.in_order(table, ranks, last)
+        if ranks.rank or last:
+            return list(blocks)
+        return export.save_rows([f"w{i}" for i in range(words)], np.arange(words, 0, -1), dim, blocks, folder)
+
+    return checked(together(size, written)), rows_VD.float().numpy()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(tmp_path, monkeypatch, size, large):
+    monkeypatch.setattr(export, "BLOCK_BYTES", 120)
+    if large:
+        monkeypatch.setattr(export, "LARGE", 100)
+    (kv, *others), rows_VD = rows_of_all(size, tmp_path, dtype=torch.bfloat16)
+    assert others == [[]] * (size - 1) and np.array_equal(kv.vectors, rows_VD)
+    plain = export.keyed_vectors(kv.index_to_key, kv.expandos["count"], rows_VD)
+    (tmp_path / "gensim").mkdir()
+    plain.save(str(tmp_path / "gensim" / "vectors.kv"), separately=["vectors"] if large else None)
+    export.save(plain, tmp_path / "gensim", ["bin"])
+    names = sorted(path.name for path in (tmp_path / "gensim").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == names and len(names) == 2 + large
+    for name in set(names) - {"vectors.kv"}:
+        assert (tmp_path / name).read_bytes() == (tmp_path / "gensim" / name).read_bytes()
+    loaded = export.load(tmp_path)
+    assert np.array_equal(loaded.vectors, rows_VD) and loaded.index_to_key == plain.index_to_key
+    assert loaded.get_vecattr("w3", "count") == 20 and loaded.most_similar("w1") == plain.most_similar("w1")
+    if large:
+        assert isinstance(KeyedVectors.load(str(tmp_path / "vectors.kv"), mmap="r").vectors, np.memmap)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("last", [1, 6, 22, 40])
+def test_only_so_many_rows_come(tmp_path, monkeypatch, size, last):
+    monkeypatch.setattr(export, "BLOCK_BYTES", 120)
+    (blocks, *_), rows_VD = rows_of_all(size, tmp_path, last=last)
+    assert np.array_equal(np.concatenate(blocks), rows_VD[:last]) and max(block.nbytes for block in blocks) <= 120
+
+
+def test_a_full_disk_is_told_once_the_other_ranks_have_sent_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "BLOCK_BYTES", 120)
+    monkeypatch.setattr(export, "LARGE", 100)
+    monkeypatch.setattr(export, "open", lambda path, mode: open("/dev/full", mode, 0), raising=False)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        rows_of_all(3, tmp_path)
+    assert not list(tmp_path.iterdir())

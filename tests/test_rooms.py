@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "rowfile", "durable", "signals", "ranks"},
-    {"settings", "loggers", "sources", "vocab", "kernels", "table"},
-    {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
+    {"config", "batch", "rowfile", "durable", "signals", "torchrun"},
+    {"settings", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
+    {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},
     {"backends", "checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},

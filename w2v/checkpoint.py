@@ -1,12 +1,12 @@
 """The state of a run on disk: its tables in shards and a manifest that says the rest. safetensors and JSON, nothing that unpickles.
 
     checkpoints/step-00001234/
-        input-00000-of-00002.safetensors    "records" [n, R]: n rows of the table as they lie in memory, weight, states, padding
+        input-00000-of-00002.safetensors    and others of `w2v/shards.py`; where several ranks train, each writes its own
         ...
         manifest.json                       where training stood, the fields of a record, the tables' scalars, each file's size and CRC-32
 
-A checkpoint is written aside, synced, and gets its name when it is whole; the last two are kept. What is read is checked: CRC-32 finds
-every flip of a bit and misses other damage once in four billion times, at 4 GB/s a core where blake2b makes 0.8.
+A checkpoint is written aside, synced, and gets its name when it is whole; the last two are kept. Hosts without a disk in common have a
+folder each, with the files of their ranks and the same manifest.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ import hashlib
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from w2v import durable
+from w2v import durable, shards
+from w2v.ranks import ALONE, Ranks
 from w2v.table import Table, host_memory
 
 FORMAT = 2
 KEPT = 2
-SHARD_BYTES = 1 << 30
-CHUNK_BYTES = 16 << 20  # copied from the tables' device, summed and written at a time
-WRITERS = 4  # files written or read at once
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
 
 
 class CheckpointError(ValueError):
@@ -42,14 +36,16 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run into `folder`, one at a time.
+    """Writes the checkpoints of one run into `folder`, one at a time; all ranks make the same calls.
 
     With a `shadow`, memory for a second copy of the tables, `save` returns once that copy is made, and a thread writes it out; without
-    one, when all is on disk. What failed in the thread is raised by the next call.
+    one, when all is on disk. What failed in the thread, or in that of another rank, is raised by the next call.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table], shadow: bool):
-        self.folder, self._tables = folder, tables
+    def __init__(self, folder: Path, tables: Sequence[Table], shadow: bool, ranks: Ranks = ALONE):
+        self.folder, self._tables, self._ranks = folder, tables, ranks
+        folder.mkdir(exist_ok=True)
+        self._leads = ranks.leads(folder)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._copies = self._writer.submit(lambda: [_memory_like(table.records_VR) for table in tables]) if shadow else None
         self._writing: Future | None = None
@@ -60,19 +56,20 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     def save(self, state: dict[str, Any], wait: bool = False) -> None:
-        """Write the tables as they are now, and `state` (JSON; its "step" names the checkpoint); `wait` until all is on disk."""
+        """Write the tables as they are now, and rank 0's `state` (JSON; its "step" names the checkpoint); `wait` until all is on disk."""
         self.wait()
-        name = f"step-{state['step']:08d}"
-        if (self.folder / name).exists():
+        path = self.folder / f"step-{state['step']:08d}"
+        if all(self._ranks.gather(path.exists())):
             return
-        tables = {table.name: _describe(table) for table in self._tables}
-        manifest = {"format": FORMAT, **state, "tables": tables}
+        manifest = {"format": FORMAT, **state, "tables": _describe(self._tables, self._ranks)}
+        if self._ranks.size > 1:
+            manifest["ranks"] = self._ranks.size
         if self._copies and not wait:
             for copy, table in zip(self._copies.result(), self._tables, strict=True):
                 copy.copy_(table.records_VR)
-            self._writing = self._writer.submit(_write, self.folder / name, manifest, self._copies.result())
+            self._writing = self._writer.submit(self._write, path, manifest, self._copies.result())
         else:
-            _write(self.folder / name, manifest, [table.records_VR for table in self._tables])
+            self._write(path, manifest, [table.records_VR for table in self._tables])
 
     def raise_failure(self) -> None:
         """Raise what has made the last one fail."""
@@ -85,10 +82,37 @@ class Checkpoints:
             done, self._writing = self._writing, None
             done.result()
 
+    def _write(self, path: Path, manifest: dict[str, Any], records: Sequence[Tensor]) -> None:
+        """Write one checkpoint aside, give it its name when the files of all ranks are whole, and remove those that are too old."""
+        aside, ranks = Path(f"{path}.partial"), self._ranks
+        tables = dict(zip(manifest["tables"], records, strict=True))
+        try:
+            with ranks.together(behind=True):
+                aside.mkdir(exist_ok=True)
+                files = shards.write(aside, tables, ranks)
+                durable.sync_folder(aside)
+            given = ranks.gather((files, manifest), behind=True)
+            sealed = _sealed(given[0][1] | {"files": {name: entry for files, _ in given for name, entry in files.items()}})
+            with ranks.together(behind=True):
+                if self._leads:
+                    durable.write(aside / "manifest.json", [sealed.encode()])
+                    durable.sync_folder(aside)
+                    _remove(path)  # what other hosts do not have: they had failed when it was written
+                    os.replace(aside, path)
+                    durable.sync_folder(path.parent)
+        except OSError as error:
+            if self._leads:
+                shutil.rmtree(aside, ignore_errors=True)
+            needed = sum(manifest["tables"][name]["rows"] * table_VR[:1].nbytes for name, table_VR in tables.items())
+            said = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
+            error.strerror, error.filename = said, str(path.parent)
+            raise
+        for old in _saved(path.parent)[:-KEPT] if self._leads else []:
+            _remove(old)
 
 
 class Checkpoint:
-    """One that was written: `state` is what `Checkpoints.save` was given."""
+    """One that was written: `state` is what `Checkpoints.save` was given, on rank 0 where there were several."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -104,41 +128,36 @@ class Checkpoint:
             raise CheckpointError(f"{file} is of format {version}, and this version reads {FORMAT}; go on with the version that wrote it")
         if not whole:
             raise CheckpointError(self._damaged(file, "its checksum differs"))
-        self._files, self._tables = manifest["files"], manifest["tables"]
-        self.state: dict[str, Any] = {key: manifest[key] for key in manifest.keys() - {"format", "tables", "files", "checksum"}}
+        self._files, self._tables, self.checksum = manifest["files"], manifest["tables"], manifest["checksum"]
+        self.ranks: int = manifest.get("ranks", 1)  # how many wrote it
+        about = {"format", "tables", "files", "checksum", "ranks"}
+        self.state: dict[str, Any] = {key: manifest[key] for key in manifest.keys() - about}
 
-    def load(self, tables: Sequence[Table]) -> None:
-        """Fill the tables, whose rows, fields and dtype must be those saved; on a `CheckpointError` they hold nothing of use."""
+    def load(self, tables: Sequence[Table], ranks: Ranks = ALONE) -> None:
+        """Fill the tables, whose rows, fields and dtype must be those saved, by however many ranks; on a `CheckpointError` they hold
+        nothing of use."""
+        wanted = _describe(tables, ranks)
+        with ranks.together():
+            for name, here in wanted.items():
+                saved = self._tables.get(name)
+                if saved is None or _fields(saved) != _fields(here):
+                    told = f"{self.path} holds the table {saved}, but this run's is {here}"
+                    raise CheckpointError(f"{told}; resume with the settings of the run")
+            try:
+                records = {table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables}
+                shards.read(self.path, self._files, records, self.ranks, ranks)
+            except shards.Damaged as error:
+                raise CheckpointError(self._unreadable(error)) from None
         for table in tables:
-            saved, here = self._tables.get(table.name), _describe(table)
-            if saved is None or saved | {"scalars": sorted(saved["scalars"])} != here | {"scalars": sorted(here["scalars"])}:
-                raise CheckpointError(f"{self.path} holds the table {saved}, but this run's is {here}; resume with the settings of the run")
-        shards = [shard for table in tables for shard in _shards(table.name, table.records_VR)]
-        with ThreadPoolExecutor(WRITERS) as pool:
-            list(pool.map(lambda shard: self._read(*shard), shards))
-        for table in tables:
-            for name, value in self._tables[table.name]["scalars"].items():
+            scalars = _of_each_rank(self._tables[table.name]["scalars"])
+            for name, value in scalars[ranks.rank % self.ranks].items():
                 table.scalars[name].fill_(value)
 
-    def _read(self, name: str, records_nR: Tensor) -> None:
-        file, entry, found = self.path / name, self._files.get(name, {}), 0
-        try:
-            if file.stat().st_size != entry.get("bytes"):
-                raise CheckpointError(self._damaged(file, f"{file.stat().st_size:,} bytes instead of {entry.get('bytes', 0):,}"))
-            with open(file, "rb") as opened:
-                header = _header(records_nR)
-                if opened.read(len(header)) != header:
-                    raise CheckpointError(self._damaged(file, "its header differs"))
-                found = zlib.crc32(header)
-                for part_nR in records_nR.split(_rows_at_once(records_nR)):
-                    read_nR = torch.empty(part_nR.shape, dtype=part_nR.dtype)
-                    opened.readinto(_bytes(read_nR))
-                    found = zlib.crc32(_bytes(read_nR), found)
-                    part_nR.copy_(read_nR)
-        except OSError as error:
-            raise CheckpointError(self._damaged(file, error.strerror or str(error))) from None
-        if found != entry["crc32"]:
-            raise CheckpointError(self._damaged(file, f"its CRC-32 is {found:08x} instead of {entry['crc32']:08x}"))
+    def _unreadable(self, error: shards.Damaged) -> str:
+        if self.ranks == 1 or not error.missing:
+            return self._damaged(error.file, error.why)
+        again = f"copy the files of all hosts into {self.path}, or start {self.ranks} ranks on the hosts where they were, in the same order"
+        return f"{error.file} is missing here: each of {self.ranks} ranks wrote files of its own; {again}"
 
     def _damaged(self, file: Path, why: str) -> str:
         older = [path.name for path in _saved(self.path.parent) if path != self.path]
@@ -146,10 +165,20 @@ class Checkpoint:
         return f"{file} is damaged ({why}); restore it, or remove {self.path} to {rest}"
 
 
-def latest(folder: Path) -> Checkpoint | None:
-    """The newest one in a folder, and None where there is none. Raises `CheckpointError` where it cannot be used."""
-    saved = _saved(folder)
-    return Checkpoint(saved[-1]) if saved else None
+def latest(folder: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
+    """The newest one in a folder that all ranks have, and None where there is none. Raises `CheckpointError` where it cannot be used."""
+    seen = ranks.gather([path.name for path in _saved(folder)])
+    common = [name for name in seen[0] if all(name in others for others in seen)]
+    if not common and any(seen):
+        have, lack = seen.index(max(seen, key=len)), seen.index(min(seen, key=len))
+        held = [", ".join(seen[rank]) or "none" for rank in (have, lack)]
+        raise CheckpointError(f"{folder} holds {held[0]} for rank {have} but {held[1]} for rank {lack}; bring it to all hosts")
+    if not common:
+        return None
+    with ranks.together():
+        found = Checkpoint(folder / common[-1])
+    ranks.same({f"the checksum of {found.path.name}": found.checksum}, "bring all hosts the folder that rank 0 has")
+    return found
 
 
 def clean(folder: Path) -> None:
@@ -164,76 +193,45 @@ def _saved(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def _write(path: Path, manifest: dict[str, Any], records: Sequence[Tensor]) -> None:
-    """Write one checkpoint aside, give it its name, and remove those that are too old."""
-    path.parent.mkdir(exist_ok=True)
-    aside = Path(f"{path}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir()
-        shards = [shard for name, table_VR in zip(manifest["tables"], records, strict=True) for shard in _shards(name, table_VR)]
-        with ThreadPoolExecutor(WRITERS) as pool:
-            files = dict(pool.map(lambda shard: (shard[0], _write_shard(aside / shard[0], shard[1])), shards))
-        durable.write(aside / "manifest.json", [_sealed(manifest | {"files": files}).encode()])
-        durable.sync_folder(aside)
-        os.replace(aside, path)
-        durable.sync_folder(path.parent)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        needed = sum(table_VR.numel() * table_VR.element_size() for table_VR in records)
-        why = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
-        raise OSError(error.errno, why, str(path.parent)) from None
-    for old in _saved(path.parent)[:-KEPT]:
-        gone = Path(f"{old}.partial")  # first another name, so that what bears the name of a checkpoint is whole
-        os.replace(old, gone)
+def _remove(path: Path) -> None:
+    """Give a checkpoint another name first, so that what bears the name of one is whole."""
+    if path.exists():
+        gone = Path(f"{path}.old.partial")
+        os.replace(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _write_shard(path: Path, records_nR: Tensor) -> dict[str, int]:
-    parts = (_bytes(part_nR.cpu()) for part_nR in records_nR.split(_rows_at_once(records_nR)))
-    crc32 = durable.write(path, chain([_header(records_nR)], parts))
-    return {"bytes": path.stat().st_size, "crc32": crc32}
-
-
-def _shards(name: str, records_VR: Tensor) -> list[tuple[str, Tensor]]:
-    """Views of a table's records, each with the name of its file."""
-    parts = records_VR.split(max(1, SHARD_BYTES // (records_VR.shape[1] * records_VR.element_size())))
-    return [(f"{name}-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts)]
-
-
-def _header(records_nR: Tensor) -> bytes:
-    """How a safetensors file of these records begins."""
-    end = records_nR.numel() * records_nR.element_size()
-    about = {"records": {"dtype": DTYPES[records_nR.dtype], "shape": list(records_nR.shape), "data_offsets": [0, end]}}
-    text = json.dumps(about).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _sealed(manifest: dict[str, Any]) -> str:
+def _sealed(manifest: Mapping[str, Any]) -> str:
     """The text of a manifest, with the checksum of all else that it says."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     checksum = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
     return json.dumps(content | {"checksum": checksum}, indent=1, sort_keys=True) + "\n"
 
 
-def _describe(table: Table) -> dict[str, Any]:
-    fields = [[name, part.stop - part.start] for name, part in table.columns.items()]  # in the order of a record
-    scalars = {name: value.item() for name, value in table.scalars.items()}
-    return {"rows": table.rows, "dtype": DTYPES[table.dtype], "fields": fields, "scalars": scalars}
+def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """What the tables are by name, all ranks' shards together; scalars are those of each rank, where there are several."""
+    described = {}
+    for table in tables:
+        parts = ranks.gather((table.rows, {name: value.item() for name, value in table.scalars.items()}))
+        rows, scalars = zip(*parts, strict=True)
+        fields = [[name, part.stop - part.start] for name, part in table.columns.items()]  # in the order of a record
+        described[table.name] = {"rows": sum(rows), "dtype": shards.DTYPES[table.dtype], "fields": fields}
+        described[table.name]["scalars"] = list(scalars) if ranks.size > 1 else scalars[0]
+    return described
+
+
+def _fields(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for a table to be loaded: all but the values of its scalars."""
+    return {**described, "scalars": sorted(_of_each_rank(described["scalars"])[0])}
+
+
+def _of_each_rank(scalars: Any) -> list[dict[str, Any]]:
+    return scalars if isinstance(scalars, list) else [scalars]
 
 
 def _memory_like(records_VR: Tensor) -> Tensor:
     nbytes = records_VR.numel() * records_VR.element_size()
     return host_memory(nbytes).view(records_VR.dtype).view(records_VR.shape)
-
-
-def _rows_at_once(records_nR: Tensor) -> int:
-    return max(1, CHUNK_BYTES // (records_nR.shape[1] * records_nR.element_size()))
-
-
-def _bytes(records_nR: Tensor) -> memoryview:
-    return memoryview(records_nR.view(torch.uint8).numpy()).cast("B")
 
 
 def save_table(table: Table, folder: Path) -> Path:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
+ASKED = 300_000  # words, the most frequent, that are asked for and answered, as in gensim
 BLOCK_SCORES = 2**25  # scores held at once, 128 MiB
 PAIR_SETS = {"wordsim353": ("WordSim-353", "wordsim353.tsv"), "simlex999": ("SimLex-999", "simlex999.txt")}  # in gensim's test data
 
@@ -79,7 +80,7 @@ class SimilarityScore:
 
 def analogies(
     words: Sequence[str], vectors: torch.Tensor | np.ndarray, questions: str | Path | None = None,
-    restrict_vocab: int | None = 300_000, case_insensitive: bool = True,
+    restrict_vocab: int | None = ASKED, case_insensitive: bool = True,
 ) -> AnalogyScore:  # fmt: skip
     """Score "a is to b as c is to ?" by the nearest word to b - a + c (3CosAdd, Mikolov et al. 2013, arXiv 1301.3781).
 
@@ -108,7 +109,7 @@ def analogies(
 
 
 def analogies_gensim(
-    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = 300_000, case_insensitive: bool = True
+    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED, case_insensitive: bool = True
 ) -> AnalogyScore:
     """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
     from gensim.test.utils import datapath
@@ -145,7 +146,7 @@ def read_questions(path: str | Path | None, case_insensitive: bool = True) -> li
     return sections
 
 
-def similarity(kv: KeyedVectors, name: str, restrict_vocab: int | None = 300_000) -> SimilarityScore:
+def similarity(kv: KeyedVectors, name: str, restrict_vocab: int | None = ASKED) -> SimilarityScore:
     """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, by gensim's `evaluate_word_pairs`."""
     from gensim.test.utils import datapath
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,12 @@ from w2v import durable
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
+    from w2v.ranks import Ranks
+    from w2v.table import Table
+
 FORMATS = ("kv", "bin", "txt")  # also the endings of the files
+LARGE = 10 << 20  # numbers of an array that gensim gives a file of its own
+BLOCK_BYTES = 16 << 20  # of vectors, on their way from the ranks to the file
 READABLE = (".kv", ".bin", ".txt", ".vec")
 SUMS = "vectors.sha256"  # as `sha256sum -c` reads it
 PICKLED = {  # all that a pickle of KeyedVectors names
@@ -54,8 +59,55 @@ def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray)
     return kv
 
 
-def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")) -> list[Path]:
+def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
+    """The weights of a table whose rows are dealt to the ranks, float32 [n, D] a block at a time, on rank 0; `last`: only so many rows.
+
+    All ranks have to go through it; those that only send get no block.
+    """
+    counts, block = ranks.gather(table.rows), max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
+    wanted = [min(count, -(-((last or sum(counts)) - rank) // ranks.size)) for rank, count in enumerate(counts)]
+    for start in range(0, max(wanted), block):
+        sizes = [max(0, min(block, count - start)) for count in wanted]
+        mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
+        none = [0] * ranks.size
+        came_nD = ranks.send(mine_nD, [len(mine_nD), *none[1:]], none if ranks.rank else sizes)
+        if ranks.rank == 0:
+            block_nD = np.empty(came_nD.shape, np.float32)
+            for rank, part_nD in enumerate(came_nD.split(sizes)):
+                block_nD[rank :: ranks.size] = part_nD
+            yield block_nD
+
+
+def save_rows(words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path) -> KeyedVectors:
+    """Write vectors.kv and vectors.bin of V words whose vectors come a block at a time; gives what was written.
+
+    They are never all in memory unless they are so few that gensim would keep them in vectors.kv; others are mapped from the file. What
+    goes wrong is raised once all blocks have come.
+    """
+    try:
+        if len(words) * dim < LARGE:
+            kv = keyed_vectors(words, counts, np.concatenate(list(blocks)))
+            save(kv, folder)
+            return kv
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
+            path = Path(aside, "rows.npy")
+            with open(path, "wb") as file:
+                shape = {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
+                np.lib.format.write_array_header_1_0(file, shape)
+                for block_nD in blocks:
+                    file.write(block_nD.data)
+            kv = keyed_vectors(words, counts, np.load(path, mmap_mode="r"))
+            save(kv, folder, rows=path)
+        return kv
+    finally:
+        for _ in blocks:  # the other ranks send all of them
+            pass
+
+
+def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin"), rows: Path | None = None) -> list[Path]:
     """Write vectors.kv, vectors.bin or vectors.txt into `folder`, and return their paths in the order of `formats`.
+
+    rows: an .npy file that holds the vectors already, on the disk of `folder`; it becomes vectors.kv's.
 
     Every file is written aside and renamed when it is whole. gensim puts arrays of 10 Mi numbers and more into files of
     their own, vectors.kv.*.npy, which belong beside vectors.kv. Words keep their order if counts fall, as in word2vec.c;
@@ -74,7 +126,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
         for name in formats:
             part = Path(aside, f"vectors.{name}")
             if name == "kv":
-                kv.save(str(part))
+                _save_kv(kv, part, rows)
                 _replace_kv(part, folder)
             else:
                 kv.save_word2vec_format(str(part), binary=name == "bin")
@@ -214,6 +266,18 @@ def _check_words(words: Sequence[str]) -> None:
     for word in words:
         if word.split() != [word]:
             raise VectorsError(f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv")
+
+
+def _save_kv(kv: KeyedVectors, part: Path, rows: Path | None) -> None:
+    if rows is None:
+        kv.save(str(part))
+        return
+    vectors, kv.vectors = kv.vectors, kv.vectors[:0]
+    try:
+        kv.save(str(part), separately=["vectors"])
+    finally:
+        kv.vectors = vectors
+    os.replace(rows, f"{part}.vectors.npy")
 
 
 def _replace_kv(part: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from w2v.config import ConfigError, ModelConfig
 from w2v.kernels import reference
+from w2v.ranks import ALONE, Ranks
 from w2v.sampler import Sampler
 from w2v.skipgram import expand, find_slots
 
@@ -50,19 +51,16 @@ class HeldOut:
         if not any(bool(expand(batch).context_mask_BC.any()) for batch in drawn):
             raise ConfigError(f"train.held_out_words chose {offsets[-1]} words that make no pair; raise it, or model.sample={model.sample}")
         self._batches = [batch._make(part.to(device) if isinstance(part, Tensor) else part for part in batch) for batch in drawn]
-        self._device = device
+        self._device, self._words = device, len(keep_V)
 
-    def loss(self, input_VD: Tensor, output_VD: Tensor) -> float:
-        """The mean loss of a positive pair and its noise words, for vectors that may lie on any device."""
+    def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = ALONE) -> float:
+        """The mean loss of a positive pair and its noise words, for vectors that may lie on any device, and may be dealt to ranks."""
         loss = pairs = 0.0
         for batch in self._batches:
-            slots = find_slots(expand(batch), len(input_VD))
+            slots = find_slots(expand(batch), self._words)
             result = reference.skipgram(
-                self._rows(input_VD, slots.input_rows_U), self._rows(output_VD, slots.output_rows_V),
+                ranks.pick(input_VD, slots.input_rows_U).to(self._device), ranks.pick(output_VD, slots.output_rows_V).to(self._device),
                 slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT,
             )  # fmt: skip
             loss, pairs = loss + result.loss, pairs + result.pairs
         return float(loss) / float(pairs)
-
-    def _rows(self, vectors_VD: Tensor, rows_U: Tensor) -> Tensor:
-        return vectors_VD[rows_U.to(vectors_VD.device)].to(self._device).float()

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v import budget, heldout, sources
+import w2v
+from w2v import budget, heldout, settings, sources, torchrun
 from w2v.backends import LINKS, PRODUCTS, ROWS, choose_device, choose_engine, choose_kernels, link_rates
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
@@ -25,7 +27,7 @@ from w2v.heldout import HeldOut
 from w2v.machine import Machine, cores, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
-from w2v.ranks import ALONE, Joined, Ranks, started_by_torchrun
+from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Inversion, Sampler
 from w2v.table import Table, record_width, uniform
 from w2v.transfer import Engine
@@ -91,7 +93,7 @@ class Plan:
 
 def join(config: Config) -> Ranks:
     """The ranks that torchrun has started, each with its device and its share of the cores; or this process alone."""
-    if not started_by_torchrun():
+    if not torchrun.started():
         return ALONE
     ranks = Joined("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
     torch.set_num_threads(Machine.here(ranks).cores)
@@ -99,17 +101,23 @@ def join(config: Config) -> Ranks:
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
-    """As `open_corpus`, where the first rank of each host reads the text, and the others what it leaves in the cache."""
-    opened = open_corpus(config) if ranks.local_rank == 0 else None
-    ranks.gather(None)
+    """As `open_corpus`, where the first rank that sees the cache reads the text, and the others what it leaves there."""
+    leads = ranks.leads(Path(config.corpus.data_dir).expanduser())
+    with ranks.together():
+        opened = open_corpus(config) if leads else None
     return opened or open_corpus(config)
+
+
+def must_be_alike(config: Config) -> dict[str, Any]:
+    """What all ranks have to agree about: program, libraries and settings."""
+    return {"the program's version": f"{w2v.__version__} ({commit()})", "torch": torch.__version__} | settings.as_dict(config)
 
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
-    settings, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
-    files = sources.locate(settings.path, data_dir)
-    how = {"lowercase": settings.lowercase, "max_sentence_length": settings.max_sentence_length}
+    text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
+    files = sources.locate(text.path, data_dir)
+    how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
     folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
     if not (folder / "vocab.tsv").exists():
         log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
@@ -117,10 +125,10 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
             if find_spec("numba"):
                 from w2v.ingest import ingest  # heavy, so only when there is something to read
 
-                vocab = ingest(files, folder, settings, config.vocab, cores())
+                vocab = ingest(files, folder, text, config.vocab, cores())
             else:
                 log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
-                vocab = read_plainly(files, folder, settings, config.vocab)
+                vocab = read_plainly(files, folder, text, config.vocab)
             vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"

@@ -6,23 +6,28 @@ Gloo; tensors go through NCCL where they are on a GPU, on torch's current stream
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from w2v.torchrun import RankLost
+
 PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all of them train
 LONG_PATIENCE = timedelta(hours=4)  # with the one that scores or writes for all
 
 
-class RankLost(OSError):
-    """Another rank has ended or does not answer; the message says which, as far as that can be known here."""
+class RanksDiffer(ValueError):
+    """What must be the same on all ranks is not; the message is one line that names it, its values and the ranks."""
 
 
 class Ranks:
@@ -33,8 +38,11 @@ class Ranks:
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
-    def gather(self, fact: Any) -> list[Any]:
-        """What each rank gives, in their order; all ranks wait for each other."""
+    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
+        """What each rank gives, in their order; all ranks wait for each other.
+
+        behind: for the thread that works behind the training, whose calls have an order of their own.
+        """
         return [fact]
 
     def agree(self, *numbers: float) -> list[list[float]]:
@@ -60,6 +68,44 @@ class Ranks:
         """Which rows of the whole table those of this rank's shard are."""
         return rows_n * self.size + self.rank
 
+    def pick(self, shard_nX: Tensor, rows_U: Tensor) -> Tensor:
+        """These rows of a whole table, float32, whoever holds them; all ranks ask for the same."""
+        rows_U = rows_U.to(shard_nX.device)
+        mine_U = rows_U % self.size == self.rank
+        picked_UX = torch.zeros(len(rows_U), *shard_nX.shape[1:], device=shard_nX.device)
+        picked_UX[mine_U] = shard_nX[rows_U[mine_U] // self.size].float()
+        return self.add(picked_UX)
+
+    @contextmanager
+    def together(self, behind: bool = False) -> Iterator[None]:
+        """An error that a user can mend, in the block of any rank, is raised by all: the first one's, which then says `of` which rank it
+        is. No rank may wait for others in the block."""
+        mine: Exception | None = None
+        try:
+            yield
+        except (ValueError, MemoryError, OSError) as error:
+            mine = error
+        for rank, error in enumerate(self.gather(mine, behind)):
+            if error is not None:
+                error = mine if rank == self.rank else error
+                error.of = rank
+                raise error
+
+    def same(self, facts: Mapping[str, Any], remedy: str = "start all ranks alike") -> None:
+        """Raise `RanksDiffer` where a fact is not the same on all ranks."""
+        of_ranks = self.gather(dict(facts))
+        for name in dict.fromkeys(name for known in of_ranks for name in known):
+            values = [known.get(name) for known in of_ranks]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                differ = RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
+                differ.of = 0
+                raise differ
+
+    def leads(self, folder: Path) -> bool:
+        """Whether this is the first of the ranks that see this very folder, of all or of a host; where none can write, of its host."""
+        return True
+
 
 ALONE = Ranks()
 
@@ -73,13 +119,27 @@ class Joined(Ranks):
         with self._answering():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
+            self._behind = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._ahead = dist.new_group(timeout=PATIENCE)
 
-    def gather(self, fact: Any) -> list[Any]:
+    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
         facts: list[Any] = [None] * self.size
         with self._answering():
-            dist.all_gather_object(facts, fact, group=self._facts)
+            dist.all_gather_object(facts, fact, group=self._behind if behind else self._facts)
         return facts
+
+    def leads(self, folder: Path) -> bool:
+        token = self.gather(uuid4().hex)[0]
+        marks = [folder / f".rank-{token}-{rank}" for rank in range(self.size)]
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            marks[self.rank].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
+        self.gather(None)
+        first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
+        self.gather(None)
+        with contextlib.suppress(OSError):
+            marks[self.rank].unlink()
+        return first == self.rank or (first is None and self.local_rank == 0)
 
     def agree(self, *numbers: float) -> list[list[float]]:
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -106,7 +166,3 @@ class Joined(Ranks):
         except (dist.DistError, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
             raise RankLost(f"rank {self.rank} of {self.size} on {socket.gethostname()} has lost another one: {what}") from error
-
-
-def started_by_torchrun() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import IO
 
-from w2v import checkpoint, settings
+from w2v import checkpoint, durable, settings, torchrun
 from w2v.config import Config, ConfigError
 from w2v.ranks import ALONE, Ranks
 
@@ -20,15 +20,18 @@ MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_d
 MAY_CHANGE |= {name for name in settings.names() if name.startswith(("run.", "transfer."))}
 
 
+JOB = ".job"  # a file that says which job of torchrun began the run
+
+
 class RunFolderError(ValueError):
     """A run folder that cannot be used; the message is one line that names it and the remedy."""
 
 
 def create(config: Config, ranks: Ranks = ALONE) -> Path:
     """Make <run.dir>/<date>-<name>, never one that exists; the first rank's, for all."""
-    folder = Path(ranks.gather(str(_create(config)) if ranks.rank == 0 else "")[0])
-    folder.mkdir(parents=True, exist_ok=True)  # where ranks share no storage
-    return folder
+    with ranks.together():
+        folder = _create(config) if ranks.rank == 0 else None
+    return ranks.gather(folder)[0]  # which `lock` makes where ranks share no storage
 
 
 def _create(config: Config) -> Path:
@@ -68,13 +71,43 @@ def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> C
     return config
 
 
-def lock(folder: Path, ranks: Ranks = ALONE) -> AbstractContextManager:
+def begun(resume: str | None, runs: str, ranks: Ranks = ALONE) -> Path | None:
+    """The folder to go on in: that which is asked for, or that of the job whose ranks torchrun starts again; None for a new run."""
+    found = None
+    with ranks.together():
+        if ranks.rank == 0:
+            found = find(resume, runs) if resume else _of_this_job(runs)
+    return ranks.gather(found)[0]
+
+
+def _of_this_job(runs: str) -> Path | None:
+    marks = [mark for mark in Path(runs).glob(f"*/{JOB}") if mark.read_text(encoding="utf-8") == torchrun.job()]
+    if torchrun.again():
+        return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent if marks else None
+    for mark in marks:  # of another job, which bore the same name
+        mark.unlink()
+    return None
+
+
+def begin(folder: Path, config: Config, environment: str) -> None:
+    """Write what says how to go on in the folder: the settings, versions and hardware, and the name of the job."""
+    settings.save(config, folder / "config.yaml")
+    durable.replace(folder / "env.txt", environment)
+    if torchrun.job():
+        durable.replace(folder / JOB, torchrun.job())
+
+
+def lock(folder: Path, ranks: Ranks = ALONE) -> AbstractContextManager[IO[str] | None]:
     """Keep other processes out of the folder for as long as what is returned is open, and remove what a killed one left half-written.
 
-    The first of the ranks does so for all.
+    The first of the ranks that see the folder does so for all of them, who get nothing to open.
     """
-    if ranks.rank:
-        return contextlib.nullcontext()
+    leads = ranks.leads(folder)
+    with ranks.together():
+        return _lock(folder) if leads else nullcontext()
+
+
+def _lock(folder: Path) -> IO[str]:
     file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,6 +119,6 @@ def lock(folder: Path, ranks: Ranks = ALONE) -> AbstractContextManager:
     file.write(f"{os.getpid()}\n")
     file.flush()
     checkpoint.clean(folder / "checkpoints")
-    for left in [*folder.glob(".saving-*"), *folder.glob(".vocab.tsv.*"), *folder.glob("*.part")]:
+    for left in [*folder.rglob(".rank-*"), *folder.glob(".saving-*"), *folder.glob(".vocab.tsv.*"), *folder.glob("*.part")]:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     return file

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from w2v import card, checkpoint, durable, evaluation, export, loggers, settings
 from w2v.batch import Batch, Position
 from w2v.checkpoint import CheckpointError, Checkpoints
@@ -53,7 +55,8 @@ class Trainer:
         self._agreed: deque[tuple[int, bool]] = deque()  # for each batch that was drawn: to stop with which status, and whether to save
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
-        self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0)
+        ranks.same(self._text)
+        self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0, ranks)
         curve = self._go_on(tables)
         opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
@@ -128,38 +131,63 @@ class Trainer:
         with self.metrics.paused():
             scores = {"epoch": epoch, "words": self.metrics.words, "seconds": round(self.metrics.seconds, 3)}
             if self.config.run.score_epochs:
-                scores["analogies"] = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"].float()).total.accuracy
+                scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
             if self.held_out:
                 scores["held_out_loss"] = self._held_out_loss()
                 log.info(f"epoch {epoch}: held-out loss {scores['held_out_loss']:.4f}")
             self.metrics.write(**scores)
 
+    def _accuracy(self) -> float:
+        """On the analogies, found by the first rank for all."""
+        weights, accuracy = self.pipeline.inputs["weight"], 0.0
+        if self._ranks.size > 1:
+            blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
+            weights = np.concatenate(blocks) if blocks else weights
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                accuracy = evaluation.analogies(self.vocab.words[: len(weights)], weights).total.accuracy
+        return accuracy
+
     def _held_out_loss(self) -> float | None:
-        return self.held_out and self.held_out.loss(self.pipeline.inputs["weight"], self.pipeline.outputs["weight"])
+        shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
+        return self.held_out and self.held_out.loss(*shards, self._ranks)
 
     def vectors(self) -> KeyedVectors:
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
 
     def score(self, keyed: KeyedVectors) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        analogies = evaluation.analogies(self.vocab.words, self.pipeline.inputs["weight"].float())
+        alone, words = self._ranks.size == 1, self.vocab.words
+        weights = self.pipeline.inputs["weight"] if alone else np.array(keyed.vectors[: evaluation.ASKED])
+        analogies = evaluation.analogies(words[: len(weights)], weights)
         return analogies, [evaluation.similarity(keyed, name) for name in evaluation.PAIR_SETS]
 
     def took(self) -> dict[str, Any]:
-        """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of memory."""
+        """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""
         tables, done = (self.pipeline.inputs, self.pipeline.outputs), self.metrics
         host = sum(table.bytes for table in tables if table.storage != "cuda")
+        host, gpu = (sum(of_ranks) for of_ranks in zip(*self._ranks.gather((host, self.pipeline.bytes_gpu)), strict=True))
         return {"loss": done.loss, "held_out_loss": self._held_out_loss(), "words": done.words, "seconds": done.seconds,
-                "bytes_host": host, "bytes_gpu": self.pipeline.bytes_gpu}  # fmt: skip
+                "bytes_host": host, "bytes_gpu": gpu}  # fmt: skip
 
     def export(self) -> None:
         """Write the last checkpoint, the vectors and their scores."""
         self.checkpoints.save(self._final, wait=True)
+        took, blocks, inputs = self.took(), export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                keyed = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)
+            else:
+                deque(blocks, 0)
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                self._report(keyed, took)
+
+    def _report(self, keyed: KeyedVectors, took: dict[str, Any]) -> None:
+        """Write all else that the vectors come with: words, checksums, scores and the model card; and say where it is."""
         self.vocab.save(self.folder / "vocab.tsv")
-        keyed = self.vectors()
-        export.save(keyed, self.folder)
         export.seal(self.folder)
-        scores, took = self.score(keyed), self.took()
+        scores = self.score(keyed)
         durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
         card.write(self.folder)
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
@@ -204,7 +232,7 @@ class Trainer:
 
     def _save(self, lr: float, position: Position, wait: bool = False) -> None:
         """Write a checkpoint, unless the last one is still being written and need not be waited for."""
-        if self.checkpoints.busy and not wait:
+        if not wait and any(self._ranks.gather(self.checkpoints.busy)):
             return
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait)
@@ -220,7 +248,7 @@ class Trainer:
 
     def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
         """Take up the last checkpoint of the folder and give its curve; None where there is none."""
-        saved = checkpoint.latest(self.checkpoints.folder)
+        saved = checkpoint.latest(self.checkpoints.folder, self._ranks)
         if saved is None:
             return None
         state = saved.state
@@ -229,7 +257,7 @@ class Trainer:
             raise CheckpointError(f"{saved.path} was trained on another text or vocabulary than {text} is now; bring that text back")
         if state["epochs_done"] > self.config.train.epochs:
             raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
-        saved.load(tables)
+        saved.load(tables, self._ranks)
         self.sampler.go_on(state["samplers"])
         self._epochs_done = state["epochs_done"]
         if self._ranks.rank == 0:

@@ -25,6 +25,9 @@ TWINS = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     """Where steps are computed; without a GPU by plain twins of the kernels."""

@@ -29,6 +29,7 @@ from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Inversion, Sampler
+from w2v.sharded import ShardedPipeline
 from w2v.table import Table, record_width, uniform
 from w2v.transfer import Engine
 from w2v.transfer.cached import Cached
@@ -226,7 +227,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     )
     values = uniform(size, 0.5 / size, train.seed)
     inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
-    make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (FusedPipeline if plan.fused else Pipeline, None)
+    on_gpu = ShardedPipeline if ranks.size > 1 else FusedPipeline
+    make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (on_gpu if plan.fused else Pipeline, None)
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
         corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
@@ -242,7 +244,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     else:
         engine = Paged(link())
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
-    if ranks.size > 1:
+    if ranks.size > 1 and not plan.fused:
         engine = Sharded(engine, ranks)
     product = PRODUCTS.get(train.precision)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))

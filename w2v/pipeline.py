@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from w2v import skipgram
-from w2v.batch import Batch
+from w2v.batch import Batch, Held
 from w2v.kernels import cuda
 from w2v.optim import RowOptimizer
 from w2v.ranks import ALONE, Ranks
@@ -164,17 +164,23 @@ class FusedPipeline(Pipeline):
     _work: Both | None = None
 
     def step(self, planned: Planned, lr: float) -> StepResult:
-        batch = planned.batch
-        held = [self.engine.hold(table) for table in (self.inputs, self.outputs)]
-        claims = self._work = self._enough(self._work, batch)
+        batch, held = planned.batch, self._hold()
+        claims = self._work = with_room(self._work, most_rows(batch), self.inputs.rows, self.inputs.dim, self._device)
         sums = cuda.Sums.zero(self._device)
-        cuda.claim(batch, *claims, sums)
+        cuda.claim(batch, *claims, sums.claimed)
         cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], sums, counted=self.optimizer.occurrence_cap > 0)
+        self._step_rows(held, claims, sums.claimed, sums.loss, lr)
+        return StepResult(sums.loss, sums.pairs)
+
+    def _hold(self) -> tuple[Held, Held]:
+        return self.engine.hold(self.inputs), self.engine.hold(self.outputs)
+
+    def _step_rows(self, held: tuple[Held, Held], claims: Both, claimed: tuple[Tensor, Tensor], loss: Tensor, lr: float) -> None:
+        """The optimizer's step of the claimed rows of both tables, which ends the claims."""
         self.steps += 1
         for number, table in enumerate((self.inputs, self.outputs)):
-            guard = cuda.Guard(sums.loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
-            self.optimizer.step_in_place(table, held[number], claims[number], sums.claimed[number], self._rows_stepped, lr, guard)
-        return StepResult(sums.loss, sums.pairs)
+            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
+            self.optimizer.step_in_place(table, held[number], claims[number], claimed[number], self._rows_stepped, lr, guard)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
@@ -185,11 +191,15 @@ class FusedPipeline(Pipeline):
             cuda.mark(batch, marks_TV)
         return marks_TV
 
-    def _enough(self, claims: Both | None, batch: Batch) -> Both:
-        """Claims with room for the batch's rows: those given, if they have it."""
-        centers, noise = batch.negatives_BK.shape
-        most = centers + 2 * batch.window, centers * (1 + noise)
-        if claims and all(len(claim.rows_U) >= min(len(claim.number_V), rows) for claim, rows in zip(claims, most, strict=True)):
-            return claims
-        tables = (self.inputs, self.outputs)
-        return tuple(cuda.Claims(table.rows, rows, table.dim, self._device) for table, rows in zip(tables, most, strict=True))
+
+def most_rows(batch: Batch) -> tuple[int, int]:
+    """How many rows of the input and of the output table the batch may touch."""
+    centers, noise = batch.negatives_BK.shape
+    return centers + 2 * batch.window, centers * (1 + noise)
+
+
+def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:
+    """Claims of tables of so many rows with room for so many of them: those given, if they have it."""
+    if claims and all(len(claim.rows_U) >= min(rows, some) for claim, some in zip(claims, most, strict=True)):
+        return claims
+    return cuda.Claims(rows, most[0], dim, device), cuda.Claims(rows, most[1], dim, device)

@@ -1,14 +1,7 @@
 // Which rows a batch touches, found without sorting: each row that is named for the first time gets the next number.
 
 #include "batch.cuh"
-
-// The number of a row is number[row], -1 before it has one; rows[number[row]] is the row.
-__device__ void claim_row(int row, int* number, int* rows, unsigned long long* count) {
-    if (number[row] != -1 || atomicCAS(number + row, -1, -2) != -1) return;
-    const int next = atomicAdd(count, 1ull);
-    rows[next] = row;
-    number[row] = next;
-}
+#include "claim.cuh"
 
 // Calls input(row) and output(row) for each row of the two tables that takes part in a pair, some of them many times.
 template <class Input, class Output>

@@ -1,0 +1,204 @@
+"""Several ranks with fused kernels leave what one with the whole batch leaves: in threads that share a GPU, and on GPUs of their own. The
+same bodies run without a GPU by plain twins of the kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests import plain_kernels
+from tests.joined import Pool
+from tests.threaded import checked, together
+from w2v.batch import Batch, Held
+from w2v.config import OptimizerConfig
+from w2v.kernels import cuda, shard
+from w2v.optim import FUSED, RowOptimizer
+from w2v.pipeline import FAULTS, FusedPipeline
+from w2v.ranks import ALONE
+from w2v.sharded import ShardedPipeline
+from w2v.table import Table, uniform
+from w2v.transfer.cached_mapped import CachedMapped
+from w2v.transfer.resident import Resident
+
+ROWS, DIM, STEPS, CENTERS, WINDOW, LR = 301, 48, 12, 64, 3, 0.01
+TWINS = {
+    cuda: ("claim", "skipgram"),
+    shard: ("deal", "place", "mark_lent", "claim_lent", "lend", "collect", "report", "heed"),
+}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where steps are computed; without a GPU by plain twins of the kernels."""
+    if request.param == "cpu":
+        for module, names in TWINS.items():
+            for name in names:
+                monkeypatch.setattr(module, name, getattr(plain_kernels, name))
+    return request.param
+
+
+def some_batches(ranks, device, sentences=9):
+    """A rank's part of each batch, sometimes no center at all; a rank alone has the whole."""
+    draw, cut = np.random.default_rng(5), np.random.default_rng(6)
+    for number in range(STEPS):
+        words = torch.from_numpy(draw.zipf(1.3, CENTERS) % ROWS).int()
+        sentence = torch.from_numpy(np.sort(draw.integers(0, sentences, CENTERS))).int()
+        windows = torch.from_numpy(draw.integers(1, WINDOW + 1, CENTERS)).int()
+        negatives = torch.from_numpy(draw.integers(0, ROWS, (CENTERS, 4))).int()
+        inner = sorted(cut.integers(0, CENTERS + 1, ranks.size - 1)) if number % 3 else [0] * (ranks.size - 1)
+        begin, end = [0, *inner, CENTERS][ranks.rank : ranks.rank + 2]
+        windows, negatives = windows[begin:end], negatives[begin:end]
+        yield Batch(words.to(device), sentence.to(device), int(begin), windows.to(device), negatives.to(device), WINDOW, 0.0)
+
+
+def make(ranks, name, device, dtype, slots, steps_per_page, cap):
+    """A pipeline with the rows of this rank; one rank alone has all."""
+    config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
+    optimizer = (RowOptimizer if device == "cuda" else plain_kernels.InPlace)(config, fused=True)
+    states, scalars, rows = optimizer.states(DIM), optimizer.scalars, ranks.rows(ROWS)
+    storage = "pinned" if slots else device
+    tables = [Table(key, rows, DIM, states, scalars, storage, dtype) for key in ("input", "output")]
+    for seed, table in enumerate(tables):
+        whole = uniform(DIM, 0.5, seed)
+        table.initialise(lambda rows, whole=whole: whole(ranks.global_rows(rows)))
+    engine = CachedMapped(tables, int(slots * 2 * rows), torch.device(device)) if slots else Resident()
+    kind = FusedPipeline if ranks is ALONE else ShardedPipeline
+    return kind(*tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS)
+
+
+def trained(ranks, name, device, dtype=torch.float32, slots=0.0, steps_per_page=1, cap=0):
+    """The weights of this rank's rows, the losses and the numbers of pairs."""
+    pipeline = make(ranks, name, device, dtype, slots, steps_per_page, cap)
+    results = [pipeline.step(planned, LR) for _ in range(2) for planned in pipeline.ahead(some_batches(ranks, device))]
+    pipeline.engine.flush()
+    weights = [table["weight"].float().cpu() for table in (pipeline.inputs, pipeline.outputs)]
+    assert not int(pipeline.fault)
+    return weights, [float(loss) for loss, _ in results], [int(pairs) for _, pairs in results]
+
+
+def check(several, alone, near):
+    weights, losses, pairs = alone
+    for number, expected in enumerate(weights):
+        whole = torch.empty_like(expected)
+        for rank, (shards, _, _) in enumerate(several):
+            whole[rank :: len(several)] = shards[number]
+        assert (whole - expected).norm() < near * expected.norm()
+    for _, our_losses, our_pairs in several:
+        assert our_losses == pytest.approx(losses, rel=10 * near) and our_pairs == pairs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", [cls.__name__ for cls in FUSED])
+def test_every_optimizer(device, name, size):
+    check(checked(together(size, trained, name, device)), trained(ALONE, name, device), 1e-3)
+
+
+@pytest.mark.parametrize("steps_per_page", [1, 5])
+def test_occurrences_are_counted_over_all_ranks(device, steps_per_page):
+    case = ("Adam", device, torch.float32, 0.0, steps_per_page, 8)
+    check(checked(together(2, trained, *case)), trained(ALONE, *case), 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("slots, steps_per_page", [(0.0, 4), (1.0, 1), (0.9, 1), (0.95, 4)])
+def test_every_engine_and_element(dtype, near, slots, steps_per_page):
+    case = ("Adam", "cuda", dtype, slots, steps_per_page)
+    check(checked(together(2, trained, *case)), trained(ALONE, *case), near)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [0.0, 0.95])
+def test_gpus_of_their_own(slots):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    case = ("Adam", "cuda", torch.float32, slots, 2, 8)
+    pool = Pool(2, "cuda")
+    try:
+        check(pool.run(trained, *case), trained(ALONE, *case), 1e-3)
+    finally:
+        pool.close()
+
+
+def after_a_fault(ranks, device, value):
+    """The step of the fault that this rank knows after each of three, and whether each wrote anything.
+
+    value: what rank 0's row 0 begins with; where that is finite, rank 1 finds a fault in its rows at the first step.
+    """
+    pipeline = make(ranks, "SGD", device, torch.float32, 0.0, 1, 0)
+    tables, faults, wrote = (pipeline.inputs, pipeline.outputs), [], []
+    if ranks.rank == 0:
+        pipeline.inputs["weight"][0] = value
+    words = torch.tensor([0, 7], device=device).int()
+    batch = Batch(words, torch.zeros_like(words), 0, torch.ones_like(words), torch.full((2, 1), 9, device=device).int(), 1, 0.0)
+    for planned in pipeline.ahead([batch] * 3):
+        before = [table.records_VR.clone() for table in tables]
+        pipeline.step(planned, LR)
+        if ranks.rank == 1 and pipeline.steps == 1 and value == value:
+            pipeline.fault.fill_(1 << len(FAULTS) | 16)
+        faults.append(int(pipeline.fault))
+        wrote.append(any(not torch.equal(x.nan_to_num(), t.records_VR.nan_to_num()) for x, t in zip(before, tables, strict=True)))
+    return faults, wrote
+
+
+def test_a_loss_that_is_not_finite_is_written_by_no_rank(device):
+    for faults, wrote in checked(together(2, after_a_fault, device, float("nan"))):
+        assert faults == [1 << len(FAULTS) | 1] * 3 and wrote == [False] * 3
+
+
+def test_a_row_that_is_not_finite_stops_all_ranks_at_the_next_step(device):
+    fault = 1 << len(FAULTS) | 16
+    (faults, wrote), (other_faults, other_wrote) = checked(together(2, after_a_fault, device, 0.5))
+    assert faults == [0, fault, fault] and other_faults == [fault] * 3
+    assert wrote == other_wrote == [True, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "size, dim, dtype", [(1, 48, torch.float32), (2, 33, torch.bfloat16), (7, 128, torch.float16), (300, 4, torch.float32)]
+)
+def test_kernels_equal_their_plain_twins(seed, size, dim, dtype):
+    """As sets: the order in which rows are listed for an owner, or claimed, is that in which threads come."""
+    g, rows, cuda_device = torch.Generator().manual_seed(seed), 2_000, torch.device("cuda")
+    stride = -(-rows // size)
+    found = {}
+    for module in (shard, plain_kernels):
+        g.manual_seed(seed)
+        claims = tuple(cuda.Claims(rows, rows, 0, cuda_device) for _ in range(2))
+        counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+        for number, its in enumerate(claims):
+            some = torch.randperm(rows, generator=g)[: int(torch.randint(0, rows, (), generator=g))].int()
+            its.rows_U[: len(some)], counts[number] = some, len(some)
+            its.number_V[some.long()] = torch.arange(len(some), device="cuda").int()
+        tally_2N = torch.zeros(2, size, dtype=torch.int32, device="cuda")
+        rows_U, ids_U = module.deal(claims, counts.unbind(), stride, tally_2N)
+        total = int(counts.sum())
+        rows_U, ids_U = rows_U[:total], ids_U[:total].long()
+        owners = rows_U % rows % size
+        assert torch.equal(owners, owners.sort().values) and all((its.number_V == -1).all() for its in claims)
+        assert torch.equal(ids_U, rows_U % rows // size + stride * (rows_U >= rows))
+        place_TV = torch.full((2, rows), -1, dtype=torch.int32, device="cuda")
+        module.place(rows_U, place_TV)
+        assert torch.equal(place_TV.view(-1)[rows_U].long(), torch.arange(total, device="cuda"))
+
+        ids_M = torch.cat([torch.randint(0, stride, (500,), generator=g) + stride * (n % 2) for n in range(3)]).int().cuda()
+        marks_TV = torch.zeros(2, stride, dtype=torch.bool, device="cuda")
+        module.mark_lent(ids_M, stride, marks_TV)
+        slots = torch.randperm(2 * stride, generator=g).int().cuda().view(2, stride)
+        records_SR = torch.randn(2 * stride, dim + 8, generator=g).to("cuda", dtype)
+        weights_MD = module.lend(ids_M, stride, (Held(records_SR, slots[0]), Held(records_SR, None)), dim)
+        owned, counts = tuple(cuda.Claims(stride, 2_000, dim, cuda_device) for _ in range(2)), torch.zeros_like(counts)
+        module.claim_lent(ids_M, stride, owned, counts.unbind())
+        grad_MD, pairs_M = torch.randn(len(ids_M), dim, generator=g).cuda(), torch.randint(1, 9, (len(ids_M),), generator=g).int().cuda()
+        module.collect(ids_M, stride, grad_MD, pairs_M, owned)
+        order = [its.rows_U[: int(count)].argsort() for its, count in zip(owned, counts, strict=True)]
+        sums = [(its.rows_U[u], its.grad_UD[u], its.pairs_U[u]) for its, u in zip(owned, order, strict=True)]
+        loss, pairs, fault = torch.tensor(0.1).double().cuda(), torch.tensor(3).cuda(), torch.tensor(0b10010 << seed).cuda()
+        reported, mine = module.report(loss, pairs, fault, 5), torch.zeros_like(fault)
+        module.heed(reported * 2, 7 << 5, mine)
+        found[module] = (tally_2N, rows_U.sort().values, marks_TV, weights_MD, counts, *sums[0], *sums[1], reported, mine)
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train evaluate compare sweep test test-faults test-gpu sanitize bench bench-cpu bench-transfer bench-train bench-zipf \
-  bench-precision smoke docs lint clean
+  bench-ranks bench-precision smoke docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,9 @@ bench-train: $(INSTALLED) ## whole runs on CORPUS (text8): words/s, scores, link
 
 bench-zipf: $(INSTALLED) ## train 10 M generated words, GPU memory for a tenth of their rows; 40 GiB of CPU memory
 	$(PY) tests/bench/zipf.py $(ARGS)
+
+bench-ranks: $(INSTALLED) ## train 10 M generated words on GPUS=N GPUs with the batch of one; 40 GiB of CPU memory in all
+	$(if $(GPUS),$(PY) -m torch.distributed.run --nproc-per-node $(GPUS),$(PY)) tests/bench/ranks.py $(ARGS)
 
 bench-precision: $(INSTALLED) ## batch sizes by precision: time, GPU memory and loss of steps on CORPUS (text8); docs/precision.png
 	$(PY) tests/bench/precision.py --corpus $(or $(CORPUS),text8) $(ARGS)

@@ -109,14 +109,20 @@ def test_stages_are_told_by_kernel_and_stream():
         Activity("void at::native::rand(...)", planning, 0, 4),
         Activity("Memcpy DtoH (Device -> Pinned)", planning, 4, 5),
         Activity("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<bool>>", planning, 5, 7),
-        Activity("mark", planning, 7, 10),
+        Activity("mark", planning, 7, 9),
+        Activity("deal", planning, 9, 10),
+        Activity("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", planning, 10, 14),
         Activity("exchange", moving, 10, 40),
         Activity("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", computing, 0, 1),
         Activity("claim", computing, 1, 3),
         Activity("skipgram", computing, 3, 23),
-        Activity("step", computing, 23, 33),
+        Activity("collect", computing, 23, 24),
+        Activity("step", computing, 24, 33),
     ]
-    assert stages.by_stage(seen) == {"sampling": 5, "plan": 5, "moves": 30, "claim": 2, "skip-gram": 20, "optimizer": 10, "rest": 1}
+    assert stages.by_stage(seen) == {
+        "sampling": 5, "plan": 5, "moves": 30, "claim": 2, "lend": 0, "skip-gram": 20, "collect": 1, "optimizer": 9,
+        "network": 4, "rest": 1,
+    }  # fmt: skip
     assert stages.busy(seen) == 40
     assert stages.busy([Activity("a", 1, 5, 6), Activity("b", 2, 0, 2), Activity("c", 1, 1, 3)]) == 4
     assert stages.busy([]) == 0

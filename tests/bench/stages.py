@@ -2,7 +2,8 @@
 
 Batches are drawn and their rows planned on one stream, rows move on another, and the steps before compute on a third, so the stages may
 sum to more than the step; `busy` is the time in which any kernel runs. Our kernels are known by their names. Of torch's own, those on
-the stream that computes zero counters and sum losses ("rest"), and the others draw batches, but for the zeroing of marks.
+the stream that computes zero counters and sum losses ("rest"), and the others draw batches, but for the zeroing of marks. What is sent
+between ranks counts with the wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from w2v.transfer.resident import Resident
 
 STAGES = {
     "sampling": (),
-    "plan": ("mark", "survey", "list"),
+    "plan": ("mark", "mark_lent", "count_owners", "deal", "survey", "list"),
     "moves": ("exchange", "gather_records", "scatter_records"),
-    "claim": ("claim",),
+    "claim": ("claim", "claim_lent"),
+    "lend": ("lend", "place"),
     "skip-gram": ("skipgram",),
+    "collect": ("collect", "report", "heed"),
     "optimizer": ("step",),
+    "network": (),
     "rest": (),
 }
 STAGE_OF = {kernel: stage for stage, kernels in STAGES.items() for kernel in kernels}
-COMPUTE = ("claim", "skip-gram", "optimizer")
+COMPUTE = ("skip-gram", "optimizer")
+NETWORK = "nccl"
 ZEROES = re.compile("FillFunctor|Memset")
 COPIES = ("Memcpy", "Memset")  # which are no kernels
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
@@ -82,7 +87,7 @@ def by_stage(on_gpu: list[Activity]) -> dict[str, float]:
     totals = dict.fromkeys(STAGES, 0.0)
     for name, stream, start, end in on_gpu:
         torchs = "rest" if stream in computing else "plan" if ZEROES.search(name) else "sampling"
-        totals[STAGE_OF.get(name, torchs)] += end - start
+        totals[STAGE_OF.get(name, "network" if name.startswith(NETWORK) else torchs)] += end - start
     return totals
 
 

@@ -16,10 +16,10 @@ def _number(rows, claims, count):
     count += len(fresh)
 
 
-def claim(batch, inputs, outputs, sums):
+def claim(batch, inputs, outputs, counts):
     slots = find_slots(expand(batch), len(inputs.number_V))
-    _number(slots.input_rows_U, inputs, sums.claimed[0])
-    _number(slots.output_rows_V, outputs, sums.claimed[1])
+    _number(slots.input_rows_U, inputs, counts[0])
+    _number(slots.output_rows_V, outputs, counts[1])
 
 
 def skipgram(batch, inputs, input_claims, outputs, output_claims, sums, counted=False):
@@ -43,7 +43,6 @@ class InPlace(RowOptimizer):
     """Steps rows in place by the torch.optim class."""
 
     def step_in_place(self, table, held, claims, count, stepped, lr, guard):
-        stepped += count
         numbers = slice(int(count))
         rows = claims.rows_U[numbers].long()
         places = rows if held.slot_of_V is None else held.slot_of_V[rows].long()
@@ -58,9 +57,9 @@ class InPlace(RowOptimizer):
         claims.number_V[rows], claims.grad_UD[numbers], claims.pairs_U[numbers] = -1, 0, 0
 
 
-def deal(claims, claimed, stride, tally_2N):
+def deal(claims, counts, stride, tally_2N):
     rows_all, size = len(claims[0].number_V), tally_2N.shape[1]
-    rows_in, rows_out = (claim.rows_U[: int(count)].long() for claim, count in zip(claims, claimed, strict=True))
+    rows_in, rows_out = (claim.rows_U[: int(count)].long() for claim, count in zip(claims, counts, strict=True))
     owners = torch.cat([rows_in, rows_out]) % size
     order = torch.argsort(owners, stable=True)
     tally_2N += torch.bincount(owners, minlength=size)
@@ -84,8 +83,8 @@ def mark_lent(ids_M, stride, marks_TV):
         marks_V[rows] = True
 
 
-def claim_lent(ids_M, stride, claims, sums):
-    for (_, rows), its, count in zip(split(ids_M, stride), claims, sums.claimed, strict=True):
+def claim_lent(ids_M, stride, claims, counts):
+    for (_, rows), its, count in zip(split(ids_M, stride), claims, counts, strict=True):
         _number(rows, its, count)
 
 
@@ -103,8 +102,8 @@ def collect(ids_M, stride, grad_MD, pairs_M, claims):
             its.pairs_U.index_add_(0, its.number_V[rows].long(), pairs_M[of_this])
 
 
-def report(sums, fault, bits):
-    return torch.stack([sums.loss, sums.pairs.double(), *((fault >> bit & 1).double() for bit in range(bits))])
+def report(loss, pairs, fault, bits):
+    return torch.stack([loss, pairs.double(), *((fault >> bit & 1).double() for bit in range(bits))])
 
 
 def heed(reported, step_before, fault):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import plain_kernels, together
+from tests import plain_kernels
 from tests.joined import Pool
+from tests.threaded import checked, together
 from w2v.batch import Batch, Held
 from w2v.config import OptimizerConfig
 from w2v.kernels import cuda, shard
@@ -91,13 +92,13 @@ def check(several, alone, near):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", [cls.__name__ for cls in FUSED])
 def test_every_optimizer(device, name, size):
-    check(together.run(size, trained, name, device), trained(ALONE, name, device), 1e-3)
+    check(checked(together(size, trained, name, device)), trained(ALONE, name, device), 1e-3)
 
 
 @pytest.mark.parametrize("steps_per_page", [1, 5])
 def test_occurrences_are_counted_over_all_ranks(device, steps_per_page):
     case = ("Adam", device, torch.float32, 0.0, steps_per_page, 8)
-    check(together.run(2, trained, *case), trained(ALONE, *case), 1e-3)
+    check(checked(together(2, trained, *case)), trained(ALONE, *case), 1e-3)
 
 
 @pytest.mark.gpu
@@ -105,7 +106,7 @@ def test_occurrences_are_counted_over_all_ranks(device, steps_per_page):
 @pytest.mark.parametrize("slots, steps_per_page", [(0.0, 4), (1.0, 1), (0.9, 1), (0.95, 4)])
 def test_every_engine_and_element(dtype, near, slots, steps_per_page):
     case = ("Adam", "cuda", dtype, slots, steps_per_page)
-    check(together.run(2, trained, *case), trained(ALONE, *case), near)
+    check(checked(together(2, trained, *case)), trained(ALONE, *case), near)
 
 
 @pytest.mark.gpu
@@ -143,13 +144,13 @@ def after_a_fault(ranks, device, value):
 
 
 def test_a_loss_that_is_not_finite_is_written_by_no_rank(device):
-    for faults, wrote in together.run(2, after_a_fault, device, float("nan")):
+    for faults, wrote in checked(together(2, after_a_fault, device, float("nan"))):
         assert faults == [1 << len(FAULTS) | 1] * 3 and wrote == [False] * 3
 
 
 def test_a_row_that_is_not_finite_stops_all_ranks_at_the_next_step(device):
     fault = 1 << len(FAULTS) | 16
-    (faults, wrote), (other_faults, other_wrote) = together.run(2, after_a_fault, device, 0.5)
+    (faults, wrote), (other_faults, other_wrote) = checked(together(2, after_a_fault, device, 0.5))
     assert faults == [0, fault, fault] and other_faults == [fault] * 3
     assert wrote == other_wrote == [True, False, False]
 
@@ -167,15 +168,14 @@ def test_kernels_equal_their_plain_twins(seed, size, dim, dtype):
     for module in (shard, plain_kernels):
         g.manual_seed(seed)
         claims = tuple(cuda.Claims(rows, rows, 0, cuda_device) for _ in range(2))
-        claimed = cuda.Sums.zero(cuda_device).claimed
+        counts = torch.zeros(2, dtype=torch.int64, device="cuda")
         for number, its in enumerate(claims):
             some = torch.randperm(rows, generator=g)[: int(torch.randint(0, rows, (), generator=g))].int()
-            its.rows_U[: len(some)] = some
-            claimed[number].fill_(len(some))
+            its.rows_U[: len(some)], counts[number] = some, len(some)
             its.number_V[some.long()] = torch.arange(len(some), device="cuda").int()
         tally_2N = torch.zeros(2, size, dtype=torch.int32, device="cuda")
-        rows_U, ids_U = module.deal(claims, claimed, stride, tally_2N)
-        total = int(sum(claimed))
+        rows_U, ids_U = module.deal(claims, counts.unbind(), stride, tally_2N)
+        total = int(counts.sum())
         rows_U, ids_U = rows_U[:total], ids_U[:total].long()
         owners = rows_U % rows % size
         assert torch.equal(owners, owners.sort().values) and all((its.number_V == -1).all() for its in claims)
@@ -190,17 +190,15 @@ def test_kernels_equal_their_plain_twins(seed, size, dim, dtype):
         slots = torch.randperm(2 * stride, generator=g).int().cuda().view(2, stride)
         records_SR = torch.randn(2 * stride, dim + 8, generator=g).to("cuda", dtype)
         weights_MD = module.lend(ids_M, stride, (Held(records_SR, slots[0]), Held(records_SR, None)), dim)
-        owned, sums = tuple(cuda.Claims(stride, 2_000, dim, cuda_device) for _ in range(2)), cuda.Sums.zero(cuda_device)
-        module.claim_lent(ids_M, stride, owned, sums)
+        owned, counts = tuple(cuda.Claims(stride, 2_000, dim, cuda_device) for _ in range(2)), torch.zeros_like(counts)
+        module.claim_lent(ids_M, stride, owned, counts.unbind())
         grad_MD, pairs_M = torch.randn(len(ids_M), dim, generator=g).cuda(), torch.randint(1, 9, (len(ids_M),), generator=g).int().cuda()
         module.collect(ids_M, stride, grad_MD, pairs_M, owned)
-        order = [its.rows_U[: int(count)].argsort() for its, count in zip(owned, sums.claimed, strict=True)]
-        collected = [(its.rows_U[u], its.grad_UD[u], its.pairs_U[u]) for its, u in zip(owned, order, strict=True)]
-        sums.loss.fill_(0.1)
-        sums.pairs.fill_(3)
-        fault = torch.tensor(0b10010 << seed).cuda()
-        reported, mine = module.report(sums, fault, 5), torch.zeros_like(fault)
+        order = [its.rows_U[: int(count)].argsort() for its, count in zip(owned, counts, strict=True)]
+        sums = [(its.rows_U[u], its.grad_UD[u], its.pairs_U[u]) for its, u in zip(owned, order, strict=True)]
+        loss, pairs, fault = torch.tensor(0.1).double().cuda(), torch.tensor(3).cuda(), torch.tensor(0b10010 << seed).cuda()
+        reported, mine = module.report(loss, pairs, fault, 5), torch.zeros_like(fault)
         module.heed(reported * 2, 7 << 5, mine)
-        found[module] = (tally_2N, rows_U.sort().values, marks_TV, weights_MD, *sums.claimed, *collected[0], *collected[1], reported, mine)
+        found[module] = (tally_2N, rows_U.sort().values, marks_TV, weights_MD, counts, *sums[0], *sums[1], reported, mine)
     for ours, theirs in zip(*found.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

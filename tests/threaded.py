@@ -1,10 +1,14 @@
-"""Ranks that are threads of one process, for tests of what they tell each other and leave; quick, and of any number."""
+"""Ranks that are threads of one process, and of its GPU where they have one; for tests of what they tell each other and leave; quick, and
+of any number."""
 
 import threading
+from contextlib import nullcontext
 
 import torch
 
 from w2v.ranks import Ranks
+
+PATIENCE = 60  # seconds; kernels may have to be compiled meanwhile
 
 
 class Threads(Ranks):
@@ -16,18 +20,32 @@ class Threads(Ranks):
     def gather(self, fact, behind=False):
         facts, barrier = self._common[behind]
         facts[self.rank] = fact
-        barrier.wait(20)
+        barrier.wait(PATIENCE)
         told = list(facts)
-        barrier.wait(20)
+        barrier.wait(PATIENCE)
         return told
 
     def send(self, rows_NX, sent, received, ahead=False):
-        parts = [given[self.rank] for given in self.gather([part.clone() for part in rows_NX.split(sent)])]
+        assert len(sent) == len(received) == self.size
+        parts = [given[self.rank] for given in self._exchange(rows_NX.split(list(sent)))]
         assert [len(part) for part in parts] == list(received)
-        return torch.cat(parts)
+        return self._kept_until_read(torch.cat(parts))
 
     def add(self, numbers):
-        return numbers.copy_(sum(self.gather(numbers.clone())))
+        return numbers.copy_(self._kept_until_read(sum(self._exchange(numbers))))
+
+    def _exchange(self, given):
+        """What each rank gives, once the work that makes it is done before what comes next on this rank's stream."""
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        given, events = zip(*self.gather((given, stream and stream.record_event())), strict=True)
+        for event in filter(None, events):
+            stream.wait_event(event)
+        return given
+
+    def _kept_until_read(self, result):
+        """What was given stays as it is until all ranks have read it."""
+        self._exchange(None)
+        return result
 
     def leads(self, folder):
         return self.gather(folder).index(folder) == self.rank
@@ -40,7 +58,8 @@ def together(size, body, *arguments):
 
     def run(rank):
         try:
-            answers[rank] = body(Threads(rank, size, common), *arguments)
+            with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
+                answers[rank] = body(Threads(rank, size, common), *arguments)
         except BaseException as error:
             answers[rank] = error
 
@@ -58,7 +77,7 @@ def raised(answers):
 
 
 def checked(answers):
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # of a rank that others have waited for, rather than theirs
     return answers

@@ -167,20 +167,20 @@ class FusedPipeline(Pipeline):
         batch, held = planned.batch, self._hold()
         claims = self._work = with_room(self._work, most_rows(batch), self.inputs.rows, self.inputs.dim, self._device)
         sums = cuda.Sums.zero(self._device)
-        cuda.claim(batch, *claims, sums)
+        cuda.claim(batch, *claims, sums.claimed)
         cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], sums, counted=self.optimizer.occurrence_cap > 0)
-        self._step_rows(held, claims, sums, lr)
+        self._step_rows(held, claims, sums.claimed, sums.loss, lr)
         return StepResult(sums.loss, sums.pairs)
 
     def _hold(self) -> tuple[Held, Held]:
         return self.engine.hold(self.inputs), self.engine.hold(self.outputs)
 
-    def _step_rows(self, held: tuple[Held, Held], claims: Both, sums: cuda.Sums, lr: float) -> None:
+    def _step_rows(self, held: tuple[Held, Held], claims: Both, claimed: tuple[Tensor, Tensor], loss: Tensor, lr: float) -> None:
         """The optimizer's step of the claimed rows of both tables, which ends the claims."""
         self.steps += 1
         for number, table in enumerate((self.inputs, self.outputs)):
-            guard = cuda.Guard(sums.loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
-            self.optimizer.step_in_place(table, held[number], claims[number], sums.claimed[number], self._rows_stepped, lr, guard)
+            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
+            self.optimizer.step_in_place(table, held[number], claims[number], claimed[number], self._rows_stepped, lr, guard)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]

@@ -72,7 +72,7 @@ class ShardedPipeline(FusedPipeline):
         most = -(-len(ids_M) // ROOM) * ROOM
         claims = self._work = with_room(self._work, (most, most), self.inputs.rows, self.inputs.dim, self._device)
         sums = cuda.Sums.zero(self._device)
-        shard.claim_lent(ids_M, self._stride, claims, sums)
+        shard.claim_lent(ids_M, self._stride, claims, sums.claimed)
 
         weights_UD = self._ranks.send(shard.lend(ids_M, self._stride, held, self.inputs.dim), lent, asked)
         shard.place(rows_U, self._place_TV)
@@ -86,9 +86,9 @@ class ShardedPipeline(FusedPipeline):
         grad_MD = self._ranks.send(grad_UD, asked, lent)
         pairs_M = self._ranks.send(pairs_U, asked, lent) if capped else None
         shard.collect(ids_M, self._stride, grad_MD, pairs_M, claims)
-        reported = self._ranks.add(shard.report(sums, self.fault, len(FAULTS)))
+        reported = self._ranks.add(shard.report(sums.loss, sums.pairs, self.fault, len(FAULTS)))
         shard.heed(reported, self.steps << len(FAULTS), self.fault)
-        self._step_rows(held, claims, sums._replace(loss=reported[0]), lr)
+        self._step_rows(held, claims, sums.claimed, reported[0], lr)
         return StepResult(reported[0], reported[1])
 
     def _plan(self, batches: Iterator[Batch]) -> list[Route]:
@@ -100,16 +100,16 @@ class ShardedPipeline(FusedPipeline):
         """Draw a page's batches and find out who is asked for how many rows."""
         with on(self._planning):
             drawn, size, lists = list(islice(batches, self._steps_per_page)), self._ranks.size, []
-            tallies_K2N = torch.zeros(len(drawn), 2, size, dtype=torch.int32, device=self._device)
-            for batch, tally_2N in zip(drawn, tallies_K2N, strict=True):
+            counters = torch.zeros(len(drawn), 2 + size, dtype=torch.int64, device=self._device)
+            for batch, counter in zip(drawn, counters, strict=True):
                 claims = self._asking = with_room(self._asking, most_rows(batch), self._rows, 0, self._device)
-                sums = cuda.Sums.zero(self._device)
-                cuda.claim(batch, *claims, sums)
-                lists.append(shard.deal(claims, sums.claimed, self._stride, tally_2N))
+                claimed, tally_2N = counter[:2].unbind(), counter[2:].view(torch.int32).view(2, size)
+                cuda.claim(batch, *claims, claimed)
+                lists.append(shard.deal(claims, claimed, self._stride, tally_2N))
             if not drawn:
                 self._asked = None
                 return
-            asked_NK = tallies_K2N[:, 0].T.contiguous()
+            asked_NK = counters[:, 2:].view(torch.int32)[:, :size].T.contiguous()
             lent_NK = self._ranks.send(asked_NK, [1] * size, [1] * size, ahead=True)
             numbers_2NK = torch.stack([asked_NK, lent_NK]).to("cpu", non_blocking=True)
             self._asked = Asked(drawn, lists, numbers_2NK, self._planning and self._planning.record_event())

@@ -26,12 +26,12 @@ from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Stretch
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
-from w2v import settings
+from w2v import settings, torchrun
 from w2v.config import Config
 from w2v.machine import cores
 from w2v.optim import RowOptimizer, learning_rate
 from w2v.pipeline import FusedPipeline
-from w2v.ranks import ALONE, Joined, Ranks, started_by_torchrun
+from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Sampler
 from w2v.sharded import ShardedPipeline
 from w2v.table import Table, uniform
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--results", type=Path, default=results.FILE)
     args = parser.parse_args()
-    ranks = Timed() if started_by_torchrun() else ALONE
+    ranks = Timed() if torchrun.started() else ALONE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
     config = settings.load(CONFIGS, [f"model.negative_pool={POOL // ranks.size}", *args.set])

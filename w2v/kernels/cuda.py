@@ -74,12 +74,12 @@ class Sums(NamedTuple):
         return cls(loss.view(torch.float64), pairs, tuple(claimed))
 
 
-def claim(batch: Batch, inputs: Claims, outputs: Claims, sums: Sums) -> None:
-    """Claim the rows of both tables that take part in a pair of the batch, and count them."""
+def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, Tensor]) -> None:
+    """Claim the rows of both tables that take part in a pair of the batch, and add their numbers to those `claimed`, int64."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     _launch(
         "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
-        inputs.number_V, inputs.rows_U, sums.claimed[0], outputs.number_V, outputs.rows_U, sums.claimed[1],
+        inputs.number_V, inputs.rows_U, claimed[0], outputs.number_V, outputs.rows_U, claimed[1],
     )  # fmt: skip
 
 

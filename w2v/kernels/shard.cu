@@ -29,7 +29,7 @@ struct Claimed {
     __device__ bool is_output(long long n) const { return n >= inputs; }
     __device__ int row(long long n) const { return is_output(n) ? rows_out[n - inputs] : rows_in[n]; }
 };
-#define CLAIMED const int *rows_in, const int *rows_out, const long long *count_in, const long long *count_out
+#define CLAIMED const int *rows_in, const long long *count_in, const int *rows_out, const long long *count_out
 
 // How many of the claimed rows belong to each rank; asked: zeros before.
 extern "C" __global__ void count_owners(CLAIMED, int* asked) {
@@ -93,8 +93,7 @@ extern "C" __global__ void mark_lent(LENT, bool* input_marks, bool* output_marks
 }
 
 extern "C" __global__ void claim_lent(
-    LENT, int* number_in, int* rows_in, unsigned long long* count_in, int* number_out, int* rows_out,
-    unsigned long long* count_out) {
+    LENT, int* number_in, int* rows_in, unsigned long long* count_in, int* number_out, int* rows_out, unsigned long long* count_out) {
     const Lent lent = {ids, stride};
     by_threads(count, [&](long long n) {
         if (lent.is_output(n))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from w2v.batch import Held
-from w2v.kernels.cuda import ELEMENTS, Claims, Sums, _enough_blocks, _launch
+from w2v.kernels.cuda import ELEMENTS, Claims, _enough_blocks, _launch
 
 
 class Gradients(NamedTuple):
@@ -26,13 +26,13 @@ def deal(claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stride: 
     """End the claims and list their rows owner by owner: as rows, int64, those of the output table after all of the input table; and
     as ids, int32. How many are asked of each rank is in either row of the tally, int32, zeros before.
 
-    claimed: the numbers that `cuda.claim` leaves. The lists have room for all rows that the claims have room for.
+    claimed: as `cuda.claim` leaves them. The lists have room for all rows that the claims have room for.
     """
     inputs, outputs = claims
     room, rows_all, (_, size) = len(inputs.rows_U) + len(outputs.rows_U), len(inputs.number_V), tally_2N.shape
     assert 2 * stride < 2**31 and len(outputs.number_V) == rows_all
     rows_U, ids_U = (torch.empty(room, dtype=kind, device=tally_2N.device) for kind in (torch.int64, torch.int32))
-    listed, made_for = (inputs.rows_U, outputs.rows_U, *claimed), _made_for(size)
+    listed, made_for = (inputs.rows_U, claimed[0], outputs.rows_U, claimed[1]), _made_for(size)
     _launch("shard.cu", "count_owners", made_for, _enough_blocks(room), *listed, tally_2N[0])
     _launch(
         "shard.cu", "deal", made_for, _enough_blocks(room), *listed, inputs.number_V, outputs.number_V,
@@ -51,9 +51,9 @@ def mark_lent(ids_M: Tensor, stride: int, marks_TV: Tensor) -> None:
     _launch("shard.cu", "mark_lent", _made_for(), _enough_blocks(len(ids_M)), *_lent(ids_M, stride), *marks_TV)
 
 
-def claim_lent(ids_M: Tensor, stride: int, claims: tuple[Claims, Claims], sums: Sums) -> None:
-    """Claim the rows of the shard that are asked for, and count them."""
-    into = [tensor for claim, count in zip(claims, sums.claimed, strict=True) for tensor in (claim.number_V, claim.rows_U, count)]
+def claim_lent(ids_M: Tensor, stride: int, claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor]) -> None:
+    """Claim the rows of the shard that are asked for, and add their numbers to those `claimed`, int64."""
+    into = [tensor for claim, count in zip(claims, claimed, strict=True) for tensor in (claim.number_V, claim.rows_U, count)]
     _launch("shard.cu", "claim_lent", _made_for(), _enough_blocks(len(ids_M)), *_lent(ids_M, stride), *into)
 
 
@@ -77,10 +77,10 @@ def collect(ids_M: Tensor, stride: int, grad_MD: Tensor, pairs_M: Tensor | None,
     )  # fmt: skip
 
 
-def report(sums: Sums, fault: Tensor, bits: int) -> Tensor:
+def report(loss: Tensor, pairs: Tensor, fault: Tensor, bits: int) -> Tensor:
     """Loss, pairs, and each of so many bits of the fault, for the sum over all ranks: float64 [2 + bits]."""
-    reported = torch.empty(2 + bits, dtype=torch.float64, device=fault.device)
-    _launch("shard.cu", "report", _made_for(), 1, sums.loss, sums.pairs, fault, bits, reported)
+    reported = torch.empty(2 + bits, dtype=torch.float64, device=loss.device)
+    _launch("shard.cu", "report", _made_for(), 1, loss, pairs, fault, bits, reported)
     return reported
 
 

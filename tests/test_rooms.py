@@ -10,17 +10,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile", "durable", "signals", "torchrun"},
-    {"settings", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
-    {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget"},
-    {"ingest", "machine", "pipeline"},
-    {"backends", "checkpoint", "cpu", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
+    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
+    {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
+    {"ingest", "machine", "pipeline", "fleet"},
+    {"backends", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
-    {"experiments", "commands"},
+    {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-GPU_CALLERS = {"w2v/kernels/cuda.py", "w2v/table.py", "w2v/pipeline.py", "w2v/machine.py", "w2v/plan.py"}  # and w2v/transfer/
+GPU_CALLERS = {f"w2v/{room}.py" for room in ("kernels/cuda", "table", "pipeline", "sharded", "machine", "plan")}  # and w2v/transfer/
 MODULES = sorted((ROOT / "w2v").rglob("*.py"))
 PROGRAMS = [path for path in (ROOT / "train.py", ROOT / "evaluate.py") if path.exists()]
 each_file = pytest.mark.parametrize("path", MODULES + PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix())

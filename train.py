@@ -7,27 +7,26 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from w2v import durable, settings, torchrun
+from w2v import durable, hardware, settings, torchrun
 from w2v.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk, 130 or 143 stopped by Ctrl-C or SIGTERM"
     parser = argparse.ArgumentParser(description=__doc__, epilog=statuses)
-    what = "config files, then single keys that override them"
-    parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help=what)
+    parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help="config files, then keys that override them")
     parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="say what the run would take, bytes and time; exit 0 if it fits, 3 if not")
+    hardware.add_options(parser)
     parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning, as YAML, and stop")
     args = parser.parse_intermixed_args(argv)
     if args.help_config:
         print(settings.describe(), end="")
         return 0
-    files = [entry for entry in args.settings if "=" not in entry]
-    assignments = [entry for entry in args.settings if "=" in entry]
+    files, assignments = ([entry for entry in args.settings if ("=" in entry) == sets] for sets in (False, True))
     with Signals() as signals:
         try:
-            run(files, assignments, args.resume, args.dry_run, signals)
+            run(files, assignments, args, signals)
         except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
             said = durable.in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
             torchrun.say(error, said)
@@ -38,14 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dry: bool, signals: Signals) -> None:
+def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespace, signals: Signals) -> None:
     with torchrun.on_all():
         config = settings.load(files, assignments)
-    from w2v import metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
+    from w2v import forecast, metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
+    if hardware.asked(args):
+        return forecast.tell(config, args)
     ranks = plan.join(config)
     metrics.log_to_console(quiet=ranks.rank > 0)
-    if folder := runfolder.begun(resume, config.run.dir, ranks):
+    if folder := runfolder.begun(args.resume, config.run.dir, ranks):
         lock = runfolder.lock(folder, ranks)
         with ranks.together():
             config = runfolder.resumed(folder, files, assignments)
@@ -58,9 +59,9 @@ def run(files: Sequence[str], assignments: Sequence[str], resume: str | None, dr
         planned.budget.check()
         with planned.budget.explained():
             sampler, pipeline = plan.build(planned)
-    if dry and ranks.size == 1:
+    if args.dry_run and ranks.size == 1:
         print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
-    if dry:
+    if args.dry_run:
         return
     if folder is None:
         folder = runfolder.create(config, ranks)

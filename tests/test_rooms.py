@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "rowfile", "durable", "signals", "torchrun"},
-    {"settings", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
-    {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget"},
-    {"ingest", "machine", "pipeline"},
+    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
+    {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
+    {"ingest", "machine", "pipeline", "fleet"},
     {"backends", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline"},
-    {"experiments", "commands"},
+    {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
 ]

@@ -83,15 +83,8 @@ class Vocab:
         return cls([word(number) for number in rows.tolist()], counts[rows], raw_words, raw_types=len(counts)), rows
 
     def keep_probabilities(self, sample: float) -> np.ndarray:
-        """The probability with which subsampling keeps an occurrence of each word: float64 [V].
-
-        (sqrt(f / t) + 1) * t / f, at most 1, for a word that makes up the share f of the kept text, with t = `sample`;
-        t = 0 keeps everything. This is the formula of word2vec.c and gensim, not the 1 - sqrt(t / f) of the paper.
-        """
-        if sample == 0:
-            return np.ones(len(self.counts))
-        excess_V = self.counts / (sample * self.counts.sum())  # f / t
-        return np.minimum((np.sqrt(excess_V) + 1) / excess_V, 1.0)
+        """The probability with which subsampling keeps an occurrence of each word: float64 [V]."""
+        return keep_probabilities(self.counts, self.counts.sum(), sample)
 
     def noise_distribution(self, ns_exponent: float) -> np.ndarray:
         """The probability of each word as a noise word, in proportion to count ** `ns_exponent`: float64 [V], sum 1."""
@@ -125,3 +118,15 @@ class Vocab:
         except (ValueError, AttributeError) as error:
             raise VocabError(f"{path} is not a whole vocabulary file ({error}); delete it, the next run writes it anew") from None
         return cls(list(words), counts, raw_words, raw_types)
+
+
+def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.ndarray:
+    """The probability with which subsampling keeps an occurrence of words that occur so often among `total`: float64.
+
+    (sqrt(f / t) + 1) * t / f, at most 1, for a word that makes up the share f of the kept text, with t = `sample`;
+    t = 0 keeps everything. This is the formula of word2vec.c and gensim, not the 1 - sqrt(t / f) of the paper.
+    """
+    if sample == 0:
+        return np.ones(len(counts))
+    excess = counts / (sample * total)  # f / t
+    return np.minimum((np.sqrt(excess) + 1) / excess, 1.0)

@@ -1,0 +1,126 @@
+"""The rows that steps are expected to touch and to move are those that the program's own sampler draws and its own engine moves."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bench import zipf
+from w2v import skipgram
+from w2v.config import ModelConfig, OptimizerConfig
+from w2v.optim import RowOptimizer
+from w2v.pipeline import Pipeline
+from w2v.sampler import Sampler
+from w2v.table import Table
+from w2v.traffic import Spectrum, Traffic
+from w2v.transfer.cached import Cached
+
+CPU = torch.device("cpu")
+ROWS, CENTERS = 20_000, 2_000
+MODELS = [ModelConfig(sample=1e-3), ModelConfig(sample=1e-3, negative_pool=1500), ModelConfig(sample=0, negative=2, window=1)]
+
+
+class InMemory:
+    """A link between tables and slots that are both in CPU memory."""
+
+    def read(self, table, rows_U, records_SR, slots_U):
+        records_SR[slots_U] = table.records_VR[rows_U]
+
+    def write(self, table, rows_U, records_SR, slots_U):
+        table.records_VR[rows_U] = records_SR[slots_U]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return zipf.generate(ROWS, 20 * ROWS, 1.0, CPU)
+
+
+def sampler(text, model, seed=1):
+    vocab, corpus = text
+    keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
+    return Sampler(corpus.ids, corpus.offsets, keep_V, noise_V, model, CENTERS, seed, CPU)
+
+
+def spectrum(text):
+    return Spectrum(*np.unique(text[0].counts, return_counts=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_that_the_samplers_batches_touch(text, model):
+    drawn = [skipgram.find_slots(skipgram.expand(batch), ROWS) for batch in islice(sampler(text, model).epoch(), 40)]
+    size = np.mean([len(slots.target_mask_BT) for slots in drawn])
+    inputs, outputs = np.mean([(len(slots.input_rows_U), len(slots.output_rows_V)) for slots in drawn], axis=0)
+    traffic = Traffic(spectrum(text), model)
+    expected = (traffic.touched(size) * traffic.words_G).sum(1)
+    assert expected == pytest.approx([inputs, outputs], rel=0.01)
+
+
+@pytest.mark.parametrize("ranks, steps", [(4, 1), (1, 3), (2, 2)])
+def test_rows_of_several_ranks_and_steps(text, ranks, steps):
+    model = MODELS[1]
+    batches = list(islice(sampler(text, model).epoch(), 24))
+    slots = [skipgram.find_slots(skipgram.expand(batch), ROWS) for batch in batches]
+    groups = [slots[start : start + ranks * steps] for start in range(0, 24, ranks * steps)]
+    inputs, outputs = ([len(torch.unique(torch.cat([one[table] for one in group]))) for group in groups] for table in (0, 3))
+    found = np.mean(inputs) + np.mean(outputs)
+    traffic, centers = Traffic(spectrum(text), model), np.mean([len(batch.windows_B) for batch in batches])
+    assert traffic.rows(traffic.touched(centers, ranks, steps)) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("slots, steps, warm_up", [(30_000, 1, 150), (12_000, 1, 20), (8_000, 1, 20), (12_000, 2, 10)])
+def test_rows_that_the_engine_brings(text, slots, steps, warm_up, one_thread):
+    model, optimizer = MODELS[0], RowOptimizer(OptimizerConfig())
+    inputs, outputs = (Table(name, ROWS, 4, optimizer.states(4), optimizer.scalars, "cpu") for name in ("input", "output"))
+    vocab = text[0]
+    kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
+    uses_TV = np.stack([kept_V, kept_V + model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)])
+    engine = Cached(InMemory(), [inputs, outputs], slots, CPU, torch.from_numpy(uses_TV))
+    pipeline = Pipeline(inputs, outputs, engine, optimizer, CPU, steps)
+    pages, before, sizes = (warm_up, warm_up + 40), [], []
+    batches = (batch for seed in range(3) for batch in sampler(text, model, seed).epoch())
+    for number, planned in enumerate(pipeline.ahead(batches)):
+        if number % steps == 0 and number // steps in pages:
+            before.append(engine.rows_read)
+        if len(before) == 2:
+            break
+        pipeline.step(planned, 0.01)
+        sizes.append(len(planned.batch.windows_B))
+    traffic = Traffic(spectrum(text), model)
+    expected = traffic.read(traffic.touched(np.mean(sizes), steps=steps), slots)
+    found = (before[1] - before[0]) / (pages[1] - pages[0])
+    assert found == pytest.approx(expected, rel=0.02), (found, expected)
+
+
+def test_groups_of_words_stand_for_the_words():
+    rows, words, model = 1_000_000, 20_000_000, ModelConfig(negative_pool=8192)
+    grouped = Spectrum.zipf(rows, words)
+    share_V = 1 / np.arange(1, rows + 1)
+    single = Spectrum(np.maximum(1, words * share_V / share_V.sum()), np.ones(rows))
+    assert grouped.rows == rows and grouped.words == pytest.approx(single.words)
+    found = []
+    for one in (grouped, single):
+        traffic = Traffic(one, model)
+        page = traffic.touched(65_536, ranks=2)
+        found.append([traffic.kept, traffic.rows(page), traffic.read(page, 300_000)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 100, 1 << 16, (1 << 16) + 1, (1 << 16) + 2, 10**7, 10**10])
+def test_no_array_is_as_long_as_a_large_vocabulary(rows):
+    spectrum = Spectrum.zipf(rows, 20 * rows)
+    assert spectrum.rows == rows and len(spectrum.words_G) <= min(rows, 70_000)
+    assert 20 * rows <= spectrum.words * 1.000001 < 21 * rows and (np.diff(spectrum.counts_G) <= 0).all()
+    traffic = Traffic(spectrum, ModelConfig())
+    touched = [traffic.rows(traffic.touched(centers)) for centers in (1, 1000, 65_536)]
+    assert touched == sorted(touched) and touched[-1] <= min(2 * rows, 7 * 65_536)
+    assert traffic.read(traffic.touched(1000), 2 * rows) == pytest.approx(0, abs=1e-3)
+
+
+def test_words_in_clumps_are_fewer(text):
+    counts = text[0].counts
+    assert Spectrum.of(counts).words == counts.sum() and Spectrum.of(counts).rows == ROWS
+    clumped, scattered = (Traffic(one, ModelConfig()) for one in (Spectrum.of(counts), spectrum(text)))
+    assert (clumped.touched(CENTERS) <= scattered.touched(CENTERS)).all()
+    assert clumped.rows(clumped.touched(CENTERS)) < 0.99 * scattered.rows(scattered.touched(CENTERS))
+

@@ -62,8 +62,9 @@ sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS
 test: $(INSTALLED) ## run the tests that need no GPU
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not gpu" -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-faults: $(INSTALLED) ## kill a run 50 times, and try 2,400 random inputs; some ten minutes
-	CUDA_VISIBLE_DEVICES= W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)
+test-faults: $(INSTALLED) ## kill a run 50 times, and run the programs on 2,000 random inputs; some five minutes
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal \
+	  tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)

@@ -2,13 +2,11 @@
 
 import os
 import pickle
-import tempfile
 
 import numpy as np
 import pytest
 import torch
 from gensim.models import KeyedVectors, Word2Vec
-from gensim.test.test_keyedvectors import TestKeyedVectors
 from gensim.utils import SaveLoad
 
 import evaluate
@@ -197,22 +195,6 @@ def test_safetensors_hold_the_vectors_and_a_list_the_words(kv, tmp_path):
     with pytest.raises(export.VectorsError, match="white space"):
         export.save_safetensors(export.keyed_vectors(["a b", "c"], np.ones(2), np.eye(2)), tmp_path / "no")
     assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # gensim's about itself
-class TestGensimsOwn(TestKeyedVectors):
-    """gensim's tests of its KeyedVectors, on vectors that have gone through this program."""
-
-    def setUp(self):
-        super().setUp()
-        counts = [self.vectors.get_vecattr(word, "count") for word in self.vectors.index_to_key]
-        self.vectors = export.keyed_vectors(self.vectors.index_to_key, np.array(counts), self.vectors.vectors)
-        with tempfile.TemporaryDirectory() as folder:
-            export.save(self.vectors, folder)
-            self.vectors = export.load(folder)
-
-
-del TestKeyedVectors
 
 
 def rows_of_all(size, folder, words=23, dim=5, last=None, dtype=torch.float32):

@@ -236,7 +236,19 @@ def _load_kv(path: Path) -> Any:
         kv = unpickler.load()
     if isinstance(kv, KeyedVectors):
         kv._load_specials(str(path), None, *KeyedVectors._adapt_by_suffix(str(path)))  # the arrays in files of their own
+        _check_whole(kv)
     return kv
+
+
+def _check_whole(kv: KeyedVectors) -> None:
+    """Raise an exception unless words, vectors and counts agree; a damaged pickle may load and lack some of them."""
+    words, columns = kv.index_to_key, kv.expandos.values()
+    kv.norms = None  # gensim works them out
+    if not np.issubdtype(kv.vectors.dtype, np.floating) or kv.vectors.shape != (len(words), kv.vector_size):
+        raise ValueError(f"{len(words)} words, vectors {kv.vectors.dtype}{list(kv.vectors.shape)}")
+    if kv.key_to_index != {word: number for number, word in enumerate(words)} or any(len(column) != len(words) for column in columns):
+        raise ValueError("words do not agree with their numbers or counts")
+    "".join(words).encode()  # raises what words that are no text raise
 
 
 def _check_sums(path: Path) -> None:

@@ -67,6 +67,7 @@ class Checkpoints:
         if self._copies and not wait:
             for copy, table in zip(self._copies.result(), self._tables, strict=True):
                 copy.copy_(table.records_VR)
+            self._ranks.gather(None)  # which waits longer for a rank that is slow to copy than a step would
             self._writing = self._writer.submit(self._write, path, manifest, self._copies.result())
         else:
             self._write(path, manifest, [table.records_VR for table in self._tables])

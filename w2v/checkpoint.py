@@ -73,9 +73,13 @@ class Checkpoints:
             self._write(path, manifest, [table.records_VR for table in self._tables])
 
     def raise_failure(self) -> None:
-        """Raise what has made the last one fail."""
-        if not self.busy:
-            self.wait()
+        """Raise what has made the last one fail; as ranks look at times of their own, each has to say it."""
+        try:
+            if not self.busy:
+                self.wait()
+        except OSError as error:
+            error.of = None
+            raise
 
     def wait(self) -> None:
         """Return when the last one is on disk."""

@@ -46,8 +46,9 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[plots,$$extras]"
 	@touch $@
 
-train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS (the small Wikipedia sample by default)
-	$(PY) train.py $(CONFIG) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS, GPUS=4 (the small Wikipedia sample on one by default)
+	$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS),$(PY)) \
+	  train.py $(CONFIG) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)
@@ -62,9 +63,9 @@ sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS
 test: $(INSTALLED) ## run the tests that need no GPU
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not gpu" -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
-test-faults: $(INSTALLED) ## kill a run 50 times, and run the programs on 2,000 random inputs; some five minutes
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 W2V_KILLS=50 W2V_CASES=400 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal \
-	  tests/test_faults_kill.py tests/test_faults_random.py $(ARGS)
+test-faults: $(INSTALLED) ## kill a run 50 times, a rank of two 20 times, and run the programs on 2,000 random inputs; some ten minutes
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 \
+	  --dist worksteal tests/test_faults_kill.py tests/test_ranks.py tests/test_faults_random.py $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)

@@ -1,5 +1,8 @@
 """train.py and evaluate.py in processes of their own, forked from one that has imported what they need, so that a run takes a third of a
-second. A process that takes two minutes is ended by SIGALRM."""
+second. A process that takes minutes is ended by SIGALRM.
+
+With `ranks` train.py is started so many times by what torchrun is made of, in processes that this one forks.
+"""
 
 import json
 import os
@@ -12,15 +15,30 @@ ROOT = Path(__file__).parent.parent
 FORKING = """
 import gc, json, os, resource, signal, sys, threading, traceback
 import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, torch, torch._dynamo, train
-from w2v import commands, cpu, evaluation, export, ingest, metrics, plan, runfolder, trainer
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from w2v import commands, cpu, evaluation, export, ingest, metrics, plan, runfolder, torchrun, trainer
+
+def rank(arguments):
+    sys.exit(torchrun.recorded(train.main)(arguments[int(os.environ["RANK"])]))
+
+def launched(ranks, restarts, arguments):
+    run, where = f"job-{os.getpid()}", {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    try:
+        elastic_launch(LaunchConfig(1, 1, ranks, run_id=run, max_restarts=restarts, start_method="fork", **where), rank)(arguments)
+    except ChildFailedError as failed:
+        print(failed)
+        return 1
+    return 0
+
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()
 print("ready", flush=True)
 for line in sys.stdin:
-    program, arguments, output, limits = json.loads(line)
+    program, arguments, output, limits, ranks, restarts = json.loads(line)
     if (child := os.fork()) == 0:
-        signal.alarm(120)
+        signal.alarm(300 if ranks else 120)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
@@ -28,7 +46,7 @@ for line in sys.stdin:
             resource.setrlimit(getattr(resource, name), (limit, limit))
         status = 99
         try:
-            status = {"train": train, "evaluate": evaluate}[program].main(arguments)
+            status = launched(ranks, restarts, arguments) if ranks else {"train": train, "evaluate": evaluate}[program].main(arguments)
         except SystemExit as stop:
             status = stop.code
         except BaseException:
@@ -53,9 +71,14 @@ class Programs:
         )
         assert self._server.stdout.readline() == "ready\n"
 
-    def start(self, *arguments, program="train", **limits):
-        """The number of the process; limits are those of `resource`, such as RLIMIT_FSIZE."""
-        self._server.stdin.write(json.dumps([program, list(map(str, arguments)), str(self.output), limits]) + "\n")
+    def start(self, *arguments, program="train", ranks=0, restarts=0, **limits):
+        """The number of the process; limits are those of `resource`, such as RLIMIT_FSIZE.
+
+        ranks: how many torchrun starts, as often as `restarts` again; arguments that are functions say what the rank's is.
+        """
+        of_ranks = [[str(entry(rank) if callable(entry) else entry) for entry in arguments] for rank in range(ranks)]
+        order = program, of_ranks or list(map(str, arguments)), str(self.output), limits, ranks, restarts
+        self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         return int(self._server.stdout.readline())
 

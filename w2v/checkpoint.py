@@ -67,14 +67,19 @@ class Checkpoints:
         if self._copies and not wait:
             for copy, table in zip(self._copies.result(), self._tables, strict=True):
                 copy.copy_(table.records_VR)
+            self._ranks.gather(None)  # which waits longer for a rank that is slow to copy than a step would
             self._writing = self._writer.submit(self._write, path, manifest, self._copies.result())
         else:
             self._write(path, manifest, [table.records_VR for table in self._tables])
 
     def raise_failure(self) -> None:
-        """Raise what has made the last one fail."""
-        if not self.busy:
-            self.wait()
+        """Raise what has made the last one fail; as ranks look at times of their own, each has to say it."""
+        try:
+            if not self.busy:
+                self.wait()
+        except OSError as error:
+            error.of = None
+            raise
 
     def wait(self) -> None:
         """Return when the last one is on disk."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from w2v import torchrun
 from w2v.torchrun import RankLost
 
 PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all of them train
@@ -116,8 +116,12 @@ class Joined(Ranks):
     def __init__(self, device: str):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        how = {"rank": self.rank, "world_size": self.size, "timeout": PATIENCE}
         with self._answering():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+            store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
+            # What torchrun starts again would find the addresses of ranks that are gone: its store outlives them.
+            store = dist.PrefixStore(f"start {torchrun.starts()}", store)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, **how)
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._behind = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._ahead = dist.new_group(timeout=PATIENCE)
@@ -165,4 +169,4 @@ class Joined(Ranks):
             yield
         except (dist.DistError, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
-            raise RankLost(f"rank {self.rank} of {self.size} on {socket.gethostname()} has lost another one: {what}") from error
+            raise RankLost(f"another of {self.size} ranks is lost: {what}") from error

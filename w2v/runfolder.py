@@ -82,7 +82,7 @@ def begun(resume: str | None, runs: str, ranks: Ranks = ALONE) -> Path | None:
 
 def _of_this_job(runs: str) -> Path | None:
     marks = [mark for mark in Path(runs).glob(f"*/{JOB}") if mark.read_text(encoding="utf-8") == torchrun.job()]
-    if torchrun.again():
+    if torchrun.starts():
         return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent if marks else None
     for mark in marks:  # of another job, which bore the same name
         mark.unlink()
@@ -120,5 +120,5 @@ def _lock(folder: Path) -> IO[str]:
     file.flush()
     checkpoint.clean(folder / "checkpoints")
     for left in [*folder.rglob(".rank-*"), *folder.glob(".saving-*"), *folder.glob(".vocab.tsv.*"), *folder.glob("*.part")]:
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     return file

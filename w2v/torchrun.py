@@ -30,9 +30,9 @@ def job() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def again() -> bool:
-    """Whether torchrun has started the job's ranks before, and one of them has failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def starts() -> int:
+    """How often torchrun has started the job's ranks before, as one of them had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ def test_the_program_says_all_of_it(capsys):
 def test_ten_billion_rows(capsys):
     arguments = "--dry-run --world-size=512 --rows=1e10:1e12 --machine=gpus=8,host=4TiB,gpu=400GiB".split()
     status, out, err = run(capsys, *arguments)
-    assert status == 3 and "10,000,000,000 different" in out and "takes at most 2,147,483,647 words" in out
+    assert status == 3 and "10,000,000,000 different" in out and "it takes at most 2,147,483,647" in out
     assert "M words/s, limited by" in out and err.startswith("error: CPU memory would run out") and err.count("\n") == 1
     assert "vocabulary 1676.4 GiB" in err and "--rows=" in err
 
@@ -179,6 +179,8 @@ def test_a_text_at_hand(capsys, tmp_path):
     assert status == 0 and "3,500 words, 4 different ones" in out and not (tmp_path / "runs").exists()
     status, out, _ = run(capsys, "--dry-run", "--world-size=2", "optimizer.name=NAdam", *given)
     assert status == 0 and "fused kernels, which these settings do not use" in out
+    _, out, _ = run(capsys, "--dry-run", "--world-size=2", "transfer.table_dir=tables", *given)
+    assert "staged moves rows at half of it" in out
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,10 @@ def tell(config: Config, args: Namespace) -> None:
         raw_words, source = spectrum.words, f"--rows={args.rows} after Zipf's law"
     forecast = Forecast(config, hardware, ranks, spectrum, raw_words, source, RowOptimizer(config.optimizer, fused=True))
     print(forecast)
-    if spectrum.rows > plan.MOST_WORDS:
-        print(f"note      this version takes at most {plan.MOST_WORDS:,} words, since ids have 32 bits")
+    if max(spectrum.rows, 2 * forecast.share.rows) > plan.MOST_WORDS:
+        print(f"note      this version counts words, and the rows of a rank, in 32 bits: it takes at most {plan.MOST_WORDS:,}")
+    if forecast.share.engine == "staged":
+        print("note      the link's speed is that of transfer.engine=mapped; staged moves rows at half of it, or as fast as the disk")
     if not forecast.optimizer.fused or config.train.kernels == "reference" or config.train.deterministic:
         print("note      the speed is that of fused kernels, which these settings do not use; plain torch is ten times slower")
     forecast.budget.check()

@@ -28,6 +28,7 @@ COMPILED = [
     ("rows.cu", []),
     ("claim.cu", ["-DWINDOW=5", "-DTARGETS=6"]),
     ("cache.cu", []),
+    ("draw.cu", []),
     *(("sgns.cu", [f"-DDIM={d}", f"-DWINDOW={w}", f"-DTARGETS={t}", f"-DELEMENT={e}", f"-DCOUNTED={e % 2}"])
       for e, (d, w, t) in enumerate([(128, 5, 6), (33, 20, 65), (1024, 1, 2)])),
     *(("optim.cu", [f"-DSTEP={name}", f"-DSTATES={states}", f"-DELEMENT={n % 3}", f"-DWIDE={1 + 3 * (n % 2)}"])

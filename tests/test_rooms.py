@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "rowfile", "durable", "signals"},
+    {"config", "batch", "bits", "rowfile", "durable", "signals"},
     {"settings", "loggers", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "optim", "skipgram", "sampler", "transfer", "budget"},
     {"ingest", "machine", "pipeline"},

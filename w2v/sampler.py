@@ -18,6 +18,7 @@ from w2v.batch import Batch, Position
 from w2v.config import ModelConfig
 
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
+Draw = Callable[[int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
 
@@ -26,18 +27,19 @@ class Sampler:
 
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
-    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`.
+    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; draw: what draws windows
+    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same.
     """
 
     def __init__(
         self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
-        inversion: Inversion | None = None,
+        inversion: Inversion | None = None, draw: Draw | None = None,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model, self._batch_size, self._seed = ids_N, offsets_S, model, batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
-        noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
-        self._invert = (inversion or search)(noise_cdf_V)
+        self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
+        self._invert, self._draw = (inversion or search)(self._noise_cdf_V), draw
         self._generator = torch.Generator(device)
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         starts = np.searchsorted(offsets_S, np.arange(0, len(ids_N), BATCHES_PER_CHUNK * batch_size))
@@ -52,10 +54,9 @@ class Sampler:
             cuts = _even_cuts(len(words_n), self._batch_size)
             begin, end = self._offsets_S[self._chunks[chunk]], self._offsets_S[self._chunks[chunk + 1]]
             for number in range(first_batch, len(cuts) - 1):
-                size, generator = cuts[number + 1] - cuts[number], self._seeded(epoch, chunk, number + 1)
+                windows_B, negatives_BK = self._windows_and_noise(cuts[number + 1] - cuts[number], epoch, chunk, number + 1)
                 done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
                 self.position = Position(epoch, chunk, number + 1)
-                windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
                 window, after = self._model.window, self.position
                 yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, window, epoch + done, after)
             first_batch = 0
@@ -77,10 +78,14 @@ class Sampler:
             kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
         return words_n[kept_n], sentences_n[kept_n]
 
-    def _windows(self, size: int, generator: torch.Generator) -> Tensor:
-        """How far each center's window reaches: int32 [size]."""
-        lowest = 1 if self._model.shrink_windows else self._model.window
-        return torch.randint(lowest, self._model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
+    def _windows_and_noise(self, size: int, *draw: int) -> tuple[Tensor, Tensor]:
+        """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""
+        model, lowest = self._model, 1 if self._model.shrink_windows else self._model.window
+        if self._draw:
+            return self._draw(self._key(*draw), size, lowest, model.window, model.negative, model.negative_pool, self._noise_cdf_V)
+        generator = self._seeded(*draw)
+        windows_B = torch.randint(lowest, model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
+        return windows_B, self._noise(size, generator)
 
     def _noise(self, size: int, generator: torch.Generator) -> Tensor:
         """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
@@ -90,8 +95,11 @@ class Sampler:
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
+        return self._generator.manual_seed(self._key(epoch, chunk, draw) >> 1)
+
+    def _key(self, epoch: int, chunk: int, draw: int) -> int:
         digest = hashlib.blake2b(struct.pack("<4q", self._seed, epoch, chunk, draw), digest_size=8).digest()
-        return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        return int.from_bytes(digest, "little")
 
 
 def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from w2v.batch import Batch, Held
+from w2v.bits import signed
 
 KERNELS = Path(__file__).parent
 THREADS = 256
@@ -45,6 +46,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
     assert record_bytes % 16 == 0
     if len(rows_U):
         _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
+
+
+def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
+    """The draws of reference.draw by one kernel."""
+    windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
+    negatives_BK = torch.empty(centers, noise, dtype=torch.int32, device=cdf_V.device)
+    blocks, (words,) = _enough_blocks(centers * (1 + noise)), cdf_V.shape
+    _launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, pool, cdf_V, words, windows_B, negatives_BK)
+    return windows_B, negatives_BK
 
 
 class Claims:
@@ -217,7 +227,7 @@ def step_rows(
     _launch(
         "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
         held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
-        claims.number_V, dim, step_column, float(step), cap, noise - (noise >> 63 << 64), *map(float, hyper), *guard,
+        claims.number_V, dim, step_column, float(step), cap, signed(noise), *map(float, hyper), *guard,
     )  # fmt: skip
 
 

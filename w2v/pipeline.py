@@ -57,7 +57,7 @@ class Pipeline:
     ):  # fmt: skip
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
-        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 and type(self) is Pipeline else None
+        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 else None
         self.steps = 0
         self._rows_stepped = torch.zeros((), dtype=torch.int64, device=device)
         self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none

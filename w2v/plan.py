@@ -301,7 +301,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     else:
         engine = Paged(link())
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, PRODUCTS.get(train.precision))
+    product = None if plan.fused else PRODUCTS.get(train.precision)
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product)
 
 
 def corpus_ids(plan: Plan) -> np.ndarray | Tensor:

@@ -70,13 +70,15 @@ class Sampler:
         ids_n = self._ids_N[offsets[0] : offsets[-1]]
         words_n = ids_n if isinstance(ids_n, Tensor) else torch.from_numpy(np.array(ids_n)).to(device)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
-        sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
+        sentences_n = torch.repeat_interleave(numbers, lengths, output_size=len(words_n))
         draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, chunk, 0), device=device)
         kept_n = draws_n < self._keep_V.index_select(0, words_n)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
             kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
-        return words_n[kept_n], sentences_n[kept_n]
+        kept = torch.nonzero(kept_n).flatten()  # the one wait for the device
+        return words_n[kept], sentences_n[kept]
 
     def _windows_and_noise(self, size: int, *draw: int) -> tuple[Tensor, Tensor]:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""

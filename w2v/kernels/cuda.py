@@ -274,9 +274,15 @@ def _launch(
     Integers are for parameters of any width, floats for those of 4 bytes.
     """
     device = torch.cuda.current_device()
+    if getattr(_thread, "device", None) != device:
+        torch.cuda.current_stream().query()  # gives this thread the device's context, without which the driver launches nothing
+        _thread.device = device
     values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
     queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
     _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
+
+
+_thread = threading.local()
 
 
 class Launcher:

@@ -103,8 +103,8 @@ class Slots(NamedTuple):
     """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
 
     count: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
-    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [4], slots that were ever used, and rows
-    used, read and written so far.
+    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [5], slots that were ever used, rows used,
+    read and written so far, and those for which the last plan found no room.
     """
 
     count: int
@@ -118,7 +118,7 @@ class Slots(NamedTuple):
     def empty(cls, count: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
         words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
         *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
-        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(4, dtype=torch.int64, device=device))
+        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(5, dtype=torch.int64, device=device))
 
 
 class Moves(NamedTuple):

@@ -154,6 +154,21 @@ def test_fused_training_equals_plain_training(name, slots, steps_per_page):
 
 
 @pytest.mark.gpu
+def test_claims_have_room_for_the_words_of_a_pool_alone():
+    rows, dim, device, ids = 5_000, 8, torch.device("cuda"), np.random.default_rng(1).integers(0, 5_000, 4_000).astype(np.int32)
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.01), True)
+    tables = [Table(name, rows, dim, {}, {}, "cuda") for name in ("input", "output")]
+    model = ModelConfig(negative=5, negative_pool=100)
+    sampler = Sampler(ids, np.array([0, len(ids)]), np.ones(rows), np.full(rows, 1 / rows), model, 500, 1, device, draw=cuda.draw)
+    pipeline = FusedPipeline(*tables, Resident(), optimizer, device)
+    for planned in pipeline.ahead(sampler.epoch()):
+        pipeline.step(planned, 0.01)
+        assert len(pipeline._work[1].rows_U) == len(planned.batch.windows_B) + 100
+        assert (pipeline._work[1].number_V == -1).all() and not pipeline._work[1].grad_UD.any()
+    assert not pipeline.fault and tables[0]["weight"].isfinite().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
 def test_planning_far_ahead_of_a_slow_computation_changes_nothing(fused):
     """Each step waits for 5 ms of other work, so that the CPU could plan, and overwrite, many batches before the first is computed."""

@@ -182,8 +182,8 @@ class FusedPipeline(Pipeline):
 
     def _enough(self, claims: Both | None, batch: Batch) -> Both:
         """Claims with room for the batch's rows: those given, if they have it."""
-        centers, noise = batch.negatives_BK.shape
-        most = centers + 2 * batch.window, centers * (1 + noise)
+        centers, drawn = batch.windows_B.shape[0], batch.negatives_BK.numel()
+        most = centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
         if claims and all(len(claim.rows_U) >= min(len(claim.number_V), rows) for claim, rows in zip(claims, most, strict=True)):
             return claims
         tables = (self.inputs, self.outputs)

@@ -58,7 +58,8 @@ class Sampler:
                 done = float(begin + (end - begin) * (number + 1) / (len(cuts) - 1)) / len(self._ids_N)
                 self.position = Position(epoch, chunk, number + 1)
                 window, after = self._model.window, self.position
-                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, window, epoch + done, after)
+                pool = self._model.negative_pool
+                yield Batch(words_n, sentences_n, cuts[number], windows_B, negatives_BK, window, epoch + done, after, pool)
             first_batch = 0
         self.position = Position(epoch + 1)
 

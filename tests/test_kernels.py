@@ -163,7 +163,7 @@ def test_claims_have_room_for_the_words_of_a_pool_alone():
     pipeline = FusedPipeline(*tables, Resident(), optimizer, device)
     for planned in pipeline.ahead(sampler.epoch()):
         pipeline.step(planned, 0.01)
-        assert len(pipeline._work[1].rows_U) == len(planned.batch.windows_B) + 100
+        assert len(pipeline._work[1].rows_U) <= 500 + 100
         assert (pipeline._work[1].number_V == -1).all() and not pipeline._work[1].grad_UD.any()
     assert not pipeline.fault and tables[0]["weight"].isfinite().all()
 

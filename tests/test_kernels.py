@@ -29,6 +29,7 @@ COMPILED = [
     ("claim.cu", ["-DWINDOW=5", "-DTARGETS=6"]),
     ("cache.cu", []),
     *(("shard.cu", [f"-DRANKS={ranks}", f"-DELEMENT={e}", f"-DWIDE={w}"]) for e, (ranks, w) in enumerate([(1, 4), (4, 1), (1000, 4)])),
+    ("draw.cu", []),
     *(("sgns.cu", [f"-DDIM={d}", f"-DWINDOW={w}", f"-DTARGETS={t}", f"-DELEMENT={e}", f"-DCOUNTED={e % 2}"])
       for e, (d, w, t) in enumerate([(128, 5, 6), (33, 20, 65), (1024, 1, 2)])),
     *(("optim.cu", [f"-DSTEP={name}", f"-DSTATES={states}", f"-DELEMENT={n % 3}", f"-DWIDE={1 + 3 * (n % 2)}"])
@@ -151,6 +152,21 @@ def test_fused_training_equals_plain_training(name, slots, steps_per_page):
     torch.testing.assert_close(our_losses, their_losses, rtol=1e-3, atol=1e-3)
     for mine, plain in zip(ours, theirs, strict=True):
         assert (mine - plain).norm() < 1e-3 * plain.norm()
+
+
+@pytest.mark.gpu
+def test_claims_have_room_for_the_words_of_a_pool_alone():
+    rows, dim, device, ids = 5_000, 8, torch.device("cuda"), np.random.default_rng(1).integers(0, 5_000, 4_000).astype(np.int32)
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.01), True)
+    tables = [Table(name, rows, dim, {}, {}, "cuda") for name in ("input", "output")]
+    model = ModelConfig(negative=5, negative_pool=100)
+    sampler = Sampler(ids, np.array([0, len(ids)]), np.ones(rows), np.full(rows, 1 / rows), model, 500, 1, device, draw=cuda.draw)
+    pipeline = FusedPipeline(*tables, Resident(), optimizer, device)
+    for planned in pipeline.ahead(sampler.epoch()):
+        pipeline.step(planned, 0.01)
+        assert len(pipeline._work[1].rows_U) <= 500 + 100
+        assert (pipeline._work[1].number_V == -1).all() and not pipeline._work[1].grad_UD.any()
+    assert not pipeline.fault and tables[0]["weight"].isfinite().all()
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
+from w2v.kernels import cuda, reference
 from w2v.ranks import Ranks
 from w2v.sampler import Position, Sampler
 from w2v.skipgram import expand
@@ -18,12 +19,12 @@ from w2v.skipgram import expand
 CPU = torch.device("cpu")
 
 
-def sampler(sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, **model):
+def sampler(sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, draw=None, **model):
     ids = np.concatenate(sentences).astype(np.int32)
     offsets = np.cumsum([0, *map(len, sentences)])
     keep = np.ones(vocabulary) if keep is None else keep
     noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
-    return Sampler(ids, offsets, keep, noise, ModelConfig(**model), batch_size, seed, CPU)
+    return Sampler(ids, offsets, keep, noise, ModelConfig(**model), batch_size, seed, CPU, draw=draw)
 
 
 def pairs(batches):
@@ -60,9 +61,13 @@ def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
     assert max(sizes) <= 100 and min(sizes) >= 90
 
 
-def test_shrinking_windows_weigh_by_distance():
+DRAWS = pytest.mark.parametrize("draw", [None, reference.draw], ids=["torch's generator", "counters"])
+
+
+@DRAWS
+def test_shrinking_windows_weigh_by_distance(draw):
     """A context at distance d is in the window with probability (W - d + 1) / W."""
-    s = sampler([np.arange(20_000)], 20_000, batch_size=5_000, window=4)
+    s = sampler([np.arange(20_000)], 20_000, batch_size=5_000, window=4, draw=draw)
     distance = np.abs([a - b for a, b in pairs(s.epoch())])
     counts = np.bincount(distance, minlength=5)[1:]
     assert chisquare(counts, np.array([4, 3, 2, 1]) / 10 * counts.sum()).pvalue > 1e-3
@@ -76,10 +81,11 @@ def test_subsampling_keeps_words_by_their_probability():
     assert counts[3] == 5_000 and np.all(np.abs(counts - 5_000 * keep) <= 4 * spread)
 
 
+@DRAWS
 @pytest.mark.parametrize("pool", [0, 512])
-def test_noise_follows_its_distribution(pool):
+def test_noise_follows_its_distribution(pool, draw):
     noise = np.array([1, 2, 3, 4, 10.0]) / 20
-    s = sampler([np.zeros(40_000, dtype=int)], 5, batch_size=256, noise=noise, negative=5, negative_pool=pool)
+    s = sampler([np.zeros(40_000, dtype=int)], 5, batch_size=256, noise=noise, negative=5, negative_pool=pool, draw=draw)
     batches = list(s.epoch())
     drawn = torch.cat([b.negatives_BK.flatten() for b in batches])
     counts = np.bincount(drawn, minlength=5)
@@ -89,8 +95,9 @@ def test_noise_follows_its_distribution(pool):
     assert not torch.cat([expand(b).negative_mask_BK for b in batches])[drawn.view(-1, 5) == 0].any()
 
 
-def test_pool_bounds_the_noise_words_of_a_step():
-    s = sampler([np.zeros(4_000, dtype=int)], 10_000, batch_size=1_000, negative_pool=32)
+@DRAWS
+def test_pool_bounds_the_noise_words_of_a_step(draw):
+    s = sampler([np.zeros(4_000, dtype=int)], 10_000, batch_size=1_000, negative_pool=32, draw=draw)
     assert all(len(b.negatives_BK.unique()) <= 32 for b in s.epoch())
 
 
@@ -105,8 +112,9 @@ def equal(ours, theirs):
     )
 
 
-def test_same_seed_same_batches_and_epochs_differ():
-    first, second, other = (sampler(corpus(), 30, 16, seed) for seed in (1, 1, 2))
+@DRAWS
+def test_same_seed_same_batches_and_epochs_differ(draw):
+    first, second, other = (sampler(corpus(), 30, 16, seed, draw=draw) for seed in (1, 1, 2))
     epoch_0, epoch_1 = list(first.epoch()), list(first.epoch())
     assert equal(epoch_0, list(second.epoch())) and equal(epoch_1, list(second.epoch()))
     assert not equal(epoch_0, epoch_1) and not equal(epoch_0, list(other.epoch()))
@@ -122,6 +130,19 @@ def test_position_resumes_anywhere():
         resumed.position = seen[number][0]
         rest = [batch for _ in range(2 - resumed.position.epoch) for batch in resumed.epoch()]
         assert equal(rest, [batch for _, batch in seen[number + 1 :]])
+
+
+@pytest.mark.gpu
+@settings(max_examples=60)
+@given(
+    key=st.integers(0, 2**64 - 1), centers=st.integers(1, 3000), noise=st.integers(1, 9), widest=st.integers(1, 20), pool=st.integers(0, 9),
+    words=st.integers(1, 5000), shrinks=st.booleans(),
+)  # fmt: skip
+def test_the_kernel_draws_what_plain_torch_draws(key, centers, noise, widest, pool, words, shrinks):
+    cdf_V = torch.rand(words, generator=torch.Generator().manual_seed(words), dtype=torch.float64).cumsum(0)
+    args = key, centers, 1 if shrinks else widest, widest, noise, pool
+    for ours, plain in zip(cuda.draw(*args, (cdf_V / cdf_V[-1]).cuda()), reference.draw(*args, cdf_V / cdf_V[-1]), strict=True):
+        assert torch.equal(ours.cpu(), plain)
 
 
 def test_progress_reaches_each_epoch_exactly():

@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     window: int
     epochs_done: float  # passes over the corpus that are done with this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
+    pool: int = 0  # of how many words, drawn before, the noise words are picked; 0: each was drawn by itself
 
 
 @dataclass

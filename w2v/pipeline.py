@@ -60,7 +60,7 @@ class Pipeline:
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
         self._ranks, self._rows = ranks, rows or inputs.rows
-        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 and type(self) is Pipeline else None
+        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 else None
         self.steps = 0
         self._rows_stepped = torch.zeros((), dtype=torch.int64, device=device)
         self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
@@ -194,8 +194,8 @@ class FusedPipeline(Pipeline):
 
 def most_rows(batch: Batch) -> tuple[int, int]:
     """How many rows of the input and of the output table the batch may touch."""
-    centers, noise = batch.negatives_BK.shape
-    return centers + 2 * batch.window, centers * (1 + noise)
+    centers, drawn = batch.windows_B.shape[0], batch.negatives_BK.numel()
+    return centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
 
 
 def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:

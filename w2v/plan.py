@@ -24,6 +24,7 @@ from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
+from w2v.kernels import cuda
 from w2v.machine import Machine, cores, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
@@ -232,7 +233,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
         corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
-        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion, ranks,
+        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
+        cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks,
     )  # fmt: skip
     engine: Engine
     if link is None:
@@ -246,7 +248,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     if ranks.size > 1 and not plan.fused:
         engine = Sharded(engine, ranks)
-    product = PRODUCTS.get(train.precision)
+    product = None if plan.fused else PRODUCTS.get(train.precision)
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))
 
 

@@ -24,6 +24,7 @@ from w2v.ranks import ALONE, Ranks
 
 Span = tuple[int, int]  # of sentences: the first, and the one after the last
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
+Draw = Callable[[int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
 
@@ -32,20 +33,21 @@ class Sampler:
 
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
-    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; batch_size: centers of
-    the batches of all ranks together.
+    numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; draw: what draws windows
+    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same; batch_size: centers of the batches of
+    all ranks together.
     """
 
     def __init__(
         self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
-        inversion: Inversion | None = None, ranks: Ranks = ALONE,
+        inversion: Inversion | None = None, draw: Draw | None = None, ranks: Ranks = ALONE,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model = ids_N, offsets_S, model
         self._all_centers, self._seed = batch_size, seed
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
-        noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
-        self._invert = (inversion or search)(noise_cdf_V)
+        self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
+        self._invert, self._draw = (inversion or search)(self._noise_cdf_V), draw
         self._generator = torch.Generator(device)
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         self._stand_for(ranks.rank, ranks.size)
@@ -64,12 +66,11 @@ class Sampler:
             words_n, sentences_n = self._subsample(chunk, epoch, number)
             cuts = _even_cuts(len(words_n), self._batch_size)
             for batch in range(first_batch, len(cuts) - 1):
-                size, generator = cuts[batch + 1] - cuts[batch], self._seeded(epoch, number, batch + 1)
+                windows_B, negatives_BK = self._windows_and_noise(cuts[batch + 1] - cuts[batch], epoch, number, batch + 1)
                 left = ahead + self._words(*chunk) * (1 - (batch + 1) / (len(cuts) - 1))
                 self.position = Position(epoch, number, batch + 1)
-                windows_B, negatives_BK = self._windows(size, generator), self._noise(size, generator)
-                window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
-                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after)
+                done, after, model = epoch + 1 - left * self._size / words, self.position, self._model
+                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, model.window, done, after, model.negative_pool)
             first_batch = 0
         self.position = Position(epoch + 1)
 
@@ -152,18 +153,24 @@ class Sampler:
         ids_n = self._ids_N[offsets[0] : offsets[-1]]
         words_n = ids_n if isinstance(ids_n, Tensor) else torch.from_numpy(np.array(ids_n)).to(device)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
-        sentences_n = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=device), lengths)
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
+        sentences_n = torch.repeat_interleave(numbers, lengths, output_size=len(words_n))
         draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device)
         kept_n = draws_n < self._keep_V.index_select(0, words_n)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
             kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
-        return words_n[kept_n], sentences_n[kept_n]
+        kept = torch.nonzero(kept_n).flatten()  # the one wait for the device
+        return words_n[kept], sentences_n[kept]
 
-    def _windows(self, size: int, generator: torch.Generator) -> Tensor:
-        """How far each center's window reaches: int32 [size]."""
-        lowest = 1 if self._model.shrink_windows else self._model.window
-        return torch.randint(lowest, self._model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
+    def _windows_and_noise(self, size: int, *draw: int) -> tuple[Tensor, Tensor]:
+        """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""
+        model, lowest = self._model, 1 if self._model.shrink_windows else self._model.window
+        if self._draw:
+            return self._draw(self._key(*draw), size, lowest, model.window, model.negative, model.negative_pool, self._noise_cdf_V)
+        generator = self._seeded(*draw)
+        windows_B = torch.randint(lowest, model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
+        return windows_B, self._noise(size, generator)
 
     def _noise(self, size: int, generator: torch.Generator) -> Tensor:
         """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
@@ -173,9 +180,12 @@ class Sampler:
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
 
     def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
+        return self._generator.manual_seed(self._key(epoch, chunk, draw) >> 1)
+
+    def _key(self, epoch: int, chunk: int, draw: int) -> int:
         where = (self._seed, epoch, chunk, draw, self._rank) if self._rank else (self._seed, epoch, chunk, draw)
         digest = hashlib.blake2b(struct.pack(f"<{len(where)}q", *where), digest_size=8).digest()
-        return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        return int.from_bytes(digest, "little")
 
 
 def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:

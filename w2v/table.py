@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.bits import mix, shift_right, splitmix64
 from w2v.rowfile import NPY_TYPES, RowFile
 
 ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
@@ -117,7 +118,7 @@ class Table:
         if self.dtype != torch.bfloat16:
             return records_UR.to(self.dtype)
         counter = rows_U[:, None] * (self.width // 4) + torch.arange(self.width // 4, device=rows_U.device)
-        noise_UR = _splitmix64(counter, self.next_noise()).view(torch.int16)  # four from each
+        noise_UR = splitmix64(counter, self.next_noise()).view(torch.int16)  # four from each
         rounded_UR = (records_UR.view(torch.int32) + (noise_UR.int() & 0xFFFF)) & ~0xFFFF
         return torch.where(records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR).bfloat16()
 
@@ -126,7 +127,7 @@ class Table:
         if self.dtype != torch.bfloat16:
             return 0
         self.scalars["writes"] += 1
-        return _mix(int(self.scalars["writes"]))
+        return mix(int(self.scalars["writes"]))
 
     def is_in(self, path: str | Path) -> bool:
         """Whether the records lie in this file."""
@@ -175,7 +176,7 @@ def normal(dim: int, std: float, seed: int) -> Init:
 
     def values(rows_n: Tensor) -> Tensor:
         bits = _bits(rows_n, dim, seed)
-        radius = ((_shift_right(bits, 32) + 0.5).double() / 2**32).log_().mul_(-2).sqrt_()
+        radius = ((shift_right(bits, 32) + 0.5).double() / 2**32).log_().mul_(-2).sqrt_()
         angle = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
         return (radius * angle.cos_() * std).float()
 
@@ -184,28 +185,7 @@ def normal(dim: int, std: float, seed: int) -> Init:
 
 def _bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
     """64 random bits for each row and column: [n, D]."""
-    return _splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, _mix(seed))
-
-
-def _splitmix64(counter: Tensor, mixed_seed: int) -> Tensor:
-    bits = counter * _signed(0x9E3779B97F4A7C15) + _signed(mixed_seed)
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    return bits ^ _shift_right(bits, 31)
-
-
-def _shift_right(value: Tensor, by: int) -> Tensor:
-    """Of unsigned numbers, in signed ones."""
-    return (value >> by) & ((1 << (64 - by)) - 1)
-
-
-def _mix(seed: int) -> int:
-    seed = (seed + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64
-    return seed ^ (seed >> 32)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    return splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, mix(seed))
 
 
 def _check(rows: int, dim: int, states: Mapping[str, RowState], storage: str, dtype: torch.dtype, path: str | Path | None) -> None:

@@ -21,7 +21,7 @@ from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.resident import Resident
 
 STAGES = {
-    "sampling": (),
+    "sampling": ("draw",),
     "plan": ("mark", "mark_lent", "count_owners", "deal", "survey", "list"),
     "moves": ("exchange", "gather_records", "scatter_records"),
     "claim": ("claim", "claim_lent"),

@@ -6,9 +6,11 @@
 // list then names them. Slots of rows are looked up here and changed by the moves (rows.cu).
 
 constexpr unsigned ALL = 0xffffffffu;
+constexpr int MOST_ROWS = 0x7fffffff;
 
 struct Book {  // of all plans so far; slots from `taken` on were never used
     long long taken, used, read, written;
+    long long lacking;  // rows for which the last plan found no room beside those in use
 };
 
 struct Orders {  // of one plan
@@ -17,7 +19,7 @@ struct Orders {  // of one plan
 };
 
 struct Notice {  // for the CPU, in its memory
-    long long lacking;  // rows for which the last plan found no room beside those in use
+    long long lacking;  // as in the book
     long long refused;  // not 0 once rows found no room at all
 };
 
@@ -75,6 +77,10 @@ extern "C" __global__ void survey(
     ROWS, const bool* marks, const int* order, long long count, int* missing, int* idle, int stretches, long long slots, bool final,
     unsigned* done, Book* book, Orders* orders, Notice* notice) {
     const Rows all = GATHERED;
+    if (!marks && book->lacking == 0) {  // the plan before has brought all
+        if (blockIdx.x + threadIdx.x == 0) *orders = {0, 0, MOST_ROWS, book->taken};
+        return;
+    }
     if (warp() < stretches) {
         const long long first = 32 * warp(), word = first + lane();
         if (marks) {
@@ -111,7 +117,7 @@ extern "C" __global__ void survey(
     book->taken += coming - leaving;
     book->read += coming;
     book->written += leaving;
-    notice->lacking = wanting - coming;
+    book->lacking = notice->lacking = wanting - coming;
     if (final && wanting > coming) notice->refused = wanting - coming;
     *done = 0;
 }

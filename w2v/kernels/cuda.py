@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from w2v.batch import Batch, Held
+from w2v.bits import signed
 
 KERNELS = Path(__file__).parent
 THREADS = 256
@@ -45,6 +46,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
     assert record_bytes % 16 == 0
     if len(rows_U):
         _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
+
+
+def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
+    """The draws of reference.draw by one kernel."""
+    windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
+    negatives_BK = torch.empty(centers, noise, dtype=torch.int32, device=cdf_V.device)
+    blocks, (words,) = _enough_blocks(centers * (1 + noise)), cdf_V.shape
+    _launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, pool, cdf_V, words, windows_B, negatives_BK)
+    return windows_B, negatives_BK
 
 
 class Claims:
@@ -93,8 +103,8 @@ class Slots(NamedTuple):
     """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
 
     count: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
-    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [4], slots that were ever used, and rows
-    used, read and written so far.
+    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [5], slots that were ever used, rows used,
+    read and written so far, and those for which the last plan found no room.
     """
 
     count: int
@@ -108,7 +118,7 @@ class Slots(NamedTuple):
     def empty(cls, count: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
         words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
         *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
-        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(4, dtype=torch.int64, device=device))
+        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(5, dtype=torch.int64, device=device))
 
 
 class Moves(NamedTuple):
@@ -217,7 +227,7 @@ def step_rows(
     _launch(
         "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
         held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
-        claims.number_V, dim, step_column, float(step), cap, noise - (noise >> 63 << 64), *map(float, hyper), *guard,
+        claims.number_V, dim, step_column, float(step), cap, signed(noise), *map(float, hyper), *guard,
     )  # fmt: skip
 
 
@@ -264,9 +274,15 @@ def _launch(
     Integers are for parameters of any width, floats for those of 4 bytes.
     """
     device = torch.cuda.current_device()
+    if getattr(_thread, "device", None) != device:
+        torch.cuda.current_stream().query()  # gives this thread the device's context, without which the driver launches nothing
+        _thread.device = device
     values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
     queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
     _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
+
+
+_thread = threading.local()
 
 
 class Launcher:

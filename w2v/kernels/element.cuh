@@ -2,6 +2,8 @@
 //
 // Compiled for: ELEMENT, 0 for float, 1 for bfloat16, 2 for float16.
 
+#include "bits.cuh"
+
 #if ELEMENT == 0
 typedef float Element;
 #else
@@ -31,14 +33,6 @@ __device__ Element to_element(float value, unsigned noise) {
 #else
     return value;
 #endif
-}
-
-// The bits of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in table.py::_splitmix64.
-__device__ unsigned long long splitmix64(unsigned long long counter, unsigned long long mixed_seed) {
-    unsigned long long bits = counter * 0x9E3779B97F4A7C15ull + mixed_seed;
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
-    return bits ^ (bits >> 31);
 }
 
 // N numbers that stand side by side; `i` counts such packs from the start of an array.

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from w2v.bits import shift_right, splitmix64
+
 
 class SkipgramResult(NamedTuple):
     """The summed loss (float64), how many positive pairs it counts, and the gradients of that sum."""
@@ -20,6 +22,23 @@ class SkipgramResult(NamedTuple):
     pairs: Tensor
     grad_input_UD: Tensor
     grad_output_VD: Tensor
+
+
+def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each center's window reaches, int32 [B], and its noise words, int32 [B, K], the same on every device for the same key.
+
+    Noise words are drawn by inversion of their cumulative distribution; if `pool` is not 0, that many are, and those of the centers picked
+    from them. key: 64 bits, unsigned.
+    """
+
+    def bits(begin: int, end: int) -> Tensor:  # 53 of them, for the numbers of the batch's draws in this range
+        return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
+
+    every = centers * (1 + noise)
+    windows_B, own = lowest + bits(0, centers) % (widest - lowest + 1), bits(centers, every)
+    uniform = (bits(every, every + pool)[own % pool] if pool else own).double() / 2**53
+    drawn = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(cdf_V) - 1)
+    return windows_B.int(), drawn.view(centers, noise)
 
 
 def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -198,6 +198,7 @@ def test_a_text_at_hand(capsys, tmp_path):
         (["--machine=link=inf"], "--machine: link=inf is out of range"),
         (["--machine=gpus=1.5"], "--machine: gpus=1.5 is out of range; it must be a whole number above 0"),
         (["--machine=host=512"], "--machine: host=512 is out of range; it must be a size such as 80GiB or 2TiB above 0"),
+        (["--resume=latest", "--rows=1e6"], "--resume latest goes on with a run here"),
         (["train.device=cpu", "--rows=1e6"], "train.device=cpu, but --world-size, --rows and --machine are about GPUs"),
     ],
 )

@@ -171,13 +171,14 @@ class Forecast:
     def __str__(self) -> str:
         job, model, rows, moving = self.budget.job, self.config.model, self.spectrum.rows, self.rows
         record = " + ".join(["weight", *self.optimizer.states(model.vector_size)])
+        measured = "measured on H200s" + (", but for network" if self.hardware.network == Hardware.network else "")
         given, hosts = _described(self.hardware, assumed=False), -(-self.ranks // self.hardware.gpus)
         allowed = ", ".join(f"{what} {self.words / limit / 1e6:.4g}" for what, limit in self.limits.items() if limit)
         seconds, limit = self.slowest
         rate, epochs = self.words / seconds, self.config.train.epochs
         return "\n".join([
             f"machines  ranks={self.ranks} on hosts={hosts}" + (f", {given}" if given else ""),
-            f"assumed   {_described(self.hardware, assumed=True)}; measured on H200s, but for network",
+            f"assumed   {_described(self.hardware, assumed=True)}; {measured}",
             f"corpus    {self.source}: {self.raw_words:,.0f} words, {rows:,} different ones in the vocabulary",
             f"tables    2 x {rows:,} x {model.vector_size}, {self.config.optimizer.name}: {record}: {budget.size(job.table_bytes)}",
             f"engine    {job.engine}: room for {self.slots:,} of a rank's {2 * job.rows:,} rows on its GPU",
@@ -212,6 +213,8 @@ def tell(config: Config, args: Namespace) -> None:
     """Print what `config` would take, by the options of hardware.py. Raises `ConfigError`, and `DoesNotFit` where it does not."""
     if not args.dry_run:
         raise ConfigError("--world-size, --rows and --machine tell what training would take on other machines; add --dry-run")
+    if args.resume:
+        raise ConfigError(f"--resume {args.resume} goes on with a run here; leave it out with --world-size, --rows and --machine")
     ranks = 1 if args.world_size is None else whole("--world-size", args.world_size, least=1)
     hardware = Hardware.parse(args.machine or "")
     if config.train.device == "cpu":

@@ -194,7 +194,8 @@ class Forecast:
 
     @cached_property
     def _traffic(self) -> Traffic:
-        return Traffic(self.spectrum, self.config.model)
+        model = self.config.model
+        return Traffic(self.spectrum, replace(model, negative_pool=-(-model.negative_pool // self.ranks)))
 
     def _page_rows(self, steps: int = 0) -> float:
         """Of a rank's shards, that so many steps touch, or the steps of a page at least."""

@@ -34,8 +34,8 @@ class Sampler:
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
     numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; draw: what draws windows
-    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same; batch_size: centers of the batches of
-    all ranks together.
+    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same; batch_size and
+    the model's pool of noise words: of all ranks together, which share them out.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Sampler:
                 windows_B, negatives_BK = self._windows_and_noise(cuts[batch + 1] - cuts[batch], epoch, number, batch + 1)
                 left = ahead + self._words(*chunk) * (1 - (batch + 1) / (len(cuts) - 1))
                 self.position = Position(epoch, number, batch + 1)
-                done, after, model = epoch + 1 - left * self._size / words, self.position, self._model
-                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, model.window, done, after, model.negative_pool)
+                window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
+                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after, self._pool)
             first_batch = 0
         self.position = Position(epoch + 1)
 
@@ -111,7 +111,8 @@ class Sampler:
         return [(first, last) for first, last in chunks[number:] if first < last]
 
     def _stand_for(self, rank: int, size: int) -> None:
-        self._rank, self._size, self._batch_size = rank, size, -(-self._all_centers // size)
+        self._rank, self._size = rank, size
+        self._batch_size, self._pool = -(-self._all_centers // size), -(-self._model.negative_pool // size)
         self._share = self._deal([(0, len(self._offsets_S) - 1)])
 
     def _deal(self, spans: Sequence[Span]) -> list[Span]:
@@ -167,14 +168,14 @@ class Sampler:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""
         model, lowest = self._model, 1 if self._model.shrink_windows else self._model.window
         if self._draw:
-            return self._draw(self._key(*draw), size, lowest, model.window, model.negative, model.negative_pool, self._noise_cdf_V)
+            return self._draw(self._key(*draw), size, lowest, model.window, model.negative, self._pool, self._noise_cdf_V)
         generator = self._seeded(*draw)
         windows_B = torch.randint(lowest, model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
         return windows_B, self._noise(size, generator)
 
     def _noise(self, size: int, generator: torch.Generator) -> Tensor:
         """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
-        shape, pool = (size, self._model.negative), self._model.negative_pool
+        shape, pool = (size, self._model.negative), self._pool
         uniform = torch.rand((pool,) if pool else shape, generator=generator, device=generator.device, dtype=torch.float64)
         drawn = self._invert(uniform)
         return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn

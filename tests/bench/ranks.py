@@ -28,6 +28,7 @@ from tests.bench.steps import Moved, Stretch
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
 from w2v import settings, torchrun
 from w2v.config import Config
+from w2v.kernels import cuda
 from w2v.machine import cores
 from w2v.optim import RowOptimizer, learning_rate
 from w2v.pipeline import FusedPipeline
@@ -95,7 +96,7 @@ class Shares:
         vocab = Vocab(Numbered(rows), counts_V.cpu().numpy(), words, rows)
         keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
         offsets_S = np.append(np.arange(0, self._words - 1, SENTENCE), self._words)
-        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, BATCH // ranks.size, ranks.rank, self.device)
+        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, BATCH // ranks.size, ranks.rank, self.device, draw=cuda.draw)
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
         tables = [Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned") for key in ("input", "output")]

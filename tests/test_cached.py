@@ -188,16 +188,17 @@ def test_a_step_that_cannot_fit_is_refused(name):
 
 
 @pytest.mark.gpu
-def test_plans_made_on_the_gpu_are_those_of_plain_torch():
+@pytest.mark.parametrize("rows", [2000, 60_000])  # surveyed by one block and by many
+def test_plans_made_on_the_gpu_are_those_of_plain_torch(rows):
     """Where each page finds room beside the one before, both bring and send away the same rows."""
     g = torch.Generator().manual_seed(3)
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
-    pages = [page_of(*[({*torch.randint(2000, (90,), generator=g).tolist()}, {*torch.randint(2000, (60,), generator=g).tolist()})] * 2)
+    pages = [page_of(*[({*torch.randint(rows, (90,), generator=g).tolist()}, {*torch.randint(rows, (60,), generator=g).tolist()})] * 2)
              for _ in range(60)]  # fmt: skip
     moved = {}
     for name in ("mapped", "planned on the GPU"):
-        tables = make_tables(optimizer, "pinned", rows=2000)
-        engine = make_engine(name, tables, 700, torch.rand(2, 2000, generator=torch.Generator().manual_seed(1)))
+        tables = make_tables(optimizer, "pinned", rows=rows)
+        engine = make_engine(name, tables, 700, torch.rand(2, rows, generator=torch.Generator().manual_seed(1)))
         run(optimizer, tables, engine, pages, 1.0, "cuda")
         moved[name] = engine.rows_used, engine.rows_read, engine.rows_written
     assert moved["mapped"] == moved["planned on the GPU"] and moved["mapped"][2] > 1000

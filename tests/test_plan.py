@@ -111,6 +111,24 @@ def test_a_text_too_small_for_the_batch_is_warned_of(caplog):
     assert "train.batch_size=4000 leaves 25 optimizer steps, too few to learn from; try train.batch_size=100" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "settings, warned",
+    [
+        (["train.precision=fp16", "optimizer.name=Adam"], "Adam then divides by its eps, 1e-08; set optimizer.args.eps=0.00025 or more"),
+        (["train.precision=fp16", "optimizer.name=Adagrad"], "Adagrad then divides by its eps, 1e-10"),
+        (["train.precision=fp16", "optimizer.name=Adam", "optimizer.args.eps=0.001"], ""),
+        (["train.precision=fp16", "optimizer.name=SGD"], ""),
+        (["train.precision=bf16", "optimizer.name=Adam"], ""),
+    ],
+)
+def test_an_eps_too_small_for_float16_is_warned_of(settings, warned, caplog):
+    caplog.set_level(logging.WARNING, "w2v")
+    logging.getLogger("w2v").propagate = True
+    config = configured(*settings)
+    plan.warn_of_small_eps(config, plan.RowOptimizer(config.optimizer))
+    assert warned in caplog.text if warned else not caplog.text
+
+
 def test_plan_is_said_in_words(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 50)

@@ -92,6 +92,11 @@ class RowOptimizer:
         return self._formula is not None
 
     @property
+    def eps(self) -> float | None:
+        """What a step adds to roots and sums that it divides by; None for an optimizer that divides by none."""
+        return self._args.get("eps", getattr(inspect.signature(self._class).parameters.get("eps"), "default", None))
+
+    @property
     def descends(self) -> bool:
         """Whether a step is gradient descent and no more, which needs no batch: no state, weight decay or cap on occurrences."""
         return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap

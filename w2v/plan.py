@@ -43,6 +43,7 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
+FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
 IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that part is for the corpus
@@ -157,6 +158,7 @@ def make_plan(
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
         raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")
     warn_of_few_steps(config, vocab)
+    warn_of_small_eps(config, optimizer)
     words = ranks.rows(len(vocab.words))
     if not words:
         raise ConfigError(f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer")
@@ -210,6 +212,15 @@ def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
         log.warning(
             f"train.batch_size={train.batch_size} leaves {centers / train.batch_size:.0f} optimizer steps, too few to learn from; "
             f"try train.batch_size={max(1, int(centers / (10 * FEWEST_STEPS)))} with a smaller optimizer.lr"
+        )
+
+
+def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
+    """Say so when squares that float16 keeps as 0 leave a step nothing else to divide by."""
+    if config.train.precision == "fp16" and optimizer.eps is not None and optimizer.eps < FLOAT16_EPS:
+        log.warning(
+            f"train.precision=fp16 keeps squares of gradients under 6e-8 as 0, and {config.optimizer.name} then divides by its eps, "
+            f"{optimizer.eps:g}; set optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
 
 

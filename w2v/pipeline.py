@@ -200,6 +200,6 @@ def most_rows(batch: Batch) -> tuple[int, int]:
 
 def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:
     """Claims of tables of so many rows with room for so many of them: those given, if they have it."""
-    if claims and all(len(claim.rows_U) >= min(rows, some) for claim, some in zip(claims, most, strict=True)):
+    if claims and all(claim.rows_U.shape[0] >= min(rows, some) for claim, some in zip(claims, most, strict=True)):
         return claims
     return cuda.Claims(rows, most[0], dim, device), cuda.Claims(rows, most[1], dim, device)

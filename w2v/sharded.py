@@ -69,7 +69,7 @@ class ShardedPipeline(FusedPipeline):
     def step(self, planned: Route, lr: float) -> StepResult:
         batch, rows_U, asked, ids_M, lent = planned
         held, capped = self._hold(), self.optimizer.occurrence_cap > 0
-        most = -(-len(ids_M) // ROOM) * ROOM
+        most = -(-ids_M.shape[0] // ROOM) * ROOM
         claims = self._work = with_room(self._work, (most, most), self.inputs.rows, self.inputs.dim, self._device)
         sums = cuda.Sums.zero(self._device)
         shard.claim_lent(ids_M, self._stride, claims, sums.claimed)
@@ -77,7 +77,7 @@ class ShardedPipeline(FusedPipeline):
         weights_UD = self._ranks.send(shard.lend(ids_M, self._stride, held, self.inputs.dim), lent, asked)
         shard.place(rows_U, self._place_TV)
         grad_UD = torch.zeros(weights_UD.shape, device=self._device)
-        pairs_U = torch.zeros(len(grad_UD), dtype=torch.int32, device=self._device) if capped else None
+        pairs_U = torch.zeros(grad_UD.shape[0], dtype=torch.int32, device=self._device) if capped else None
         (weights_in, grads_in), (weights_out, grads_out) = (
             (Held(weights_UD, place_V), shard.Gradients(place_V, grad_UD, pairs_U)) for place_V in self._place_TV
         )
@@ -100,15 +100,15 @@ class ShardedPipeline(FusedPipeline):
         """Draw a page's batches and find out who is asked for how many rows."""
         with on(self._planning):
             drawn, size, lists = list(islice(batches, self._steps_per_page)), self._ranks.size, []
+            if not drawn:
+                self._asked = None
+                return
             counters = torch.zeros(len(drawn), 2 + size, dtype=torch.int64, device=self._device)
             for batch, counter in zip(drawn, counters, strict=True):
                 claims = self._asking = with_room(self._asking, most_rows(batch), self._rows, 0, self._device)
                 claimed, tally_2N = counter[:2].unbind(), counter[2:].view(torch.int32).view(2, size)
                 cuda.claim(batch, *claims, claimed)
                 lists.append(shard.deal(claims, claimed, self._stride, tally_2N))
-            if not drawn:
-                self._asked = None
-                return
             asked_NK = counters[:, 2:].view(torch.int32)[:, :size].T.contiguous()
             lent_NK = self._ranks.send(asked_NK, [1] * size, [1] * size, ahead=True)
             numbers_2NK = torch.stack([asked_NK, lent_NK]).to("cpu", non_blocking=True)

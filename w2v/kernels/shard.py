@@ -29,8 +29,8 @@ def deal(claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stride: 
     claimed: as `cuda.claim` leaves them. The lists have room for all rows that the claims have room for.
     """
     inputs, outputs = claims
-    room, rows_all, (_, size) = len(inputs.rows_U) + len(outputs.rows_U), len(inputs.number_V), tally_2N.shape
-    assert 2 * stride < 2**31 and len(outputs.number_V) == rows_all
+    room, rows_all, (_, size) = inputs.rows_U.shape[0] + outputs.rows_U.shape[0], inputs.number_V.shape[0], tally_2N.shape
+    assert 2 * stride < 2**31 and outputs.number_V.shape[0] == rows_all
     rows_U, ids_U = (torch.empty(room, dtype=kind, device=tally_2N.device) for kind in (torch.int64, torch.int32))
     listed, made_for = (inputs.rows_U, claimed[0], outputs.rows_U, claimed[1]), _made_for(size)
     _launch("shard.cu", "count_owners", made_for, _enough_blocks(room), *listed, tally_2N[0])
@@ -43,26 +43,26 @@ def deal(claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stride: 
 
 def place(rows_U: Tensor, place_TV: Tensor) -> None:
     """place[rows[u]] = u, counted through both tables; int32 [2, V]."""
-    _launch("shard.cu", "place", _made_for(), _enough_blocks(len(rows_U)), rows_U, len(rows_U), place_TV)
+    _launch("shard.cu", "place", _made_for(), _enough_blocks(rows_U.shape[0]), rows_U, rows_U.shape[0], place_TV)
 
 
 def mark_lent(ids_M: Tensor, stride: int, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V of the shard], of the rows that are asked for."""
-    _launch("shard.cu", "mark_lent", _made_for(), _enough_blocks(len(ids_M)), *_lent(ids_M, stride), *marks_TV)
+    _launch("shard.cu", "mark_lent", _made_for(), _enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *marks_TV)
 
 
 def claim_lent(ids_M: Tensor, stride: int, claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor]) -> None:
     """Claim the rows of the shard that are asked for, and add their numbers to those `claimed`, int64."""
     into = [tensor for claim, count in zip(claims, claimed, strict=True) for tensor in (claim.number_V, claim.rows_U, count)]
-    _launch("shard.cu", "claim_lent", _made_for(), _enough_blocks(len(ids_M)), *_lent(ids_M, stride), *into)
+    _launch("shard.cu", "claim_lent", _made_for(), _enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *into)
 
 
 def lend(ids_M: Tensor, stride: int, held: tuple[Held, Held], dim: int) -> Tensor:
     """The weights that are asked for, as the tables hold them: [M, D]."""
     (inputs, slot_in), (outputs, slot_out) = held
-    weights_MD = torch.empty(len(ids_M), dim, dtype=inputs.dtype, device=ids_M.device)
+    weights_MD = torch.empty(ids_M.shape[0], dim, dtype=inputs.dtype, device=ids_M.device)
     _launch(
-        "shard.cu", "lend", _made_for(dim=dim, dtype=inputs.dtype), _enough_blocks(32 * len(ids_M)), *_lent(ids_M, stride),
+        "shard.cu", "lend", _made_for(dim=dim, dtype=inputs.dtype), _enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
         inputs, slot_in, outputs, slot_out, inputs.shape[1], dim, weights_MD,
     )  # fmt: skip
     return weights_MD
@@ -72,7 +72,7 @@ def collect(ids_M: Tensor, stride: int, grad_MD: Tensor, pairs_M: Tensor | None,
     """Add the gradients of rows that were asked for, and the pairs that they sum where these are counted, to the claims."""
     into = [tensor for claim in claims for tensor in (claim.number_V, claim.grad_UD, claim.pairs_U)]
     _launch(
-        "shard.cu", "collect", _made_for(dim=grad_MD.shape[1]), _enough_blocks(32 * len(ids_M)), *_lent(ids_M, stride),
+        "shard.cu", "collect", _made_for(dim=grad_MD.shape[1]), _enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
         grad_MD, pairs_M, *into, grad_MD.shape[1],
     )  # fmt: skip
 
@@ -86,11 +86,11 @@ def report(loss: Tensor, pairs: Tensor, fault: Tensor, bits: int) -> Tensor:
 
 def heed(reported: Tensor, step_before: int, fault: Tensor) -> None:
     """Make the bits of any rank's fault, found in the step before, this rank's fault, if it has none: `step_before` with these bits."""
-    _launch("shard.cu", "heed", _made_for(), 1, reported, len(reported) - 2, step_before, fault)
+    _launch("shard.cu", "heed", _made_for(), 1, reported, reported.shape[0] - 2, step_before, fault)
 
 
 def _lent(ids_M: Tensor, stride: int) -> tuple[Tensor, int, int]:
-    return ids_M, len(ids_M), stride
+    return ids_M, ids_M.shape[0], stride
 
 
 def _made_for(size: int = 1, dim: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, int | str]:

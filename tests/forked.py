@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FORKING = """
 import json, os, resource, sys
-import gensim.models, numpy, torch, train
+import gensim.models, numpy, torch, torch._inductor, train  # which deterministic torch imports
 from w2v import evaluation, export, metrics, plan, runfolder, trainer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # A forked process ends as Python ends one, but for taking its modules apart: what was printed is written, threads are waited for.
 FORKING = """
 import gc, json, os, resource, signal, sys, threading, traceback
-import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, torch, torch._dynamo, train
+import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, torch, torch._dynamo, torch._inductor, train
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from w2v import commands, cpu, evaluation, export, ingest, metrics, plan, runfolder, torchrun, trainer

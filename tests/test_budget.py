@@ -62,7 +62,7 @@ def test_what_fits_is_said_with_its_bytes():
 @pytest.mark.parametrize(
     "short, what, remedies",
     [
-        ({"host": 3 * GIB}, "CPU memory would run out: host", "vocab.max_final_vocab=738000 model.vector_size=95 optimizer.name=RMSprop"),
+        ({"host": 3 * GIB}, "CPU memory would run out: host", "vocab.max_final_vocab=781000 model.vector_size=96 optimizer.name=RMSprop"),
         ({"host": 2 * GIB}, "CPU memory would run out", "optimizer.name=SGD"),
         ({"disk": 9 * GIB}, "disk would run out", "run.checkpoint_minutes=0 run.dir=FOLDER"),
         ({"gpu": 3 * GIB}, "GPU memory would run out", "transfer.engine=mapped"),

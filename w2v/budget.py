@@ -20,7 +20,6 @@ PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: gensim and what
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
 SHADOWED_BYTES = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
-SCORED_WORDS = 300_000  # of which a normalised copy is scored
 UNLIMITED = 1 << 60  # what limits say that are none
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 
@@ -57,7 +56,7 @@ class Job:
         host = {"program": PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)}
         host |= {"tables": tables} if (paged or not self.on_gpu) and not self.in_files else {}
         # Vectors are exported and scored when the batches are gone.
-        host["vectors"] = weights + 4 * min(self.words, SCORED_WORDS) * self.vector_size
+        host["vectors"] = weights
         if not self.on_gpu:
             host["batches"] = max(0, batch - host["vectors"])
         gpu = {"batches": GPU_RESERVE} | ({"rows": self.kept_bytes} if paged else {"tables": tables}) if self.on_gpu else {}

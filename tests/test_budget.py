@@ -51,7 +51,9 @@ def test_what_fits_is_said_with_its_bytes():
     fits = made()
     fits.check()
     assert fits.shadow and "while training goes on" in fits.saving
-    assert not made({"host": 4 * GIB}).shadow and "while training waits" in made({"host": 4 * GIB}).saving
+    assert not made({"host": 4 * GIB}).shadow and "while training waits: no room" in made({"host": 4 * GIB}).saving
+    small = made(words=80_000)
+    assert not small.shadow and "while training waits: small" in small.saving and made(words=80_000, on_gpu=True).shadow
     assert "disk      checkpoints 8.6 GiB + vectors 1007 MiB = 9.6 GiB of 1000.0 GiB free in runs" in str(fits)
     assert "host      program 400 MiB + tables 2.9 GiB" in str(fits)
     made({"host": 4 * GIB}).check()
@@ -60,7 +62,7 @@ def test_what_fits_is_said_with_its_bytes():
 @pytest.mark.parametrize(
     "short, what, remedies",
     [
-        ({"host": 3 * GIB}, "CPU memory would run out: host", "vocab.max_final_vocab=738000 model.vector_size=95 optimizer.name=RMSprop"),
+        ({"host": 3 * GIB}, "CPU memory would run out: host", "vocab.max_final_vocab=781000 model.vector_size=96 optimizer.name=RMSprop"),
         ({"host": 2 * GIB}, "CPU memory would run out", "optimizer.name=SGD"),
         ({"disk": 9 * GIB}, "disk would run out", "run.checkpoint_minutes=0 run.dir=FOLDER"),
         ({"gpu": 3 * GIB}, "GPU memory would run out", "transfer.engine=mapped"),

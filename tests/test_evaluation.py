@@ -147,7 +147,8 @@ def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, mon
     asked = []
     doubtful = evaluation._gensim_answers
     monkeypatch.setattr(evaluation, "_gensim_answers", lambda *args: asked.extend(args[3]) or doubtful(*args))
-    monkeypatch.setattr(evaluation, "BLOCK_SCORES", 7 * len(words))
+    monkeypatch.setattr(evaluation, "QUESTIONS", 7)
+    monkeypatch.setattr(evaluation, "WORDS", {"cpu": 11})
     assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
     assert len(asked) < 0.05 * expected.total.counted
 

@@ -1,7 +1,9 @@
 """Windows, subsampling and noise against their formulas; and that a seed, or a position, fixes every draw."""
 
 import json
+import re
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,3 +215,18 @@ def test_ranks_draw_differently_and_as_their_seed_says():
     draws = [[batch.negatives_BK for batch in s.epoch()] for seed in (1, 1, 2) for s in of_ranks(lengths, 2, seed)]
     same = [[all(map(torch.equal, a, b)) for a in draws] for b in draws]
     assert np.array_equal(same, np.kron([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.eye(2)))
+
+
+def test_ids_in_a_file_leave_this_process_again(tmp_path):
+    ids = np.random.default_rng(1).integers(0, 50, 4 << 20).astype(np.int32)
+    ids.tofile(tmp_path / "ids")
+    mapped = np.memmap(tmp_path / "ids", np.int32, "r")
+    offsets, even = np.arange(0, len(ids) + 1, 64), np.full(50, 0.02)
+
+    def drawn(ids):
+        return [batch.words_n for batch in Sampler(ids, offsets, even, even, ModelConfig(), 4096, 1, CPU).epoch()]
+
+    assert all(torch.equal(a, b) for a, b in zip(drawn(ids), drawn(mapped), strict=True))
+    mappings = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/ids\n")[1]
+    assert int(re.search(r"Rss: +(\d+) kB", mappings)[1]) < 64
+    assert mapped[-1] == ids[-1]

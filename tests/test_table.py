@@ -37,6 +37,17 @@ def test_first_values_and_scalars_are_the_tables_own():
     assert table.bytes == 5 * 320 * 4
 
 
+def test_what_is_not_kept_is_given_back():
+    table = Table("input", 5, 100, STATES, {}, "cpu")
+    table.initialise(uniform(100, 0.5, seed=1))
+    weights = table["weight"].clone()
+    table.shrink(100)
+    assert torch.equal(table["weight"], weights) and table.bytes == 5 * 100 * 4 == table.records_VR.untyped_storage().nbytes()
+    assert list(table.columns) == ["weight"]
+    table.shrink(0)
+    assert table.bytes == 0 == table.records_VR.untyped_storage().nbytes() and not table.columns
+
+
 def test_uniform_depends_on_seed_row_and_column_alone():
     rows = torch.arange(9 * CHUNK["cpu"] // 2)
     whole = uniform(8, 0.5, seed=1)(rows)

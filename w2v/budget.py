@@ -19,7 +19,7 @@ from w2v.table import RowState, record_width
 PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: gensim and what allocators keep; CUDA's context and libraries
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
-SCORED_WORDS = 300_000  # of which a normalised copy is scored
+SHADOWED_BYTES = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
 UNLIMITED = 1 << 60  # what limits say that are none
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 
@@ -56,7 +56,7 @@ class Job:
         host = {"program": PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)}
         host |= {"tables": tables} if (paged or not self.on_gpu) and not self.in_files else {}
         # Vectors are exported and scored when the batches are gone.
-        host["vectors"] = weights + 4 * min(self.words, SCORED_WORDS) * self.vector_size
+        host["vectors"] = weights
         if not self.on_gpu:
             host["batches"] = max(0, batch - host["vectors"])
         gpu = {"batches": GPU_RESERVE} | ({"rows": self.kept_bytes} if paged else {"tables": tables}) if self.on_gpu else {}
@@ -81,13 +81,19 @@ class Budget:
 
     @property
     def shadow(self) -> bool:
-        """Whether there is room for a second copy of the tables, from which checkpoints are written while training goes on."""
-        return sum(self.job.needs()["host"].values()) + self.job.table_bytes <= self.free["host"]
+        """Whether checkpoints are written while training goes on, from a second copy of the tables: where it pays and has room."""
+        return self._worth_it and sum(self.job.needs()["host"].values()) + self.job.table_bytes <= self.free["host"]
+
+    @property
+    def _worth_it(self) -> bool:
+        return self.job.on_gpu or self.job.table_bytes >= SHADOWED_BYTES
 
     @property
     def saving(self) -> str:
-        free = "while training goes on, from a copy of the tables" if self.shadow else "while training waits: no room to copy the tables"
-        return f"checkpoints are written {free}"
+        if self.shadow:
+            return "checkpoints are written while training goes on, from a copy of the tables"
+        why = "no room to copy the tables" if self._worth_it else "small tables are written faster than copied and kept"
+        return f"checkpoints are written while training waits: {why}"
 
     def check(self) -> None:
         """Raise `DoesNotFit` where it does not."""

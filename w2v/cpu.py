@@ -58,6 +58,10 @@ class CompiledPipeline(Pipeline):
                     self.engine.write_back(page)
         return StepResult(loss, pairs)
 
+    def finish(self) -> None:
+        self._claims = ()
+        super().finish()
+
     def _note(self, sound: bool, which: int) -> None:
         """Keep the first fault, of `FAULTS[which]`."""
         if not sound and not self.fault:

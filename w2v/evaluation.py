@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
 ASKED = 300_000  # words, the most frequent, that are asked for and answered, as in gensim
-BLOCK_SCORES = 2**25  # scores held at once, 128 MiB
+QUESTIONS, WORDS = 512, {"cpu": 1 << 13, "cuda": 1 << 16}  # scored at once: 16 MiB near a CPU's cache, 128 MiB on a GPU
 PAIR_SETS = {"wordsim353": ("WordSim-353", "wordsim353.tsv"), "simlex999": ("SimLex-999", "simlex999.txt")}  # in gensim's test data
 
 
@@ -93,10 +93,11 @@ def analogies(
 
     assert vectors.ndim == 2 and len(words) == len(vectors), (len(words), vectors.shape)
     words = list(words[:restrict_vocab])
-    vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float().contiguous()
-    bad = (~vectors_ND.isfinite().all(1)).nonzero()
-    if len(bad):
-        raise EvaluationError(f"the vector of {words[int(bad[0])]!r} holds NaN or infinity; train with a lower optimizer.lr")
+    vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float()
+    finite_N = torch.stack(vectors_ND.aminmax(dim=1)).isfinite().all(0)
+    if not finite_N.all():
+        word = words[int(finite_N.int().argmin())]
+        raise EvaluationError(f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr")
     first, group = _fold_vocabulary(words, case_insensitive)
     sections = read_questions(questions, case_insensitive)
     known = [(n, [first[w] for w in q]) for n, (_, asked) in enumerate(sections) for q in asked if first.keys() >= set(q)]
@@ -228,11 +229,11 @@ def _answer(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, i
 
     if not len(ids_Q4):
         return torch.zeros(0, dtype=torch.bool)
-    unit_ND = vectors_ND / vectors_ND.square().sum(1, keepdim=True).sqrt()  # NaN for a zero vector, as in gensim
+    length_N = torch.linalg.vector_norm(vectors_ND, dim=1)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # the margin in _answer_block is that of float32
     try:
-        blocks = [_answer_block(unit_ND, group_N, ids) for ids in ids_Q4.split(max(1, BLOCK_SCORES // len(words)))]
+        blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in ids_Q4.split(QUESTIONS)]
     finally:
         torch.set_float32_matmul_precision(precision)
     right_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
@@ -242,23 +243,45 @@ def _answer(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, i
     return right_Q
 
 
-def _answer_block(unit_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer_block(
+    vectors_ND: torch.Tensor, length_N: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which questions are answered rightly, and which are doubtful, since rounding could change the answer: two bool [Q]."""
-    a_Q, b_Q, c_Q, expected_Q = ids_Q4.unbind(1)
-    target_QD = unit_ND[b_Q] + unit_ND[c_Q] - unit_ND[a_Q]
+    a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
+    target_QD = b_QD + c_QD - a_QD
     length_Q1 = target_QD.norm(dim=1, keepdim=True)
-    scores_QN = (target_QD / length_Q1) @ unit_ND.T
-    scores_QN.nan_to_num_(nan=-math.inf).scatter_(1, ids_Q4[:, :3], -math.inf)
-    best, top = scores_QN.topk(min(TOPN + 1, scores_QN.shape[1]), dim=1)
+    best, top = _nearest(vectors_ND, length_N, target_QD / length_Q1, ids_Q4[:, :3])
     # Case variants of a, b and c may be among the five; they are passed over.
     group = group_N[top[:, :TOPN]]
     other = (group[:, :, None] != ids_Q4[:, None, :3]).all(2)
     place_Q1 = other.int().argmax(1, keepdim=True)  # the first that is another word
     gap_Q = (best.gather(1, place_Q1) - best.gather(1, (place_Q1 + 1).clamp(max=best.shape[1] - 1))).squeeze(1)
     # float32's rounding at worst: of two D-term dot products, of norms, and of the sum, where it grows as the sum shrinks.
-    margin_Q = 6 * 2.0**-23 * (unit_ND.shape[1] + 8) / length_Q1.squeeze(1).clamp(max=1)
+    margin_Q = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.squeeze(1).clamp(max=1)
     certain_Q = other.any(1) & (gap_Q > margin_Q)  # False where anything is NaN
-    return group.gather(1, place_Q1).squeeze(1) == expected_Q, ~certain_Q
+    return group.gather(1, place_Q1).squeeze(1) == ids_Q4[:, 3], ~certain_Q
+
+
+def _nearest(
+    vectors_ND: torch.Tensor, length_N: torch.Tensor, target_QD: torch.Tensor, without_Q3: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The TOPN + 1 greatest cosines for each target, and of which words they are; of some words at a time, and none to `without_Q3`."""
+    import torch
+
+    enough, at_once = TOPN + 1 + without_Q3.shape[1], WORDS[vectors_ND.device.type]
+    memory = target_QD.new_empty(len(target_QD) * at_once)  # one for all, as the allocator would leave holes
+    best, top = [], []
+    for first in range(0, len(vectors_ND), at_once):
+        part_nD, length_n = vectors_ND[first : first + at_once], length_N[first : first + at_once]
+        cosines_Qn = memory[: len(target_QD) * len(part_nD)].view(len(target_QD), len(part_nD))
+        torch.mm(target_QD, part_nD.T, out=cosines_Qn).div_(length_n).nan_to_num_(nan=-math.inf)  # NaN for a zero vector, as in gensim
+        of_part = cosines_Qn.topk(min(enough, cosines_Qn.shape[1]), dim=1)
+        best.append(of_part.values)
+        top.append(of_part.indices + first)
+    best_Qn, top_Qn = torch.cat(best, dim=1), torch.cat(top, dim=1)
+    best_Qn.masked_fill_((top_Qn[:, :, None] == without_Q3[:, None]).any(2), -math.inf)
+    best, place = best_Qn.topk(min(TOPN + 1, best_Qn.shape[1]), dim=1)
+    return best, top_Qn.gather(1, place)
 
 
 def _gensim_answers(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> list[int]:

@@ -114,6 +114,11 @@ class Pipeline:
             self.engine.write_back(page)
         return StepResult(loss, pairs)
 
+    def finish(self) -> None:
+        """Give back the memory of all but the input vectors, when training is over and saved."""
+        self.inputs.shrink(self.inputs.dim)
+        self.outputs.shrink(0)
+
     def _look(self, loss: Tensor, grads: list[Tensor], records: list[Tensor]) -> None:
         """Note the first step whose numbers are not all finite, without waiting for the device."""
         ends = [torch.stack(x.aminmax()).double() if x.numel() else loss.new_zeros(2) for x in (*grads, *records)]  # NaN is either's

@@ -25,7 +25,7 @@ from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
 from w2v.kernels import cuda
-from w2v.machine import Machine, cores, why_no_numba
+from w2v.machine import Machine, cores, return_freed_memory, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
@@ -133,6 +133,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
                 log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
                 vocab = read_plainly(files, folder, text, config.vocab)
             vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
+            return_freed_memory()
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import mmap
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -149,15 +150,14 @@ class Sampler:
     def _subsample(self, chunk: Span, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         """The kept words of a chunk and the number in it of the sentence that each is in, int32."""
         first, last = chunk
-        offsets = self._offsets_S[first : last + 1]
-        device = self._keep_V.device
-        ids_n = self._ids_N[offsets[0] : offsets[-1]]
-        words_n = ids_n if isinstance(ids_n, Tensor) else torch.from_numpy(np.array(ids_n)).to(device)
+        offsets = _copied(self._offsets_S, first, last + 1)
+        device, begin, end = self._keep_V.device, offsets[0], offsets[-1]
+        on_gpu = isinstance(self._ids_N, Tensor)
+        words_n = self._ids_N[begin:end] if on_gpu else torch.from_numpy(_copied(self._ids_N, begin, end)).to(device)
+        kept_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device) < self._keep_V.index_select(0, words_n)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
         numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
         sentences_n = torch.repeat_interleave(numbers, lengths, output_size=len(words_n))
-        draws_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device)
-        kept_n = draws_n < self._keep_V.index_select(0, words_n)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
             kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
@@ -192,6 +192,14 @@ class Sampler:
 def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
     """What maps numbers in [0, 1) to the first word whose cumulative probability is above them, int32."""
     return lambda uniform: torch.searchsorted(cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(cdf_V) - 1)
+
+
+def _copied(array_N: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """A copy of `array_N[begin:end]`; of an array that is mapped from a file, no more than that stays in this process's memory."""
+    part = np.array(array_N[begin:end])
+    if isinstance(array_N.base, mmap.mmap):
+        array_N.base.madvise(mmap.MADV_DONTNEED)
+    return part
 
 
 def _even_cuts(length: int, size: int) -> list[int]:

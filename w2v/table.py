@@ -129,6 +129,12 @@ class Table:
         self.scalars["writes"] += 1
         return mix(int(self.scalars["writes"]))
 
+    def shrink(self, width: int) -> None:
+        """Keep the first `width` elements of each record; the others' memory is given back if it is ordinary CPU memory."""
+        if self.storage == "cpu":
+            self.records_VR, self.width = self.records_VR[:, :width].clone(memory_format=torch.contiguous_format), width
+            self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
+
     def is_in(self, path: str | Path) -> bool:
         """Whether the records lie in this file."""
         return self._file is not None and self._file.path.resolve() == Path(path).resolve()

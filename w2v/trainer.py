@@ -19,6 +19,7 @@ from w2v.checkpoint import CheckpointError, Checkpoints
 from w2v.config import Config, ConfigError
 from w2v.evaluation import AnalogyScore, SimilarityScore
 from w2v.heldout import HeldOut
+from w2v.machine import return_freed_memory
 from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
 from w2v.pipeline import FAULTS, Pipeline
@@ -173,7 +174,10 @@ class Trainer:
     def export(self) -> None:
         """Write the last checkpoint, the vectors and their scores."""
         self.checkpoints.save(self._final, wait=True)
-        took, blocks, inputs = self.took(), export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
+        took = self.took()
+        self.pipeline.finish()
+        return_freed_memory()
+        blocks, inputs = export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
         with self._ranks.together():
             if self._ranks.rank == 0:
                 keyed = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)

@@ -22,7 +22,7 @@ from w2v.optim import RowOptimizer
 from w2v.ranks import ALONE, Ranks
 from w2v.skipgram import Slots
 from w2v.table import Table
-from w2v.transfer import Engine
+from w2v.transfer import Engine, timing
 
 # What can cease to be finite, as bits of a fault. Nothing of a step is written from the first fault on.
 FAULTS = (
@@ -77,6 +77,10 @@ class Pipeline:
     def bytes_gpu(self) -> int:
         """The most GPU memory that tensors have taken since the pipeline was made."""
         return torch.cuda.max_memory_allocated(self._device) if self._planning else 0
+
+    def link_rate(self) -> float:
+        """Bytes a second that the link between CPU and GPU can carry, both ways together, tried out now; 0 where no rows cross it."""
+        return timing.copies(self._device) if self._planning and self.engine.pages else 0.0
 
     @property
     def rows_stepped(self) -> int:

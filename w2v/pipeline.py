@@ -100,7 +100,7 @@ class Pipeline:
         self.steps += 1
         self._rows_stepped += len(slots.input_rows_U) + len(slots.output_rows_V)
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
-        scale = self._scale and self._scale.scale.clone()
+        scale = self._scale.scale.clone() if self._scale else None
         loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
         pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
         loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))

@@ -58,8 +58,8 @@ def rates(link: Link, storage: Storage, dim: int, dtype: torch.dtype, device: to
     table = Table("probe", max(2, PROBE_BYTES // record_bytes), dim, {}, {}, storage, dtype)
     rows_U = torch.randperm(table.rows, device=device)[: max(1, MOVED_BYTES // record_bytes)].sort().values
     records_UR = torch.zeros(len(rows_U), table.width, dtype=dtype, device=device)
-    to, back = (_rate(lambda move=move: move(table, rows_U, records_UR), records_UR.nbytes) for move in (link.read, link.write))
-    return to, back
+    to = _rate(lambda: link.read(table, rows_U, records_UR), records_UR.nbytes)
+    return to, _rate(lambda: link.write(table, rows_U, records_UR), records_UR.nbytes)
 
 
 def copies(device: torch.device) -> float:

@@ -110,9 +110,10 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in ha
 docs: $(INSTALLED) ## write docs/configuration.md from the dataclasses of w2v/config.py
 	$(PY) -c "from w2v import settings; print(settings.reference(), end='')" > docs/configuration.md
 
-lint: $(INSTALLED) ## check the code with ruff
+lint: $(INSTALLED) ## check the code with ruff, and its types with mypy
 	$(PY) -m ruff check .
+	$(PY) -m mypy
 
 clean: ## remove .venv and caches; runs/ and data/ stay
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info build __pycache__
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build __pycache__
 	find w2v tests -name __pycache__ -type d -prune -exec rm -rf {} +

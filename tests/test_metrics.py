@@ -78,13 +78,16 @@ def test_the_link_is_shown_where_something_crosses_it(tmp_path, caplog, monkeypa
     now, moved = 100.0, 5_000_000_000
     monkeypatch.setattr("time.monotonic", lambda: now)
     caplog.set_level(logging.INFO, "w2v")
-    with Metrics(tmp_path / "m.jsonl", 400, 1e9, moved=lambda: moved) as metrics:
+    waited = 3.0
+    with Metrics(tmp_path / "m.jsonl", 400, 1e9, moved=lambda: moved, waited=lambda: waited, link_rate=60e9) as metrics:
         for seconds, nbytes in ((2, 30e9), (1, 0)):
-            now, moved = now + seconds, moved + nbytes
+            now, moved, waited = now + seconds, moved + nbytes, waited + seconds / 4
             metrics.update(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), metrics.words + 100, 0.1)
             metrics.log(0.1)
     first, second = lines(tmp_path / "m.jsonl")
-    assert first["link_gb_per_s"] == 15 and "link_gb_per_s" not in second and caplog.text.count("link 15.0 GB/s") == 1
+    assert {key: first[key] for key in first if key.startswith("link")} == {"link_gb_per_s": 15, "link_share": 0.25, "link_wait": 0.5}
+    assert not [key for key in second if key.startswith("link")]
+    assert caplog.text.count("link 15.0 GB/s (25% of its most), waited for 0.5 s") == caplog.text.count("link") == 1
 
 
 @pytest.mark.parametrize("setting, module, package", [

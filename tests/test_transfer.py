@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from w2v.table import RowState, Table
-from w2v.transfer import staged
+from w2v.transfer import staged, timing
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
+from w2v.transfer.timing import Waits
 
 
 def engine_for(storage):
@@ -70,3 +71,51 @@ def test_staged_buffers_are_used_again_only_when_their_last_copy_is_done(monkeyp
         link.write(table, rows, records, slots)
         before[rows] *= 2
         assert torch.equal(table["weight"], before)
+
+
+class Mark:
+    """An event of a stream that has come as far as `passed`, a millisecond for each event."""
+
+    made, passed = 0, 0
+
+    def record(self):
+        Mark.made += 1
+        self.at = Mark.made
+
+    def query(self):
+        return self.at <= Mark.passed
+
+    def elapsed_time(self, after):
+        assert after.query()
+        return after.at - self.at
+
+
+def test_waits_count_once_they_are_over_and_no_one_waits_for_that(monkeypatch):
+    monkeypatch.setattr(Mark, "made", 0)
+    created = []
+    waits = Waits(lambda: created.append(Mark()) or created[-1])
+    for passed, seconds in ((0, 0), (0, 0), (5, 0.002), (8, 0.004), (8, 0.004), (12, 0.006)):
+        monkeypatch.setattr(Mark, "passed", passed)
+        with waits.counted():
+            pass
+        assert waits.seconds == pytest.approx(seconds)
+    assert len(created) < 12  # those that have passed are used again
+
+
+def test_copies_are_as_fast_as_they_are(monkeypatch):
+    monkeypatch.setattr(timing, "MOVED_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "SECONDS", 0.01)
+    assert 1e8 < timing.copies(torch.device("cpu")) < 1e12
+
+
+@pytest.mark.gpu
+def test_a_stream_waits_as_long_as_its_moves_take():
+    table = Table("input", 1 << 20, 128, {}, {}, "pinned")
+    engine, rows = Paged(Mapped()), torch.arange(1 << 20, device="cuda")
+    page = engine.fetch(table, rows)
+    engine.flush()
+    read, rate = engine.waited, timing.copies(torch.device("cuda"))
+    assert rate > 1e9 and 0.2 < read * rate / table.bytes < 20
+    engine.write_back(page)
+    engine.flush()
+    assert engine.waited > 1.2 * read

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ class Budget:
     def changes(self) -> list[str]:
         job, lacking = self.job, self.lacking(self.job)
 
-        def fits(**other: object) -> bool:
+        def fits(**other: Any) -> bool:
             return not self.lacking(replace(job, **other))
 
         found = []

@@ -32,7 +32,7 @@ def nn(options: Namespace) -> int:
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if len(words) != 1:
             raise EvaluationError(f"{' '.join(words)!r} is not 1 word; see --help")
-        return evaluation.neighbours(kv, *words, options.topn)
+        return evaluation.neighbours(kv, words[0], options.topn)
 
     return _answer(ask, [[word] for word in options.words])
 
@@ -45,7 +45,8 @@ def analogies(options: Namespace) -> int:
             return evaluation.combination(kv, words, options.topn)
         if len(words) != 3:
             raise EvaluationError(f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help")
-        return evaluation.analogy(kv, *words, options.topn)
+        a, b, c = words
+        return evaluation.analogy(kv, a, b, c, options.topn)
 
     words = options.words
     if SIGNS.intersection(words):

@@ -102,9 +102,9 @@ class Corpus:
 
 def read_plainly(files: list[Path], folder: Path, settings: CorpusConfig, limits: VocabConfig) -> Vocab:
     """Write the ids of the files into `folder` and return their vocabulary: what `ingest` does, in two passes of Python on one core."""
-    how = {"lowercase": settings.lowercase, "max_sentence_length": settings.max_sentence_length}
-    vocab = Vocab.count(sentences(files, **how), limits.min_count, limits.max_final_vocab, limits.max_vocab_size)
-    Corpus.write(folder, encoded(sentences(files, **how, warn=False), vocab.index))
+    how = settings.lowercase, settings.max_sentence_length
+    vocab = Vocab.count(sentences(files, *how), limits.min_count, limits.max_final_vocab, limits.max_vocab_size)
+    Corpus.write(folder, encoded(sentences(files, *how, warn=False), vocab.index))
     return vocab
 
 

@@ -35,7 +35,7 @@ class CompiledPipeline(Pipeline):
         held = [self.engine.hold(table) for table in tables]
         self.steps += 1
         if self.optimizer.descends:
-            loss, pairs = cpu.descend(self._threads, batch, *held, self.inputs.dim, lr)
+            loss, pairs = cpu.descend(self._threads, batch, held[0], held[1], self.inputs.dim, lr)
             self._note(bool(loss.isfinite()), 0)
             return StepResult(loss, pairs)
         self._claims = self._enough(batch)

@@ -191,7 +191,7 @@ def combination(kv: KeyedVectors, terms: Sequence[str], topn: int = 10) -> list[
 def nearest_spellings(kv: KeyedVectors, word: str, n: int = 3) -> list[str]:
     """Words of the vocabulary that are spelled like `word`, nearest first; of equally near ones the most frequent."""
     letters = set(word.lower())
-    like = {}  # lower-cased spelling -> the first, most frequent, word that is spelled so
+    like: dict[str, str] = {}  # lower-cased spelling -> the first, most frequent, word that is spelled so
     for candidate in kv.index_to_key:
         if abs(len(candidate) - len(word)) <= 2 and len(letters.intersection(candidate.lower())) >= len(letters) - 2:
             like.setdefault(candidate.lower(), candidate)

@@ -218,6 +218,8 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
 
 
 class _Unpickler(pickle.Unpickler):
+    path: Path
+
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("gensim.models.") and (module, name) not in PICKLED:
             raise VectorsError(f"{self.path} holds a gensim {name}, not KeyedVectors; save its .wv instead")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.batch import Batch
 from w2v.config import ConfigError, ModelConfig
 from w2v.kernels import reference
 from w2v.ranks import ALONE, Ranks
@@ -50,12 +51,13 @@ class HeldOut:
         drawn = list(Sampler(np.concatenate(sentences), offsets, keep_V, noise_V, model, BATCH, SEED, cpu).epoch())
         if not any(bool(expand(batch).context_mask_BC.any()) for batch in drawn):
             raise ConfigError(f"train.held_out_words chose {offsets[-1]} words that make no pair; raise it, or model.sample={model.sample}")
-        self._batches = [batch._make(part.to(device) if isinstance(part, Tensor) else part for part in batch) for batch in drawn]
+        self._batches = [Batch._make(part.to(device) if isinstance(part, Tensor) else part for part in batch) for batch in drawn]
         self._device, self._words = device, len(keep_V)
 
     def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = ALONE) -> float:
         """The mean loss of a positive pair and its noise words, for vectors that may lie on any device, and may be dealt to ranks."""
-        loss = pairs = 0.0
+        loss: Tensor | float = 0.0
+        pairs: Tensor | float = 0.0
         for batch in self._batches:
             slots = find_slots(expand(batch), self._words)
             result = reference.skipgram(

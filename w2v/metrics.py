@@ -61,14 +61,16 @@ class Metrics:
 
     The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
     outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
-    `moved` gives the bytes that have crossed the link to the GPU, both ways. With a `state`, the curve goes on from there, and lines of
-    the file that came later are cut off; without one it begins anew. Without a path nothing is shown or written.
+    `moved` gives the bytes that have crossed the link to the GPU, both ways, of `link_rate` a second that it can carry, and `waited` the
+    seconds for which the computation stood still for them. With a `state`, the curve goes on from there, and lines of the file that came
+    later are cut off; without one it begins anew. Without a path nothing is shown or written.
     """
 
     def __init__(
         self, path: Path | None, total_words: int, log_seconds: float,
         look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None,
-        loggers: Sequence[Logger] = (), moved: Callable[[], int] = lambda: 0,
+        loggers: Sequence[Logger] = (), moved: Callable[[], int] = lambda: 0, waited: Callable[[], float] = lambda: 0.0,
+        link_rate: float = 0.0,
     ):  # fmt: skip
         self._file = path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a", encoding="utf-8")  # noqa: SIM115
         self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
@@ -81,7 +83,8 @@ class Metrics:
         self._loss: Tensor | float = state["loss"]
         self._pairs: Tensor | int = int(state["pairs"])
         self._loggers, self._moved, self._logged_bytes = loggers, moved, moved()
-        self._link = 0.0  # GB/s since the last line
+        self._waited, self._logged_wait, self._link_rate = waited, waited(), link_rate
+        self._link: dict[str, float] = {}  # what crossed it since the last line
         self.loss = state.get("mean_loss", math.nan)
         self.seconds = state["seconds"]  # of training, at the last look
         self._shown = time.monotonic()
@@ -110,15 +113,14 @@ class Metrics:
         self._read(lr)
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        link = {"link_gb_per_s": round(self._link, 3)} if self._link else {}
         seconds = round(self.seconds, 3)
-        self.write(step=self.step, words=self.words, seconds=seconds, words_per_s=round(rate), loss=self.loss, lr=lr, **link)
+        self.write(step=self.step, words=self.words, seconds=seconds, words_per_s=round(rate), loss=self.loss, lr=lr, **self._link)
         if self._bar.disable:
             share = self.words / self._total_words
             left = self.seconds * (1 / share - 1)
             log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}  {left:.0f} s left")
         self._loss, self._pairs = 0.0, 0
-        self._logged, self._logged_words, self._logged_bytes = now, self.words, self._moved()
+        self._logged, self._logged_words, self._logged_bytes, self._logged_wait = now, self.words, self._moved(), self._waited()
 
     def state(self, lr: float) -> dict[str, float]:
         """Where the curve stands, with all lines so far on disk."""
@@ -161,10 +163,18 @@ class Metrics:
         self._look()
         self.loss = loss / pairs if pairs else self.loss
         self._shown = time.monotonic()
-        self._link = (self._moved() - self._logged_bytes) / max(self._shown - self._logged, 1e-9) / 1e9
+        if moved := (self._moved() - self._logged_bytes) / max(self._shown - self._logged, 1e-9):
+            share = {"link_share": round(moved / self._link_rate, 4)} if self._link_rate else {}
+            self._link = {"link_gb_per_s": round(moved / 1e9, 3), **share, "link_wait": round(self._waited() - self._logged_wait, 4)}
+        else:
+            self._link = {}
         self._bar.set_postfix_str(self._said(lr), refresh=False)
         self._bar.update(self.words - self._bar.n)
         self.seconds = self._shown - self._start
 
     def _said(self, lr: float) -> str:
-        return f"loss {self.loss:.4f}  lr {lr:.4g}" + (f"  link {self._link:.1f} GB/s" if self._link else "")
+        link = ""
+        if self._link:
+            share = f" ({self._link['link_share']:.0%} of its most)" if self._link_rate else ""
+            link = f"  link {self._link['link_gb_per_s']:.1f} GB/s{share}, waited for {self._link['link_wait']:.1f} s"
+        return f"loss {self.loss:.4f}  lr {lr:.4g}{link}"

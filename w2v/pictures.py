@@ -70,7 +70,7 @@ def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> 
     places_N2 = (tsne(unit_ND) if method == "tsne" else principal(unit_ND, 2)).numpy()
     figure = _figure(14, 14)
     axis = figure.subplots()
-    axis.scatter(*places_N2.T, s=6, color="C0", alpha=0.5)
+    axis.scatter(places_N2[:, 0], places_N2[:, 1], s=6, color="C0", alpha=0.5)
     axis.set_xticks([])
     axis.set_yticks([])
     named = _name_dots(axis, places_N2, kv.index_to_key[:words])

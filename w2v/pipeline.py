@@ -22,7 +22,7 @@ from w2v.optim import RowOptimizer
 from w2v.ranks import ALONE, Ranks
 from w2v.skipgram import Slots
 from w2v.table import Table
-from w2v.transfer import Engine
+from w2v.transfer import Engine, timing
 
 # What can cease to be finite, as bits of a fault. Nothing of a step is written from the first fault on.
 FAULTS = (
@@ -78,6 +78,10 @@ class Pipeline:
         """The most GPU memory that tensors have taken since the pipeline was made."""
         return torch.cuda.max_memory_allocated(self._device) if self._planning else 0
 
+    def link_rate(self) -> float:
+        """Bytes a second that the link between CPU and GPU can carry, both ways together, tried out now; 0 where no rows cross it."""
+        return timing.copies(self._device) if self._planning and self.engine.pages else 0.0
+
     @property
     def rows_stepped(self) -> int:
         """The rows of each step so far, which would all cross the link if no page served more than one step and no row stayed."""
@@ -96,7 +100,7 @@ class Pipeline:
         self.steps += 1
         self._rows_stepped += len(slots.input_rows_U) + len(slots.output_rows_V)
         pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
-        scale = self._scale and self._scale.scale.clone()
+        scale = self._scale.scale.clone() if self._scale else None
         loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
         pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
         loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))

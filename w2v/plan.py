@@ -228,7 +228,8 @@ def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
 def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     """The objects of the run, tables initialised as word2vec does it: inputs uniform in +-0.5 / D, outputs zero."""
     model, train = plan.config.model, plan.config.train
-    link, storage = LINKS.get(plan.engine, (None, plan.device.type))
+    resident: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
+    link, storage = LINKS.get(plan.engine, (None, resident))
     size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
     ranks, rows, dtype = plan.ranks, plan.ranks.rows(len(plan.vocab.words)), ROWS.get(train.precision, torch.float32)
     files: list[Path | None] = [None, None]

@@ -50,7 +50,8 @@ def load(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> C
             raise ConfigError(f"{assignment!r} is neither an existing .yaml file nor section.key=value; see --help-config")
         _set(merged, name, _parse(name, text), source=COMMAND_LINE)
     try:
-        return OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
+        return config
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {_one_line(error)}; write a plain value, or a key's full name in ${{...}}") from None
 
@@ -68,11 +69,11 @@ def as_dict(config: Config) -> dict[str, Any]:
 def describe() -> str:
     """Every key with its default and its sentence, as YAML that can be used as a config file."""
     lines, types = [], _types()
-    for section in fields(Config):
-        lines.append(f"{section.name}:")
-        for entry in fields(section.default_factory):
-            default = getattr(section.default_factory(), entry.name)
-            choices = _choices(types[f"{section.name}.{entry.name}"])
+    for section, kind in _sections().items():
+        lines.append(f"{section}:")
+        for entry in fields(kind):
+            default = getattr(kind(), entry.name)
+            choices = _choices(types[f"{section}.{entry.name}"])
             sentence = entry.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
             written = default if default and isinstance(default, str) else json.dumps(default)
             lines += [f"  # {sentence}", f"  {entry.name}: {written}"]
@@ -83,11 +84,11 @@ def describe() -> str:
 def reference() -> str:
     """docs/configuration.md: a table of the keys of each section."""
     lines = ["# Configuration", "", "Written by `make docs` from `w2v/config.py`; `train.py --help-config` prints the same as YAML.", ""]
-    for section in fields(Config):
-        lines += [f"## {section.name}", "", "| key | default | takes | meaning |", "|---|---|---|---|"]
-        for entry in fields(section.default_factory):
-            name = f"{section.name}.{entry.name}"
-            hint, default = _types()[name], getattr(section.default_factory(), entry.name)
+    for section, kind in _sections().items():
+        lines += [f"## {section}", "", "| key | default | takes | meaning |", "|---|---|---|---|"]
+        for entry in fields(kind):
+            name = f"{section}.{entry.name}"
+            hint, default = _types()[name], getattr(kind(), entry.name)
             takes = ", ".join(_choices(hint)) or _expected(hint, None)
             lines.append(f"| `{name}` | `{json.dumps(default)}` | {takes} | {entry.metadata['help']} |")
         lines.append("")
@@ -107,11 +108,12 @@ def names() -> Iterator[str]:
 
 def _types() -> dict[str, Any]:
     """The type of each key by its dotted name."""
-    return {f"{s.name}.{key}": hint for s in fields(Config) for key, hint in get_type_hints(s.default_factory).items()}
+    return {f"{section}.{key}": hint for section, kind in _sections().items() for key, hint in get_type_hints(kind).items()}
 
 
-def _sections() -> list[str]:
-    return [section.name for section in fields(Config)]
+def _sections() -> dict[str, Any]:
+    """The class of each section by its name."""
+    return get_type_hints(Config)
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def _read(path: str | Path) -> Iterator[tuple[str, Any]]:
         near = difflib.get_close_matches(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")], n=1, cutoff=0.5)
         raise ConfigError(f"config file {path} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"config file {path} cannot be read as YAML: {_one_line(error)}") from None
     if not isinstance(loaded, dict):
@@ -143,7 +145,8 @@ def _parse(name: str, text: str) -> Any:
     if _types().get(name) is str and text[:1] not in ("'", '"'):
         return text
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        return parsed["value"]
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}={_show(text)} (from {COMMAND_LINE}) cannot be read as YAML: {_one_line(error)}") from None
 

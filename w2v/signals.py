@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 
 class Signals:
@@ -15,7 +16,7 @@ class Signals:
     def __init__(self) -> None:
         self.status = 0  # to exit with; 0: none came
         self._held = False
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}  # handlers
 
     def __enter__(self) -> Signals:
         self._process = os.getpid()

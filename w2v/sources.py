@@ -87,8 +87,8 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
     return key.hexdigest()
 
 
-def _digest(path: Path, digest: hashlib._Hash) -> str:
-    """Hex digits of the file's bytes."""
+def _digest(path: Path, digest: Any) -> str:
+    """Hex digits of the file's bytes, by one of `hashlib`'s digests."""
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)

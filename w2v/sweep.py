@@ -196,7 +196,7 @@ def as_yaml(config: Config) -> str:
 
 def axes_of(given: Sequence[str]) -> dict[str, list[Any]]:
     """The values of each `key=value,value`; commas inside brackets stay."""
-    axes = {}
+    axes: dict[str, Any] = {}
     for assignment in given:
         key, equals, text = assignment.partition("=")
         try:

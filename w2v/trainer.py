@@ -61,7 +61,7 @@ class Trainer:
         curve = self._go_on(tables)
         opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
-        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved)
+        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved, self._waited, pipeline.link_rate())
         self._first_step = self.metrics.step
         self._saved_at = time.monotonic()
 
@@ -208,6 +208,10 @@ class Trainer:
         """Over the link to the GPU, both ways."""
         engine, table = self.pipeline.engine, self.pipeline.inputs
         return (engine.rows_read + engine.rows_written) * table.width * table.dtype.itemsize
+
+    def _waited(self) -> float:
+        """Seconds for the link, so far."""
+        return self.pipeline.engine.waited
 
     def _look(self) -> None:
         """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""

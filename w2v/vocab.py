@@ -111,8 +111,8 @@ class Vocab:
         try:
             header, *lines, end = Path(path).read_bytes().decode("utf-8").split("\n")  # words may hold other line breaks
             size, raw_words, raw_types = map(int, HEADER.fullmatch(header).groups())
-            words, _, counts = zip(*(line.rpartition("\t") for line in lines), strict=True)
-            counts = np.array(counts, dtype=np.int64)
+            words, _, numbers = zip(*(line.rpartition("\t") for line in lines), strict=True)
+            counts = np.array(numbers, dtype=np.int64)
             if end or size != len(words):
                 raise ValueError(f"{len(words)} of {size} words")
         except (ValueError, AttributeError) as error:

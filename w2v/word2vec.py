@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class Word2Vec(word2vec.Word2Vec):
         seed=1, workers=3, min_alpha=None, sg=1, hs=0, negative=5, ns_exponent=0.75, cbow_mean=1, hashfxn=hash, epochs=5, null_word=0,
         trim_rule=None, sorted_vocab=1, batch_words=10_000, compute_loss=False, callbacks=(), comment=None, max_final_vocab=None,
         shrink_windows=True, *, optimizer: str = "Adamax", optimizer_args: dict[str, Any] | None = None, batch_size: int | None = None,
-        device: str = "auto", settings: Sequence[str] = (),
+        device: Literal["auto", "cpu", "cuda"] = "auto", settings: Sequence[str] = (),
     ):  # fmt: skip
         _refuse(sg=sg, hs=hs, cbow_mean=cbow_mean, null_word=null_word, hashfxn=hashfxn, batch_words=batch_words)
         _check_callbacks(callbacks)

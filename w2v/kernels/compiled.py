@@ -26,10 +26,9 @@ JAMMED = 3  # targets that one pass over a context serves
 AHEAD = 2  # centers by which rows are brought to the cache before they are needed
 OWNED = 64  # neighbouring rows that one thread steps, so that no two write to one cache line of what is kept for each row
 # Sums may be reordered and products fused, as vectors need; NaN and infinity stay what they are.
-OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
-compiled = jit(**OPTIONS)
+compiled = jit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy")
 
 
 @intrinsic

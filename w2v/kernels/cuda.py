@@ -80,8 +80,8 @@ class Sums(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> Sums:
-        loss, pairs, *claimed = torch.zeros(4, dtype=torch.int64, device=device).unbind()  # one launch for all
-        return cls(loss.view(torch.float64), pairs, tuple(claimed))
+        loss, pairs, inputs, outputs = torch.zeros(4, dtype=torch.int64, device=device).unbind()  # one launch for all
+        return cls(loss.view(torch.float64), pairs, (inputs, outputs))
 
 
 def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, Tensor]) -> None:
@@ -102,12 +102,12 @@ def mark(batch: Batch, marks_TV: Tensor) -> None:
 class Slots(NamedTuple):
     """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
 
-    count: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
+    room: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
     rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [5], slots that were ever used, rows used,
     read and written so far, and those for which the last plan found no room.
     """
 
-    count: int
+    room: int
     slot_of_TV: Tensor
     order_N: Tensor
     wanted: tuple[Tensor, Tensor]
@@ -115,10 +115,10 @@ class Slots(NamedTuple):
     book: Tensor
 
     @classmethod
-    def empty(cls, count: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
+    def empty(cls, room: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
         words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
         *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
-        return cls(count, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(5, dtype=torch.int64, device=device))
+        return cls(room, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(5, dtype=torch.int64, device=device))
 
 
 class Moves(NamedTuple):
@@ -145,8 +145,8 @@ class Orders:
         device, rows = slots.book.device, slots.order_N.shape[0]
         self.stretches = -(-rows // STRETCH)
         self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int32, device=device) for _ in range(2))
-        lists = [torch.empty(min(slots.count, rows), dtype=torch.int32, device=device) for _ in range(3)]
-        self.moves = Moves(*lists, torch.zeros(4, dtype=torch.int64, device=device))
+        coming, leaving, to = (torch.empty(min(slots.room, rows), dtype=torch.int32, device=device) for _ in range(3))
+        self.moves = Moves(coming, leaving, to, torch.zeros(4, dtype=torch.int64, device=device))
         self.done = torch.zeros((), dtype=torch.int32, device=device)
         self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self.noticed = self.notice.numpy()  # the same, read sooner
@@ -161,7 +161,7 @@ def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int,
     rows = slots.wanted[plan % 2], None if final else slots.wanted[in_use % 2], slots.here_W
     counts, blocks = (orders.missing, orders.idle, orders.stretches), -(-32 * orders.stretches // THREADS)
     _launch(
-        "cache.cu", "survey", {}, blocks, *rows, marks_TV, slots.order_N, slots.order_N.shape[0], *counts, slots.count, final,
+        "cache.cu", "survey", {}, blocks, *rows, marks_TV, slots.order_N, slots.order_N.shape[0], *counts, slots.room, final,
         orders.done, slots.book, numbers, orders.notice,
     )  # fmt: skip
     _launch("cache.cu", "list", {}, blocks, *rows, slots.order_N, slots.slot_of_TV, *counts, numbers, coming, leaving, given)
@@ -223,7 +223,8 @@ def step_rows(
     scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16, unsigned.
     """
     dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
-    made_for = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": 1 if dim % 4 else 4}
+    wide = 1 if dim % 4 else 4
+    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": wide}
     _launch(
         "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
         held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,

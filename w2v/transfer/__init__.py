@@ -33,6 +33,7 @@ class Engine(Protocol):
     rows_used: int  # by pages so far, each page's counted once
     rows_read: int  # that crossed the link to the GPU, so far
     rows_written: int  # that went back
+    waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
 
     def flush(self) -> None:
         """Return when the tables hold everything that was written back."""

@@ -78,6 +78,10 @@ class Apart(Engine):
     def rows_written(self) -> int:
         return self._weights.rows_written + self._states.rows_written
 
+    @property
+    def waited(self) -> float:
+        return self._weights.waited + self._states.waited
+
     def prefetch(self, marks_TV: Tensor) -> None:
         """Nothing is brought ahead."""
 

@@ -13,6 +13,7 @@ from w2v.transfer import Engine
 class Resident(Engine):
     pages = False
     rows_used = rows_read = rows_written = 0  # nothing crosses a link
+    waited = 0.0
 
     def prefetch(self, marks_TV: Tensor) -> None:
         """Nothing is brought ahead."""

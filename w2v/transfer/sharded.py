@@ -55,6 +55,10 @@ class Sharded(Engine):
     def rows_written(self) -> int:
         return self._inner.rows_written
 
+    @property
+    def waited(self) -> float:
+        return self._inner.waited
+
     def prefetch(self, marks_TV: Tensor) -> None:
         """As `Engine.prefetch`, for marks of all rows, whoever owns them."""
         tables, rows = marks_TV.shape

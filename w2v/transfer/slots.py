@@ -12,6 +12,7 @@ from w2v.batch import Held, Page
 from w2v.config import ConfigError
 from w2v.table import Table
 from w2v.transfer import Engine, Link
+from w2v.transfer.timing import Waits
 
 
 class InSlots(Engine):
@@ -38,10 +39,17 @@ class InSlots(Engine):
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # When the last plan is made, and when all moves are.
         self._planned = self._arrived = torch.cuda.current_stream().record_event() if self._reads else None
+        self._waits, self._waited_for = Waits(), 0  # the plan whose rows are there
+
+    @property
+    def waited(self) -> float:
+        return self._waits.seconds
 
     def hold(self, table: Table) -> Held:
-        self._settle()
-        self._join()
+        with self._waits.counted() if self._reads and self._waited_for != self._plan else contextlib.nullcontext():
+            self._settle()
+            self._join()
+        self._waited_for = self._plan
         return self._held[self.tables.index(table)]
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

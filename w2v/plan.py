@@ -31,7 +31,7 @@ from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Inversion, Sampler
 from w2v.sharded import ShardedPipeline
-from w2v.table import Table, record_width, uniform
+from w2v.table import Storage, Table, record_width, uniform
 from w2v.transfer import Engine
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -98,6 +98,8 @@ def join(config: Config) -> Ranks:
     """The ranks that torchrun has started, each with its device and its share of the cores; or this process alone."""
     if not torchrun.started():
         return ALONE
+    if torch.cuda.is_available():  # before anything else takes memory of the first GPU
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ranks = Joined("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
     torch.set_num_threads(Machine.here(ranks).cores)
     return ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -45,9 +45,9 @@ class Ranks:
         """
         return [fact]
 
-    def agree(self, *numbers: float) -> list[list[float]]:
-        """As `gather`, for a few numbers at each step."""
-        return [list(numbers)]
+    def agree(self, *numbers: float) -> Callable[[], list[list[float]]]:
+        """As `gather`, for a few numbers of each step; only the call of what it gives waits for the other ranks."""
+        return lambda: [list(numbers)]
 
     def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
         """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, ...; give what came, `received[0]` rows from rank 0, ...
@@ -145,12 +145,18 @@ class Joined(Ranks):
             marks[self.rank].unlink()
         return first == self.rank or (first is None and self.local_rank == 0)
 
-    def agree(self, *numbers: float) -> list[list[float]]:
+    def agree(self, *numbers: float) -> Callable[[], list[list[float]]]:
         mine = torch.tensor(numbers, dtype=torch.float64)
         all_of_them = torch.empty(self.size, len(numbers), dtype=torch.float64)
         with self._answering():
-            dist.all_gather(list(all_of_them), mine)
-        return all_of_them.tolist()
+            told = dist.all_gather(list(all_of_them), mine, async_op=True)
+
+        def agreed() -> list[list[float]]:
+            with self._answering():
+                told.wait()
+            return all_of_them.tolist()
+
+        return agreed
 
     def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
         came = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])

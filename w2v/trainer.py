@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 log = logging.getLogger("w2v")
+AGREED_AHEAD = 8  # batches for which ranks agree before the first of them is used
 TRIAL_WARMUP, TRIAL_SECONDS = 3, 3.0  # steps and seconds of a dry run
 
 
@@ -53,7 +54,8 @@ class Trainer:
         self._total_words = raw_words * config.train.epochs
         self._text = {"raw_words": raw_words, "vocabulary": fingerprint(vocab)}
         self._moved_before = [0, 0, 0, 0]
-        self._agreed: deque[tuple[int, bool]] = deque()  # for each batch that was drawn: to stop with which status, and whether to save
+        self._agreed: deque[tuple[int, int]] = deque()  # the wishes of all ranks, for each batch that was drawn
+        self._saves = 0
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         ranks.same(self._text)
@@ -81,7 +83,7 @@ class Trainer:
                     status, save = self._agreed.popleft() if self._agreed else self._wishes()
                     if status:
                         self._stop(lr, planned.batch.after, status)
-                    if save:
+                    if save > self._saves:
                         self._save(lr, planned.batch.after)
                 if epoch + 1 < epochs:
                     if run.score_epochs or self.held_out:
@@ -106,20 +108,27 @@ class Trainer:
     def _together(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of the epoch, as many as any rank has, with what is agreed among them for each."""
         batches = self.sampler.epoch()
+        drawn: deque[tuple[Batch | None, Callable[[], list[list[float]]]]] = deque()
         while self._ranks.size > 1:
-            batch = next(batches, None)
-            done = batch.epochs_done if batch else epoch + 1
-            some, done, status, save = zip(*self._ranks.agree(batch is not None, done, *self._wishes()), strict=True)
+            while len(drawn) < AGREED_AHEAD:  # what it takes to hear of the other ranks passes beside the steps
+                batch = next(batches, None)
+                done = batch.epochs_done if batch else epoch + 1
+                drawn.append((batch, self._ranks.agree(batch is not None, done, *self._wishes())))
+            batch, agreed = drawn.popleft()
+            some, done, status, save = zip(*agreed(), strict=True)
             if not any(some):
                 break
-            self._agreed.append((int(max(status)), bool(save[0])))
+            self._agreed.append((int(max(status)), int(save[0])))
             yield (batch or self.sampler.no_batch(epoch))._replace(epochs_done=sum(done) / len(done))
+        for _, agreed in drawn:
+            agreed()
         yield from batches
 
-    def _wishes(self) -> tuple[int, bool]:
-        """The status to stop with, 0 to go on, and whether a checkpoint is due."""
+    def _wishes(self) -> tuple[int, int]:
+        """The status to stop with, 0 to go on; and the number of the checkpoint that is due, if one is, counted from 1 in this run."""
         minutes = self.config.run.checkpoint_minutes
-        return self._signals.status, minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        due = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return self._signals.status, self._saves + 1 if due else 0
 
     def _moved(self) -> list[int]:
         """How many rows were used, came over the link and went back, and how many steps had; before a resume too."""
@@ -244,8 +253,7 @@ class Trainer:
             return
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait)
-        self._saved_at = time.monotonic()
-        self._agreed = deque((status, False) for status, _ in self._agreed)  # what was drawn before has wished for this one
+        self._saved_at, self._saves = time.monotonic(), self._saves + 1
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)

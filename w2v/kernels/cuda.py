@@ -312,9 +312,10 @@ class Launcher:
 @functools.cache
 def _compiled(source: str, kernel: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Launcher:
     """For the current `device`; the module stays loaded with it."""
-    from cupy_backends.cuda.api import driver
+    function = _module(source, defines, device).get_function(kernel).kernel
+    from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
-    return Launcher(_module(source, defines, device).get_function(kernel).kernel.ptr, driver.launchKernel)
+    return Launcher(function.ptr, driver.launchKernel)
 
 
 @functools.cache

@@ -162,6 +162,18 @@ def test_the_first_step_that_is_not_finite_is_noted(name):
             assert all(torch.equal(a.nan_to_num(7), table.records_VR.nan_to_num(7)) for a, table in zip(before, tables, strict=True))
 
 
+def test_a_finished_pipeline_keeps_the_input_vectors_alone():
+    batch, _ = problem(1, 200, 5, 5, 20, 100)
+    optimizer = RowOptimizer(OptimizerConfig(name="Adam"), True)
+    tables = [Table(kind, 20, 100, optimizer.states(100), optimizer.scalars, "cpu") for kind in ("input", "output")]
+    pipeline = CompiledPipeline(*tables, Resident(), optimizer, CPU)
+    (planned,) = pipeline.ahead([batch])
+    pipeline.step(planned, 0.02)
+    vectors = tables[0]["weight"].clone()
+    pipeline.finish()
+    assert torch.equal(tables[0]["weight"], vectors) and [table.bytes for table in tables] == [20 * 100 * 4, 0]
+
+
 @pytest.mark.parametrize("name", ["RMSprop", "NAdam"])
 def test_rows_that_would_not_stay_finite_are_not_written(name):
     batch, _ = problem(1, 200, 5, 5, 20, 100)

@@ -47,7 +47,7 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	@touch $@
 
 train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS, GPUS=4 (the small Wikipedia sample on one by default)
-	$(if $(GPUS),$(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS),$(PY)) \
+	$(if $(GPUS),OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(GPUS),$(PY)) \
 	  train.py $(CONFIG) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)

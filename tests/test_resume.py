@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.test_cached import HostLink
-from w2v import optim, runfolder, settings
+from w2v import checkpoint, optim, runfolder, settings
 from w2v.batch import Position
 from w2v.checkpoint import CheckpointError, latest
 from w2v.config import ConfigError
@@ -206,6 +206,15 @@ def test_a_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
     assert longer.metrics.step == 250 and longer.sampler.position == Position(5)
     with pytest.raises(ConfigError, match="train.epochs=3, but 4 passes are done; give more"):
         trained(tmp_path / "run", "train.epochs=3")
+
+
+def test_a_checkpoint_from_before_there_were_ranks_goes_on(tmp_path):
+    whole = trained(tmp_path / "whole")
+    stopped(tmp_path / "run", stop_after=70)
+    file = tmp_path / "run" / "checkpoints" / "step-00000070" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(checkpoint._sealed(manifest | {"position": manifest.pop("samplers")[0]["position"]}))
+    assert_same(trained(tmp_path / "run"), whole)
 
 
 def test_rows_that_moved_are_counted_through(tmp_path):

@@ -93,7 +93,7 @@ class Sampler:
         epoch = states[0]["position"][0]
         if len(states) == self._size:
             mine = states[self._rank]
-            self.position, spans = Position(*mine["position"]), mine["spans"]
+            self.position, spans = Position(*mine["position"]), mine.get("spans", self._share)
         else:
             self.position, spans = Position(epoch), self._deal([span for rank in range(len(states)) for span in self._rest(states, rank)])
         self._begun = epoch, [(first, last) for first, last in spans]

@@ -26,8 +26,9 @@ def started() -> bool:
 
 
 def job() -> str:
-    """What torchrun calls the job; empty without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    """What torchrun calls the job, or where it is, if it bears no name; empty without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT")) if name == "none" else name
 
 
 def starts() -> int:

@@ -274,7 +274,7 @@ class Trainer:
         if state["epochs_done"] > self.config.train.epochs:
             raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
         saved.load(tables, self._ranks)
-        self.sampler.go_on(state["samplers"])
+        self.sampler.go_on(state.get("samplers") or [{"position": state["position"]}])  # as one rank wrote it when there was but one
         self._epochs_done = state["epochs_done"]
         if self._ranks.rank == 0:
             self._moved_before = state["rows"]

@@ -70,10 +70,11 @@ class Share(Job):
 class Shares(Budget):
     """The budget of each rank; more ranks are the first change that would make it fit."""
 
+    job: Share
     enough: Callable[[int], bool]  # whether so many ranks are
     vocabulary: str  # what to set for a smaller one
 
     def changes(self) -> list[str]:
-        enough = next(filter(self.enough, range(self.job.ranks + 1, MOST_RANKS)), None)
+        enough = next((ranks for ranks in range(self.job.ranks + 1, MOST_RANKS) if self.enough(ranks)), None)
         others = [change.replace("vocab.max_final_vocab=", self.vocabulary) for change in super().changes()]
         return ([f"--world-size={enough}"] if enough else []) + others

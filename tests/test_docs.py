@@ -1,5 +1,8 @@
 """What the documents say is so: tables are current, commands and keys exist, links lead somewhere, Python examples run."""
 
+import glob
+import gzip
+import random
 import re
 import shlex
 import subprocess
@@ -79,3 +82,39 @@ def test_help_and_errors_answer_at_once(arguments):
     done = subprocess.run([sys.executable, "-X", "importtime", *arguments], cwd=ROOT, capture_output=True, text=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "argparse" in imported and not {"torch", "gensim", "numpy", "cupy", "matplotlib"} & imported
+
+
+def lines_to_run():
+    """README's command lines, in order, that one can run without a GPU or another machine, and that do not take minutes."""
+    block = re.findall(r"^ {4}((?:python|make) .*)", DOCS[0].read_text(encoding="utf-8"), re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in block]
+    return [line for line in lines if (line[:2] == ["make", "train"] and line[2:] and "GPUS=4" not in line) or line[0] == "python"]
+
+
+def test_the_readmes_commands_do_what_they_say(programs):
+    """In a folder with configs and small texts under the names that README gives them."""
+    pytest.importorskip("matplotlib")
+    folder, rng = programs.output.parent, random.Random(1)
+    words = "paris london king man queen woman world the of and".split() + [f"word{number}" for number in range(40)]
+    text = "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(300))
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "my").mkdir()
+    (folder / "data").mkdir()
+    for file in ("my/text.txt", "data/text8"):
+        (folder / file).write_text(text)
+    (folder / "my" / "text.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "my.yaml").write_text("corpus: {path: my/text.txt}\ntrain: {epochs: 1}\n")
+    ran = []
+    for line in lines_to_run():
+        if line[0] == "make":
+            would = subprocess.run([*line, "-n", "PY=python"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            line = shlex.split(would.replace("\\\n", ""))
+        script, *arguments = line[1:]
+        arguments = [found for word in arguments for found in sorted(glob.glob(word, root_dir=folder)) or [word]]
+        status, said = programs.run(*arguments, program=Path(script).stem)
+        ran.append((script, arguments[0]))
+        assert status == 0, f"{line}: {said}"
+    assert len(ran) > 14 and {first for script, first in ran if script == "evaluate.py"} >= {"score", "nn", "plot", "map", "export", "card"}
+    (exported,) = [path for path in folder.iterdir() if path.name == "exported"]
+    assert {path.suffix for path in exported.iterdir()} == {".txt", ".safetensors", ".tsv"}
+    assert (folder / "runs").is_dir() and list(folder.glob("runs/*/map.png")) and list(folder.glob("runs/*/curves.png"))

@@ -44,7 +44,7 @@ def train(
     def state(epoch: int, seconds: float) -> dict[str, float | None]:
         vectors = [torch.from_numpy(values[order]) for values in (trained.wv.vectors, trained.syn1neg)]
         accuracy = evaluation.analogies(vocab.words, vectors[0]).total.accuracy
-        loss = held_out.loss(*vectors) if held_out else None
+        loss = held_out.loss(vectors[0], vectors[1]) if held_out else None
         return {"epoch": epoch, "words": corpus.raw_words * epoch, "seconds": seconds, "analogies": accuracy, "held_out_loss": loss}
 
     class Epochs(CallbackAny2Vec):

@@ -78,7 +78,8 @@ class Checkpoints:
             if not self.busy:
                 self.wait()
         except OSError as error:
-            error.of = None
+            failed: Any = error
+            failed.of = None
             raise
 
     def wait(self) -> None:

@@ -280,8 +280,8 @@ def _nearest(
         top.append(of_part.indices + first)
     best_Qn, top_Qn = torch.cat(best, dim=1), torch.cat(top, dim=1)
     best_Qn.masked_fill_((top_Qn[:, :, None] == without_Q3[:, None]).any(2), -math.inf)
-    best, place = best_Qn.topk(min(TOPN + 1, best_Qn.shape[1]), dim=1)
-    return best, top_Qn.gather(1, place)
+    nearest = best_Qn.topk(min(TOPN + 1, best_Qn.shape[1]), dim=1)
+    return nearest.values, top_Qn.gather(1, nearest.indices)
 
 
 def _gensim_answers(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> list[int]:

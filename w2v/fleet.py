@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from w2v import budget
 from w2v.budget import Budget, Job
 from w2v.hardware import Hardware
 
 MOST_RANKS = 4096
+SCORED_WORDS = 300_000  # whose vectors are read from their file
 WORD_BYTES = 180  # of CPU memory, for a word of the vocabulary and what is known of it
 DRAW_BYTES, CLAIM_BYTES, ASK_BYTES = 12, 8, 16  # of GPU memory for a word: to draw it, to number its rows, and to ask others for these
 PLACE_BYTES = 10  # of GPU memory for a row of the shard, when rows are paged
@@ -48,7 +48,7 @@ class Share(Job):
         needs = Job.needs(replace(self, words=self.rows, batch_size=-(-self.batch_size // self.ranks)))
         needs["host"]["vocabulary"] = WORD_BYTES * self.words
         if self.ranks > 1:  # vectors are written block by block, and read from their file
-            needs["host"]["vectors"] = 4 * min(self.words, budget.SCORED_WORDS) * self.vector_size
+            needs["host"]["vectors"] = 4 * min(self.words, SCORED_WORDS) * self.vector_size
         needs["gpu"]["text, vocabulary"] = self.known_bytes
         if self.engine != "resident":
             needs["gpu"]["places"] = 2 * PLACE_BYTES * self.rows
@@ -70,10 +70,11 @@ class Share(Job):
 class Shares(Budget):
     """The budget of each rank; more ranks are the first change that would make it fit."""
 
+    job: Share
     enough: Callable[[int], bool]  # whether so many ranks are
     vocabulary: str  # what to set for a smaller one
 
     def changes(self) -> list[str]:
-        enough = next(filter(self.enough, range(self.job.ranks + 1, MOST_RANKS)), None)
+        enough = next((ranks for ranks in range(self.job.ranks + 1, MOST_RANKS) if self.enough(ranks)), None)
         others = [change.replace("vocab.max_final_vocab=", self.vocabulary) for change in super().changes()]
         return ([f"--world-size={enough}"] if enough else []) + others

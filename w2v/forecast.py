@@ -222,6 +222,7 @@ def tell(config: Config, args: Namespace) -> None:
         raise ConfigError("train.device=cpu, but --world-size, --rows and --machine are about GPUs; leave it out")
     if args.rows is None:
         vocab, corpus = plan.open_corpus(config)
+        raw_words: float
         spectrum, raw_words, source = Spectrum.of(vocab.counts), corpus.raw_words, config.corpus.path
     else:
         given, colon, words = args.rows.partition(":")

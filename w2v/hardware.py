@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from w2v.config import SIZE, UNITS, ConfigError
 
@@ -41,7 +42,8 @@ class Hardware:
     @classmethod
     def parse(cls, text: str) -> Hardware:
         """From KEY=VALUE,...; raises `ConfigError`."""
-        known, given = {entry.name: entry.default for entry in fields(cls)}, {}
+        known: dict[str, Any] = {entry.name: entry.default for entry in fields(cls)}
+        given = {}
         for entry in filter(None, text.split(",")):
             key, _, value = entry.partition("=")
             if key not in known:

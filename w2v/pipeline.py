@@ -105,7 +105,9 @@ class Pipeline:
         pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
         loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))
         before = [page.records_UR.clone() for page in pages] if self._planning or self._scale else []  # the CPU knows a fault at once
-        left_out = self._scale and self._scale.update(self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0)
+        left_out = None
+        if self._scale:
+            left_out = self._scale.update(self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0)
         for page in pages:
             if left_out is not None:
                 page.grad_UD = torch.where(left_out, 0, page.grad_UD)

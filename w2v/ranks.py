@@ -85,11 +85,11 @@ class Ranks:
             yield
         except (ValueError, MemoryError, OSError) as error:
             mine = error
-        for rank, error in enumerate(self.gather(mine, behind)):
-            if error is not None:
-                error = mine if rank == self.rank else error
-                error.of = rank
-                raise error
+        for rank, theirs in enumerate(self.gather(mine, behind)):
+            if theirs is not None:
+                failed: Any = mine if rank == self.rank else theirs
+                failed.of = rank
+                raise failed
 
     def same(self, facts: Mapping[str, Any], remedy: str = "start all ranks alike") -> None:
         """Raise `RanksDiffer` where a fact is not the same on all ranks."""
@@ -98,7 +98,7 @@ class Ranks:
             values = [known.get(name) for known in of_ranks]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                differ = RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
+                differ: Any = RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
                 differ.of = 0
                 raise differ
 
@@ -116,7 +116,7 @@ class Joined(Ranks):
     def __init__(self, device: str):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        how = {"rank": self.rank, "world_size": self.size, "timeout": PATIENCE}
+        how: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": PATIENCE}
         with self._answering():
             store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
             # What torchrun starts again would find the addresses of ranks that are gone: its store outlives them.

@@ -152,8 +152,8 @@ class Sampler:
         first, last = chunk
         offsets = _copied(self._offsets_S, first, last + 1)
         device, begin, end = self._keep_V.device, offsets[0], offsets[-1]
-        on_gpu = isinstance(self._ids_N, Tensor)
-        words_n = self._ids_N[begin:end] if on_gpu else torch.from_numpy(_copied(self._ids_N, begin, end)).to(device)
+        ids_N = self._ids_N  # on the GPU or, when they take too much of it, not
+        words_n = ids_N[begin:end] if isinstance(ids_N, Tensor) else torch.from_numpy(_copied(ids_N, begin, end)).to(device)
         kept_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device) < self._keep_V.index_select(0, words_n)
         lengths = torch.from_numpy(np.diff(offsets)).to(device)
         numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)

@@ -112,7 +112,7 @@ class ShardedPipeline(FusedPipeline):
             asked_NK = counters[:, 2:].view(torch.int32)[:, :size].T.contiguous()
             lent_NK = self._ranks.send(asked_NK, [1] * size, [1] * size, ahead=True)
             numbers_2NK = torch.stack([asked_NK, lent_NK]).to("cpu", non_blocking=True)
-            self._asked = Asked(drawn, lists, numbers_2NK, self._planning and self._planning.record_event())
+            self._asked = Asked(drawn, lists, numbers_2NK, self._planning.record_event() if self._planning else None)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Route]:
         """The page that was asked for while the one before it was planned."""

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PAUSE_SECONDS = 5.0  # in which torchrun sees which rank has died, before those that miss it end as well
 
@@ -42,7 +42,8 @@ def on_all() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        error.of = 0
+        failed: Any = error
+        failed.of = 0
         raise
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from w2v import card, checkpoint, durable, evaluation, export, loggers, settings
 from w2v.batch import Batch, Position
@@ -115,11 +116,11 @@ class Trainer:
                 done = batch.epochs_done if batch else epoch + 1
                 drawn.append((batch, self._ranks.agree(batch is not None, done, *self._wishes())))
             batch, agreed = drawn.popleft()
-            some, done, status, save = zip(*agreed(), strict=True)
+            some, of_ranks, status, save = zip(*agreed(), strict=True)
             if not any(some):
                 break
             self._agreed.append((int(max(status)), int(save[0])))
-            yield (batch or self.sampler.no_batch(epoch))._replace(epochs_done=sum(done) / len(done))
+            yield (batch or self.sampler.no_batch(epoch))._replace(epochs_done=sum(of_ranks) / len(of_ranks))
         for _, agreed in drawn:
             agreed()
         yield from batches
@@ -150,7 +151,8 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """On the analogies, found by the first rank for all."""
-        weights, accuracy = self.pipeline.inputs["weight"], 0.0
+        weights: Tensor | np.ndarray = self.pipeline.inputs["weight"]
+        accuracy = 0.0
         if self._ranks.size > 1:
             blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
             weights = np.concatenate(blocks) if blocks else weights
@@ -161,7 +163,7 @@ class Trainer:
 
     def _held_out_loss(self) -> float | None:
         shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
-        return self.held_out and self.held_out.loss(*shards, self._ranks)
+        return self.held_out.loss(*shards, self._ranks) if self.held_out else None
 
     def vectors(self) -> KeyedVectors:
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())

@@ -22,6 +22,8 @@ THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
+# Enough for both ways at once, and few enough that what computes meanwhile does not wait for its own memory behind reads of the CPU's.
+EXCHANGING_BLOCKS = 16
 
 
 def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
@@ -177,7 +179,7 @@ def exchange(
     `none` for a row that has left; stream: where to, if not to the current one.
     """
     width = records_SR.shape[1] * records_SR.element_size() // 16
-    _launch("rows.cu", "exchange", {}, MOVING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
+    _launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
 
 
 def skipgram(

@@ -2,6 +2,7 @@
 
 import glob
 import gzip
+import os
 import random
 import re
 import shlex
@@ -104,10 +105,10 @@ def test_the_readmes_commands_do_what_they_say(programs):
         (folder / file).write_text(text)
     (folder / "my" / "text.txt.gz").write_bytes(gzip.compress(text.encode()))
     (folder / "my.yaml").write_text("corpus: {path: my/text.txt}\ntrain: {epochs: 1}\n")
-    ran = []
+    ran, plain = [], {"PATH": os.environ["PATH"]}
     for line in lines_to_run():
         if line[0] == "make":
-            would = subprocess.run([*line, "-n", "PY=python"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            would = subprocess.run([*line, "-n", "PY=python"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=plain).stdout
             line = shlex.split(would.replace("\\\n", ""))
         script, *arguments = line[1:]
         arguments = [found for word in arguments for found in sorted(glob.glob(word, root_dir=folder)) or [word]]

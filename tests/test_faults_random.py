@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.test_faults import TEXT, arguments_for
 from w2v.config import Config
 
-CASES = int(os.environ.get("W2V_CASES", "25"))  # of each property
+CASES = int(os.environ.get("W2V_CASES", "15"))  # of each property
 OPTIMIZERS = "Adam Adamax RMSprop SGD Adagrad NAdam Rprop SparseAdam LBFGS Optimizer".split()
 SIZES = {  # kept small: the remainder of a number by three, times this
     "model.vector_size": 1, "model.window": 1, "model.negative": 1, "model.negative_pool": 8, "train.epochs": 1, "train.batch_size": 16,

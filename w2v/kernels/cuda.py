@@ -23,7 +23,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element
 STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 # Enough for both ways at once, and few enough that what computes meanwhile does not wait for its own memory behind reads of the CPU's.
-EXCHANGING_BLOCKS = 16
+EXCHANGING_BLOCKS = 32
 
 
 def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:

@@ -18,22 +18,12 @@ from w2v.transfer.resident import Resident
 from w2v.transfer.sharded import Sharded
 
 ROWS, DIM, STEPS, CENTERS = 23, 6, 6, 12
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request):
     pool = Pool(request.param)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
-    pool = Pool(2, "cuda")
     yield pool
     pool.close()
 

@@ -45,8 +45,12 @@ def _circumstances() -> dict[str, str]:
         "torch": torch.__version__,
         "cupy": cupy_version,
         "commit": os.environ.get("W2V_COMMIT") or described.stdout.strip(),
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *(_shown(argument) for argument in sys.argv[1:])]),
+        "command": " ".join([_launcher(), os.path.relpath(sys.argv[0]), *(_shown(argument) for argument in sys.argv[1:])]),
     }
+
+
+def _launcher() -> str:
+    return f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
 
 
 def _shown(argument: str) -> str:

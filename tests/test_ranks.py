@@ -49,6 +49,7 @@ def whole(programs, arguments, tmp_path_factory):
     folder, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
     status, said = programs.run(*arguments, f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0", ranks=2)
     assert status == 0 and said.count("trained 15,000 words") == said.count("run folder  ") == 1, said
+    assert all(said.count(f"rank {rank}    ") == 1 for rank in (0, 1)) and said.count(" GB/s sent to the others") == 2, said
     return vectors(folder), time.monotonic() - begun
 
 

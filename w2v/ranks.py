@@ -7,6 +7,7 @@ Gloo; tensors go through NCCL where they are on a GPU, on torch's current stream
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class Ranks:
     """
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    bytes_sent = 0  # of rows, to other ranks
 
     def gather(self, fact: Any, behind: bool = False) -> list[Any]:
         """What each rank gives, in their order; all ranks wait for each other.
@@ -160,6 +162,7 @@ class Joined(Ranks):
 
     def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
         came = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
+        self.bytes_sent += (sum(sent) - sent[self.rank]) * math.prod(rows_NX.shape[1:]) * rows_NX.element_size()
         with self._answering():
             dist.all_to_all_single(came, rows_NX, list(received), list(sent), group=self._ahead if ahead else None)
         return came

@@ -64,8 +64,9 @@ class Trainer:
         curve = self._go_on(tables)
         opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
-        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved, self._waited, pipeline.link_rate())
-        self._first_step = self.metrics.step
+        self._link_rate = pipeline.link_rate()
+        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved, self._waited, self._link_rate)
+        self._first_step, self._before = self.metrics.step, self.metrics.seconds
         self._saved_at = time.monotonic()
 
     def train(self) -> None:
@@ -99,12 +100,22 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
-        used, read, written, stepped = self._moved()
+        if self._ranks.size > 1:
+            for rank, carried in enumerate(self._ranks.gather(self._carried())):
+                log.info(f"rank {rank}    {carried}")
+        used, read, written, stepped = self._final["rows"]
         if used:
             log.info(
                 f"over the link came {read:,} rows, {read / used:.1%} of those used, and {written:,} went back: "
                 f"{read / self._total_words:.3f} a word, against {stepped / self._total_words:.3f} if every step fetched its own"
             )
+
+    def _carried(self) -> str:
+        """What has gone over this rank's link and to other ranks."""
+        seconds = max(self.metrics.seconds - self._before, 1e-9)
+        link, sent = self._bytes_moved() / seconds, self._ranks.bytes_sent / seconds
+        share = f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%} of its most), " if self._link_rate else ""
+        return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
 
     def _together(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of the epoch, as many as any rank has, with what is agreed among them for each."""

@@ -13,10 +13,9 @@ import time
 
 import pytest
 
+from tests.saving import check_checkpoints, run_folder, saving_run
 from w2v import checkpoint, settings
 from w2v.checkpoint import Checkpoint
-from w2v.optim import RowOptimizer
-from w2v.table import Table
 
 KILLS = int(os.environ.get("W2V_KILLS", "3"))
 
@@ -24,30 +23,7 @@ KILLS = int(os.environ.get("W2V_KILLS", "3"))
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """A run of a thousand steps over a small text, deterministic, that saves as often as it can."""
-    rng, folder = random.Random(0), tmp_path_factory.mktemp("corpus")
-    words = [f"w{i}" for i in range(200)]
-    (folder / "text.txt").write_text("\n".join(" ".join(rng.choices(words, k=10)) for _ in range(1_500)))
-    return [
-        f"corpus.path={folder / 'text.txt'}", f"corpus.data_dir={folder}", "model.vector_size=8", "vocab.min_count=1", "train.epochs=3",
-        "train.batch_size=64", "optimizer.lr=0.02", "train.device=cpu", "train.deterministic=true", "run.log_seconds=0.05",
-        "run.checkpoint_minutes=0.002", "model.sample=0", "model.window=2",
-    ]  # fmt: skip
-
-
-def run_folder(folder):
-    (found,) = folder.glob("20*")
-    return found
-
-
-def check_checkpoints(run):
-    """All that bear the name of a checkpoint are whole."""
-    found = [path for path in (run / "checkpoints").glob("*") if not path.name.endswith(".partial")]
-    for path in found:
-        saved = Checkpoint(path)
-        config = settings.load([run / "config.yaml"])
-        optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
-        saved.load([Table(name, 200, size, optimizer.states(size), optimizer.scalars, "cpu") for name in ("input", "output")])
-    return found
+    return saving_run(tmp_path_factory.mktemp("corpus"), 1_500, "train.epochs=3", "train.batch_size=64")
 
 
 def test_kill_at_random_moments(programs, arguments, tmp_path):

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from w2v import settings
+from tests.saving import check_checkpoints, run_folder, saving_run
 from w2v.checkpoint import Checkpoint
-from w2v.optim import RowOptimizer
-from w2v.table import Table
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "3"))
 
@@ -24,19 +22,7 @@ KILLS = int(os.environ.get("W2V_RANK_KILLS", "3"))
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """A run of some steps over a small text, deterministic, that saves as often as it can."""
-    rng, folder = random.Random(0), tmp_path_factory.mktemp("corpus")
-    words = [f"w{i}" for i in range(200)]
-    (folder / "text.txt").write_text("\n".join(" ".join(rng.choices(words, k=10)) for _ in range(750)))
-    return [
-        f"corpus.path={folder / 'text.txt'}", f"corpus.data_dir={folder}", "model.vector_size=8", "vocab.min_count=1", "train.epochs=2",
-        "train.batch_size=256", "optimizer.lr=0.02", "train.device=cpu", "train.deterministic=true", "run.log_seconds=0.05",
-        "run.checkpoint_minutes=0.002", "model.sample=0", "model.window=2",
-    ]  # fmt: skip
-
-
-def run_folder(folder):
-    (found,) = folder.glob("20*")
-    return found
+    return saving_run(tmp_path_factory.mktemp("corpus"), 750, "train.epochs=2", "train.batch_size=256")
 
 
 def vectors(folder):
@@ -64,16 +50,6 @@ def wait_for(process, what, seconds=60):
     return found
 
 
-def check_checkpoints(run):
-    """All that bear the name of a checkpoint are whole."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if not path.name.endswith(".partial")]
-    for path in found:
-        config = settings.load([run / "config.yaml"])
-        optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
-        Checkpoint(path).load([Table(name, 200, size, optimizer.states(size), optimizer.scalars, "cpu") for name in ("input", "output")])
-    return found
-
-
 def started(programs, *arguments, **more):
     """The job's process, and those of its ranks once they are there."""
     job = programs.start(*arguments, **more)
@@ -97,7 +73,7 @@ def test_a_killed_rank_ends_the_job_and_it_goes_on(programs, arguments, tmp_path
         assert time.monotonic() - killed < 60 and status in (0, 1) and (status == 0 or "exitcode  : -9" in said), said
         kills += status
         for run in folder.glob("20*"):
-            check_checkpoints(run)
+            check_checkpoints(run, "step-*")
         if status == 0:
             assert vectors(folder) == vectors_whole
             names = [path.name for path in run_folder(folder).rglob("*")]

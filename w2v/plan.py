@@ -101,7 +101,7 @@ def join(config: Config) -> Ranks:
     if torch.cuda.is_available():  # before anything else takes memory of the first GPU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ranks = Joined("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
-    torch.set_num_threads(Machine.here(ranks).cores)
+    torch.set_num_threads(max(1, cores() // ranks.local_size))
     return ranks
 
 
@@ -155,7 +155,8 @@ def make_plan(
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    optimizer = RowOptimizer(config.optimizer, choose_kernels(config, machine, device))
+    kernels = choose_kernels(config, machine, device, ranks)
+    optimizer = RowOptimizer(config.optimizer, kernels)
     vocab, corpus = opened or open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
@@ -172,9 +173,7 @@ def make_plan(
     engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
     room = config.transfer.gpu_bytes_of(table_bytes)
     slots = min(2 * words, max(0, int(2 * words * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
-    fused = optimizer.fused and (engine not in LINKS or slots > 0)
-    if device.type == "cpu":
-        fused = choose_kernels(config, machine, device, ranks)
+    fused = kernels if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
     if config.train.kernels == "fused" and not fused:
         why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")

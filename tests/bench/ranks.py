@@ -45,15 +45,13 @@ SENDS = ("weights", "gradients")  # in the order in which a step sends them
 
 
 class Timed(Joined):
-    """Ranks that note how long the current stream is busy with what is sent, waiting for others included, and how much is sent."""
+    """Ranks that note how long the current stream is busy with what is sent, waiting for others included."""
 
     def __init__(self):
         super().__init__("cuda")
-        self.bytes_sent, self._spans = 0, None
+        self._spans = None
 
     def send(self, rows_NX, sent, received, ahead=False):
-        own = sum(sent[: self.rank]), sum(sent[: self.rank + 1])
-        self.bytes_sent += (len(rows_NX) - own[1] + own[0]) * rows_NX[:1].nbytes
         return self._between(lambda: super(Timed, self).send(rows_NX, sent, received, ahead), "ahead" if ahead else "step")
 
     def add(self, numbers):
@@ -144,9 +142,9 @@ class Shares:
 def measure(steps: Shares, ranks: Ranks, warm_up: int, number: int) -> tuple[Figures, Figures]:
     """Figures of so many steps of all ranks after the warm-up, which fills the rows' GPU memory; and of the stages of this rank's."""
     steps(warm_up)
-    before, sent = Moved.by(steps.pipeline), getattr(ranks, "bytes_sent", 0)
+    before, sent = Moved.by(steps.pipeline), ranks.bytes_sent
     stretch = steps(number)
-    moved, sent = Moved.by(steps.pipeline).since(before), getattr(ranks, "bytes_sent", 0) - sent
+    moved, sent = Moved.by(steps.pipeline).since(before), ranks.bytes_sent - sent
     gigabytes, rss = steps.pipeline.inputs.bytes / steps.pipeline.inputs.rows / 1e9, memory.process_bytes()["RSS"]
     mine = stretch.words, moved.read * gigabytes, moved.written * gigabytes, sent / 1e9, steps.bytes, steps.pinned, rss
     words, read, written, sent, records, pinned, rss = (sum(figure) for figure in zip(*ranks.gather(mine), strict=True))

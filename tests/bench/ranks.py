@@ -11,11 +11,10 @@ words are shared out among the ranks. Tables are pinned, with GPU memory for a t
 from __future__ import annotations
 
 import argparse
-import math
 import mmap
 import sys
 import time
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
-from tests.bench.steps import Moved, Stretch
+from tests.bench.steps import Moved, Steps
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
 from w2v import settings, torchrun
 from w2v.config import Config
 from w2v.kernels import cuda
 from w2v.machine import cores
-from w2v.optim import RowOptimizer, learning_rate
+from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline
 from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Sampler
@@ -81,11 +80,12 @@ class Timed(Joined):
         return sums
 
 
-class Shares:
-    """The steps of this rank's share of the text, and of its rows; as `steps.Steps`."""
+class Shares(Steps):
+    """The steps of this rank's share of the text, and of its rows; their time is that of all ranks."""
 
     def __init__(self, config: Config, ranks: Ranks, rows: int, words: int):
-        self.device, self._ranks, self._words, self._passes = torch.device("cuda"), ranks, words // ranks.size, 0.0
+        self.device, self._ranks, self._raw_words = torch.device("cuda"), ranks, words // ranks.size
+        self._total, self._done, self._passes = 0, 0, 0.0
         model, self._optimizer = config.model, config.optimizer
         share_V = torch.arange(1, rows + 1, dtype=torch.float64, device=self.device).reciprocal_()
         share_V /= share_V.sum()
@@ -93,7 +93,7 @@ class Shares:
         self.ids_N = self._draw(share_V.cumsum(0))
         vocab = Vocab(Numbered(rows), counts_V.cpu().numpy(), words, rows)
         keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
-        offsets_S = np.append(np.arange(0, self._words - 1, SENTENCE), self._words)
+        offsets_S = np.append(np.arange(0, self._raw_words - 1, SENTENCE), self._raw_words)
         sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, BATCH // ranks.size, ranks.rank, self.device, draw=cuda.draw)
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
@@ -114,25 +114,11 @@ class Shares:
 
     def _draw(self, cdf_V: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(self._ranks.rank)
-        ids_N = torch.empty(self._words, dtype=torch.int32, device=self.device)
+        ids_N = torch.empty(self._raw_words, dtype=torch.int32, device=self.device)
         for part in ids_N.split(DRAWN):
             uniform_n = torch.rand(len(part), dtype=torch.float64, device=self.device, generator=generator)
             part.copy_(torch.searchsorted(cdf_V, uniform_n, out_int32=True).clamp_(max=len(cdf_V) - 1))
         return ids_N
-
-    def __call__(self, number: int) -> Stretch:
-        """Make so many; the time is that of all ranks."""
-        self._wait()
-        passes, began, computed = self._passes, time.perf_counter(), time.thread_time()
-        loss = pairs = torch.zeros((), dtype=torch.float64, device=self.device)
-        for planned in islice(self._ahead, number):
-            result = self.pipeline.step(planned, learning_rate(self._optimizer, 0.5))
-            loss, pairs, self._passes = loss + result.loss, pairs + result.pairs, planned.batch.epochs_done
-        computed = time.thread_time() - computed
-        self._wait()
-        seconds = time.perf_counter() - began
-        mean = math.nan if int(self.pipeline.fault) else float(loss / pairs)
-        return Stretch((self._passes - passes) * self._words, seconds, computed, mean)
 
     def _wait(self) -> None:
         torch.cuda.synchronize()

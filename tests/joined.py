@@ -17,6 +17,7 @@ class Pool:
     """`size` processes that wait for calls, on CPUs or, with device="cuda", each with a GPU."""
 
     def __init__(self, size, device="cpu"):
+        self.device = device
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
         self._ends, self._processes = [], []
@@ -49,6 +50,7 @@ def _serve(end, rank, size, port, device):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     if device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for those that are deterministic
         torch.cuda.set_device(rank)
     ranks = Joined(device)
     while call := end.recv():

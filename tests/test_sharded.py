@@ -13,6 +13,7 @@ from w2v.pipeline import FAULTS, Pipeline
 from w2v.ranks import ALONE
 from w2v.table import Table
 from w2v.transfer.cached import Cached
+from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
 from w2v.transfer.sharded import Sharded
@@ -21,26 +22,35 @@ ROWS, DIM, STEPS, CENTERS = 23, 6, 6, 12
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=["2 CPUs", "4 CPUs", pytest.param("2 GPUs", marks=pytest.mark.gpu)])
 def pool(request):
-    pool = Pool(request.param)
+    size, device = int(request.param[0]), "cuda" if "GPU" in request.param else "cpu"
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, and there are {torch.cuda.device_count()}")
+    pool = Pool(size, device)
     yield pool
     pool.close()
 
 
 def make_engine(name, tables, device):
+    link, many = Mapped() if device == "cuda" else HostLink(), 2 * tables[0].rows
     match name:
         case "resident":
             return Resident()
         case "paged":
-            return Paged(HostLink())
+            return Paged(link)
         case "cached":
-            return Cached(HostLink(), tables, 2 * tables[0].rows, torch.device(device))
+            return Cached(link, tables, many, torch.device(device))
         case "cached with little room":
-            return Cached(HostLink(), tables, max(1, int(1.9 * tables[0].rows)), torch.device(device))
+            return Cached(link, tables, max(1, int(0.95 * many)), torch.device(device))
 
 
-def some_batches(rank, size):
+def storage(name, device):
+    """Where the tables of an engine lie."""
+    return device if name == "resident" or device == "cpu" else "pinned"
+
+
+def some_batches(rank, size, device):
     """A rank's part of the batches: one of several ranks has them apart, with no text in common."""
     draw = np.random.default_rng(5)
     for _ in range(STEPS):
@@ -50,7 +60,8 @@ def some_batches(rank, size):
         windows = torch.from_numpy(draw.integers(1, 3, CENTERS)).int()
         negatives = torch.from_numpy(draw.integers(0, ROWS, (CENTERS, 3))).int()
         mine = slice(CENTERS * rank // size, CENTERS * (rank + 1) // size)
-        yield Batch(words[mine], sentences[mine], 0, windows[mine], negatives[mine], 2, 0.0)
+        parts = [part[mine].to(device) for part in (words, sentences, windows, negatives)]
+        yield Batch(*parts[:2], 0, *parts[2:], 2, 0.0)
 
 
 def start(row_numbers, seed):
@@ -58,18 +69,19 @@ def start(row_numbers, seed):
     return torch.sin(row_numbers[:, None] * (seed + 1) * 1.7 + torch.arange(DIM) * 0.9)
 
 
-def trained(ranks, name, optimizer, args, dtype, cap=0, steps_per_page=1, device="cpu", storage="cpu"):
+def trained(ranks, name, optimizer, args, dtype, cap=0, steps_per_page=1, device="cpu"):
     """The whole records of this rank's rows of both tables after some steps, the losses, and the sums of pairs."""
     torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, args=args, occurrence_cap=cap))
-    tables = [Table(key, ranks.rows(ROWS), DIM, optimizer.states(DIM), optimizer.scalars, storage, dtype) for key in ("input", "output")]
+    rows, place = ranks.rows(ROWS), storage(name, device)
+    tables = [Table(key, rows, DIM, optimizer.states(DIM), optimizer.scalars, place, dtype) for key in ("input", "output")]
     for seed, table in enumerate(tables):
         table.initialise(lambda rows, seed=seed: start(ranks.global_rows(rows), seed).to(dtype))
     engine = make_engine(name, tables, device)
     if ranks.size > 1:
         engine = Sharded(engine, ranks)
     pipeline = Pipeline(*tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS)
-    results = [pipeline.step(planned, 0.05) for planned in pipeline.ahead(some_batches(ranks.rank, ranks.size))]
+    results = [pipeline.step(planned, 0.05) for planned in pipeline.ahead(some_batches(ranks.rank, ranks.size, device))]
     engine.flush()
     return [table.records_VR.cpu() for table in tables], [float(loss) for loss, _ in results], [int(pairs) for _, pairs in results]
 
@@ -82,9 +94,9 @@ def together(shards):
     return whole
 
 
-def check(pool, name, optimizer, args=None, dtype=torch.float64, **more):
-    tables, losses, pairs = trained(ALONE, "resident", optimizer, args or {}, dtype, more.get("cap", 0))
-    several = pool.run(trained, name, optimizer, args or {}, dtype, *more.values())
+def check(pool, name, optimizer, dtype=torch.float64, cap=0, steps_per_page=1):
+    tables, losses, pairs = trained(ALONE, "resident", optimizer, {}, dtype, cap)
+    several = pool.run(trained, name, optimizer, {}, dtype, cap, steps_per_page, pool.device)
     close = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
     for number, table in enumerate(tables):
         torch.testing.assert_close(together([ours[number] for ours, _, _ in several]), table, **close)
@@ -105,25 +117,26 @@ def test_every_optimizer(pool, optimizer):
 
 @pytest.mark.parametrize("name", ["resident", "cached"])
 def test_pages_that_serve_several_steps(pool, name):
-    check(pool, name, "Adam", cap=0, steps_per_page=3)
+    check(pool, name, "Adam", steps_per_page=3)
 
 
 def test_capped_occurrences_are_counted_over_all_ranks(pool):
     check(pool, "resident", "SGD", cap=2)
 
 
-def diverged(ranks, at_rank):
+def diverged(ranks, at_rank, device):
     """Who has seen the fault, and whether its rows are as they were, when one rank's text meets a row that is not finite."""
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.05))
-    tables = [Table(key, ranks.rows(ROWS), DIM, {}, {}, "cpu") for key in ("input", "output")]
+    tables = [Table(key, ranks.rows(ROWS), DIM, {}, {}, device) for key in ("input", "output")]
     for table in tables:
         table["weight"].fill_(1.0)
     if ranks.rank == 0:
         tables[0]["weight"][0] = torch.nan  # row 0, which belongs to rank 0
     before = [table.records_VR.clone() for table in tables]
-    pipeline = Pipeline(*tables, Sharded(Resident(), ranks), optimizer, torch.device("cpu"), ranks=ranks, rows=ROWS)
-    words, noise = torch.tensor([0 if ranks.rank == at_rank else 5, 7]).int(), torch.tensor([[9], [9]]).int()
-    batch = Batch(words, torch.zeros(2).int(), 0, torch.ones(2).int(), noise, 1, 0.0)
+    pipeline = Pipeline(*tables, Sharded(Resident(), ranks), optimizer, torch.device(device), ranks=ranks, rows=ROWS)
+    parts = [0 if ranks.rank == at_rank else 5, 7], [0, 0], [1, 1], [[9], [9]]
+    words, sentences, windows, noise = (torch.tensor(part, dtype=torch.int32, device=device) for part in parts)
+    batch = Batch(words, sentences, 0, windows, noise, 1, 0.0)
     for planned in pipeline.ahead([batch]):
         pipeline.step(planned, 0.05)
     kept = [torch.equal(old.nan_to_num(), table.records_VR.nan_to_num()) for old, table in zip(before, tables, strict=True)]
@@ -131,7 +144,7 @@ def diverged(ranks, at_rank):
 
 
 def test_a_fault_of_one_rank_stops_all_before_they_write(pool):
-    for step, untouched in pool.run(diverged, 1):
+    for step, untouched in pool.run(diverged, 1, pool.device):
         assert step == 1 and all(untouched)
 
 

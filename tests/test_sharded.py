@@ -65,8 +65,9 @@ def some_batches(rank, size, device):
 
 
 def start(row_numbers, seed):
-    """Weights that a row's number says."""
-    return torch.sin(row_numbers[:, None] * (seed + 1) * 1.7 + torch.arange(DIM) * 0.9)
+    """Weights that a row's number says, to the last bit on every device."""
+    weights = torch.sin(row_numbers.cpu()[:, None] * (seed + 1) * 1.7 + torch.arange(DIM) * 0.9)
+    return weights.to(row_numbers.device)
 
 
 def trained(ranks, name, optimizer, args, dtype, cap=0, steps_per_page=1, device="cpu"):

@@ -2,10 +2,13 @@
 
     python tests/bench/ranks.py                                one GPU
     torchrun --nproc-per-node 4 tests/bench/ranks.py           four, with the same batch in all
+    torchrun --nproc-per-node 4 tests/bench/ranks.py --batch 524288 --room .4     four, each with what the one had
     torchrun --nproc-per-node 4 tests/bench/ranks.py --rows 100e6 --steps 200     tables that fill the machine's memory
 
-The words are those of zipf.py, but each is drawn by itself, and each rank draws its own share of the text; the batch and the pool of noise
-words are shared out among the ranks. Tables are pinned, with GPU memory for a tenth of their rows.
+The words are those of zipf.py, but each is drawn by itself, and each rank draws its own share of the text; the batch is shared out among
+the ranks, and so is a pool of half as many noise words. Tables are pinned, and `--room` is that of all GPUs together. With both the same
+for one GPU and for several, several have smaller steps and no more memory to keep rows in (strong scaling); with both in proportion, each
+GPU has what the one had (weak scaling).
 """
 
 from __future__ import annotations
@@ -38,7 +41,6 @@ from w2v.table import Table, uniform
 from w2v.transfer.cached_mapped import CachedMapped
 from w2v.vocab import Vocab
 
-BATCH, POOL, ON_GPU = 131_072, 65_536, 0.1  # centers and noise words of a step of all ranks; the share of rows with room on the GPU
 DRAWN = 1 << 26  # words at a time
 SENDS = ("weights", "gradients")  # in the order in which a step sends them
 
@@ -83,7 +85,7 @@ class Timed(Joined):
 class Shares(Steps):
     """The steps of this rank's share of the text, and of its rows; their time is that of all ranks."""
 
-    def __init__(self, config: Config, ranks: Ranks, rows: int, words: int):
+    def __init__(self, config: Config, ranks: Ranks, rows: int, words: int, batch: int, room: float):
         self.device, self._ranks, self._raw_words = torch.device("cuda"), ranks, words // ranks.size
         self._total, self._done, self._passes = 0, 0, 0.0
         model, self._optimizer = config.model, config.optimizer
@@ -94,7 +96,7 @@ class Shares(Steps):
         vocab = Vocab(Numbered(rows), counts_V.cpu().numpy(), words, rows)
         keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
         offsets_S = np.append(np.arange(0, self._raw_words - 1, SENTENCE), self._raw_words)
-        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, BATCH // ranks.size, ranks.rank, self.device, draw=cuda.draw)
+        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, batch // ranks.size, ranks.rank, self.device, draw=cuda.draw)
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
         tables = [Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned") for key in ("input", "output")]
@@ -105,7 +107,7 @@ class Shares(Steps):
         self.pinned = sum(-(-table.bytes // mmap.PAGESIZE) * mmap.PAGESIZE for table in tables)
         kept_V = counts_V * torch.from_numpy(keep_V).to(self.device)
         uses_TV = torch.stack([kept_V, kept_V + model.negative * kept_V.sum() * torch.from_numpy(noise_V).to(self.device)])
-        engine = CachedMapped(tables, int(ON_GPU * 2 * tables[0].rows), self.device, uses_TV[:, ranks.rank :: ranks.size].contiguous())
+        engine = CachedMapped(tables, int(room * 2 * tables[0].rows), self.device, uses_TV[:, ranks.rank :: ranks.size].contiguous())
         del share_V, counts_V, kept_V, uses_TV
         torch.cuda.empty_cache()
         kind, steps_per_page = FusedPipeline if ranks.size == 1 else ShardedPipeline, config.transfer.steps_per_page or 1
@@ -159,6 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda number: int(float(number)), default=10_000_000, help="of each of the two tables")
     parser.add_argument("--words", type=lambda number: int(float(number)), default=1_000_000_000)
+    parser.add_argument("--batch", type=int, default=131_072, metavar="CENTERS", help="of a step of all ranks")
+    parser.add_argument("--room", type=float, default=0.1, metavar="SHARE", help="of the rows, for which the GPUs together have memory")
     parser.add_argument("--warm-up", type=int, default=200, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
@@ -167,14 +171,14 @@ def main() -> None:
     ranks = Timed() if torchrun.started() else ALONE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
-    config = settings.load(CONFIGS, [f"model.negative_pool={POOL // ranks.size}", *args.set])
+    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2 // ranks.size}", *args.set])
     began = time.perf_counter()
-    steps = Shares(config, ranks, args.rows, args.words)
+    steps = Shares(config, ranks, args.rows, args.words, args.batch, args.room)
     ranks.gather(None)
     set_up = {"set-up": (time.perf_counter() - began, "s")}
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
-        case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{ON_GPU:.0%} batch {BATCH} pool {POOL}"
+        case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%} batch {args.batch} pool {args.batch // 2}"
         case = " ".join([case, *args.set])
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)

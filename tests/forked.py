@@ -61,11 +61,14 @@ for line in sys.stdin:
 
 
 class Programs:
-    """Runs train.py or evaluate.py, one at a time, each in a process of its own that works in `folder`."""
+    """Runs train.py or evaluate.py, one at a time, each in a process of its own that works in `folder` and sees GPUs for device="cuda"."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, device="cpu"):
         self.output = folder / "output.txt"
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         self._server = subprocess.Popen(
             [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
         )

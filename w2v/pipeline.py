@@ -22,7 +22,7 @@ from w2v.optim import RowOptimizer
 from w2v.ranks import ALONE, Ranks
 from w2v.skipgram import Slots
 from w2v.table import Table
-from w2v.transfer import Engine, timing
+from w2v.transfer import Engine, streams, timing
 
 # What can cease to be finite, as bits of a fault. Nothing of a step is written from the first fault on.
 FAULTS = (
@@ -140,9 +140,9 @@ class Pipeline:
             if page and self.engine.pages:
                 self.engine.prefetch(self._marks(page))
             return page
-        current = torch.cuda.current_stream()
+        current = streams.current()
         self._computed.append(current.record_event())
-        with torch.cuda.stream(self._planning):
+        with streams.on(self._planning):
             page = self._draw(batches)
             marks_TV = self._marks(page) if page and self.engine.pages else None
             # The page before the one that computes now is done: its memory may be used again, and the engine may send its rows away.

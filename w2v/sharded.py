@@ -20,7 +20,7 @@ from torch import Tensor
 from w2v.batch import Batch, Held
 from w2v.kernels import cuda, shard
 from w2v.pipeline import FAULTS, Both, FusedPipeline, StepResult, most_rows, with_room
-from w2v.transfer.slots import on
+from w2v.transfer import streams
 
 ROOM = 1 << 15  # rows by which the claims grow
 
@@ -98,7 +98,7 @@ class ShardedPipeline(FusedPipeline):
 
     def _ask(self, batches: Iterator[Batch]) -> None:
         """Draw a page's batches and find out who is asked for how many rows."""
-        with on(self._planning):
+        with streams.on(self._planning):
             drawn, size, lists = list(islice(batches, self._steps_per_page)), self._ranks.size, []
             if not drawn:
                 self._asked = None

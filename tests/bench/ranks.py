@@ -178,8 +178,8 @@ def main() -> None:
     set_up = {"set-up": (time.perf_counter() - began, "s")}
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
-        case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%} batch {args.batch} pool {args.batch // 2}"
-        case = " ".join([case, *args.set])
+        case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%}"
+        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2}", *args.set])
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
 

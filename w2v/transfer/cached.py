@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from w2v.table import Table
-from w2v.transfer import Link
-from w2v.transfer.slots import InSlots, on
+from w2v.transfer import Link, streams
+from w2v.transfer.slots import InSlots
 
 
 class Cached(InSlots):
@@ -57,7 +57,7 @@ class Cached(InSlots):
         sorted and needs few waits of the CPU for the GPU.
         """
         if self._planned:
-            torch.cuda.current_stream().wait_event(self._planned)
+            streams.current().wait_event(self._planned)
         self._wanted_TV.masked_fill_(marks_TV, self._plan)
         here_TV = self._slot_of_TV != self.slots
         missing_TV = marks_TV & ~here_TV
@@ -91,14 +91,14 @@ class Cached(InSlots):
     def _move(self, coming: Sequence[Tensor], taken: Sequence[Tensor], leaving: Sequence[Tensor], left: Sequence[Tensor]) -> None:
         """Start to write back each table's `leaving` rows from their slots `left` and to read `coming` ones into slots `taken`."""
         if self._reads:
-            self._planned = torch.cuda.current_stream().record_event()
+            self._planned = streams.current().record_event()
             self._writes.wait_event(self._planned)
-        with on(self._writes):
+        with streams.on(self._writes):
             for table, rows, slots in zip(self.tables, leaving, left, strict=False):
                 self.link.write(table, rows, self._records_SR, slots)
         if self._reads:
             self._reads.wait_stream(self._writes)
-        with on(self._reads):
+        with streams.on(self._reads):
             for table, rows, slots in zip(self.tables, coming, taken, strict=True):
                 self.link.read(table, rows, self._records_SR, slots)
         if self._reads:

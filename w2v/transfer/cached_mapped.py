@@ -14,6 +14,7 @@ from torch import Tensor
 
 from w2v.kernels import cuda
 from w2v.table import Table
+from w2v.transfer import streams
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.slots import InSlots
 
@@ -58,13 +59,13 @@ class CachedMapped(InSlots):
         if not self._settled and not (self._planned.query() and self._noticed[0] == 0):
             self._join()
             self._make_plan(None, in_use=self._plan)
-            self._move(torch.cuda.current_stream())
+            self._move(streams.current())
             self._planned = self._arrived
         self._settled = True
         self._refuse()
 
     def _make_plan(self, marks_TV: Tensor | None, in_use: int) -> None:
-        current = torch.cuda.current_stream()
+        current = streams.current()
         for event in (self._planned, self._moved[self._plan % 2]):
             current.wait_event(event)
         cuda.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)

@@ -11,7 +11,7 @@ from torch import Tensor
 from w2v.batch import Held, Page
 from w2v.config import ConfigError
 from w2v.table import Table
-from w2v.transfer import Engine, Link
+from w2v.transfer import Engine, Link, streams
 from w2v.transfer.timing import Waits
 
 
@@ -38,7 +38,7 @@ class InSlots(Engine):
         self._plan = 0
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # When the last plan is made, and when all moves are.
-        self._planned = self._arrived = torch.cuda.current_stream().record_event() if self._reads else None
+        self._planned = self._arrived = streams.current().record_event() if self._reads else None
         self._waits, self._waited_for = Waits(), 0  # the plan whose rows are there
 
     @property
@@ -46,10 +46,11 @@ class InSlots(Engine):
         return self._waits.seconds
 
     def hold(self, table: Table) -> Held:
-        with self._waits.counted() if self._reads and self._waited_for != self._plan else contextlib.nullcontext():
-            self._settle()
-            self._join()
-        self._waited_for = self._plan
+        if self._waited_for != self._plan:
+            with self._waits.counted() if self._reads else contextlib.nullcontext():
+                self._settle()
+                self._join()
+            self._waited_for = self._plan
         return self._held[self.tables.index(table)]
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
@@ -66,7 +67,7 @@ class InSlots(Engine):
             rows = torch.nonzero(slot_of_V != self.slots).flatten()
             self.link.write(table, rows, self._records_SR, slot_of_V[rows].long())
         if self._reads:
-            torch.cuda.current_stream().synchronize()
+            streams.current().synchronize()
 
     def _settle(self) -> None:
         """See to it that all rows of the last plan have slots, now that the steps before it are computed."""
@@ -75,14 +76,10 @@ class InSlots(Engine):
     def _join(self) -> None:
         """Have the current stream wait for all plans and moves."""
         if self._arrived:
-            torch.cuda.current_stream().wait_event(self._arrived)
+            streams.current().wait_event(self._arrived)
 
     def _no_room(self, needed: int) -> ConfigError:
         return ConfigError(
             f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but {needed:,} are needed at once; "
             "raise it, or lower train.batch_size, transfer.steps_per_page or model.negative_pool"
         )
-
-
-def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
-    return torch.cuda.stream(stream) if stream else contextlib.nullcontext()

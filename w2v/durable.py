@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
@@ -17,9 +18,17 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
         for part in parts:
             file.write(part)
             crc32 = zlib.crc32(part, crc32)
+            _let_go(file)
         file.flush()
         os.fsync(file.fileno())
+        _let_go(file)
     return crc32
+
+
+def _let_go(file: BinaryIO) -> None:
+    """Have the system begin to write what it keeps of a file to disk, and forget what is there: memory is for other things."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def replace(path: Path, text: str) -> None:

@@ -69,8 +69,8 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with lock as leads, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
         if leads:
             runfolder.begin(folder, config, plan.environment(planned))
-        held_out, raw_words, shadow = plan.held_out(planned), planned.corpus.raw_words, planned.budget.shadow
-        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, shadow, ranks)
+        held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies
+        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks)
         job.train()
         job.export()
 

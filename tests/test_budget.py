@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from w2v import budget
-from w2v.budget import Budget, DoesNotFit, Job, free_host_bytes
+from w2v import budget, shards
+from w2v.budget import COPIED_BYTES, Budget, DoesNotFit, Job, free_host_bytes
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table, host_memory
@@ -50,13 +50,29 @@ def test_purposes_and_places():
 def test_what_fits_is_said_with_its_bytes():
     fits = made()
     fits.check()
-    assert fits.shadow and "while training goes on" in fits.saving
-    assert not made({"host": 4 * GIB}).shadow and "while training waits: no room" in made({"host": 4 * GIB}).saving
-    small = made(words=80_000)
-    assert not small.shadow and "while training waits: small" in small.saving and made(words=80_000, on_gpu=True).shadow
     assert "disk      checkpoints 8.6 GiB + vectors 1007 MiB = 9.6 GiB of 1000.0 GiB free in runs" in str(fits)
     assert "host      program 400 MiB + tables 2.9 GiB" in str(fits)
     made({"host": 4 * GIB}).check()
+
+
+def test_what_memory_is_left_is_for_copies_of_the_tables():
+    """Program, tables and vectors take 3.7 GiB, and a sixteenth of what is free is left alone."""
+    tables = made().job.table_bytes
+    copies = {host: made({"host": host * GIB}).copies for host in (4, 5, 6, 7, 8)}
+    assert copies == {4: 0, 5: 0, 6: GIB, 7: 2 * GIB, 8: tables} and made().copies == tables
+    assert "while training goes on, from a copy of the tables" in made().saving
+    part = made({"host": 6 * GIB})
+    assert "while training waits for 1.9 GiB of 2.9 GiB; memory has room to copy the rest" in part.saving
+    assert "+ copies 1.0 GiB = 4.7 GiB of 6.0 GiB free" in str(part) and "copies" not in str(made({"host": 5 * GIB}))
+    assert "while training waits: no room" in made({"host": 4 * GIB}).saving
+    small = made(words=80_000)
+    assert not small.copies and "while training waits: small" in small.saving and made(words=80_000, on_gpu=True).copies
+    assert not made(checkpoints=False).copies and "when training is over" in made(checkpoints=False).saving
+
+
+def test_tables_in_files_keep_the_memory_that_their_cache_would_use():
+    assert made({"host": 7 * GIB}, in_files=True).copies == made({"host": 7 * GIB}).copies
+    assert COPIED_BYTES == shards.SHARD_BYTES, "files are copied whole"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table
 
+NONE, PART, ALL = ROOMS = [0, 700, 1 << 30]  # bytes; a table of two_tables() has 1,152
+
 
 def random_table(name="NAdam", rows=9, dim=5, step="table", table="input", dtype=torch.float32):
     optimizer = RowOptimizer(OptimizerConfig(name=name, step=step))
@@ -35,13 +37,13 @@ def same(saved, loaded):
     return all(torch.equal(a.records_VR, b.records_VR) and a.scalars == b.scalars for a, b in zip(saved, loaded, strict=True))
 
 
-@pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("what", [{}, {"step": "row"}, {"dtype": torch.bfloat16}], ids=str)
-def test_round_trip_in_shards(tmp_path, monkeypatch, shadow, what):
+def test_round_trip_in_shards(tmp_path, monkeypatch, room, what):
     monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
     saved, loaded = two_tables(**what), two_tables(**what)
-    keeper = Checkpoints(tmp_path, saved, shadow)
+    keeper = Checkpoints(tmp_path, saved, room)
     keeper.save({"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]})
     keeper.wait()
     found = latest(tmp_path)
@@ -53,21 +55,25 @@ def test_round_trip_in_shards(tmp_path, monkeypatch, shadow, what):
 
 
 def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
-    keeper = Checkpoints(tmp_path, two_tables(), shadow=False)
+    keeper = Checkpoints(tmp_path, two_tables(), NONE)
     for step in (5, 10, 10, 99_999_999, 100_000_000):
         keeper.save({"step": step})
+    keeper.wait()
     assert sorted(os.listdir(tmp_path)) == ["step-100000000", "step-99999999"]
     assert latest(tmp_path).state["step"] == 100_000_000
 
 
-def test_the_shadow_is_written_while_training_goes_on(tmp_path, monkeypatch):
-    tables, go = two_tables(), threading.Event()
+@pytest.mark.parametrize("room, at_once", [(NONE, 6), (PART, 5), (1000, 4), (ALL, 0)])
+def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_path, monkeypatch, room, at_once):
+    """What has no room is on disk when `save` returns; then all rows change before the copies of the others are written."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 500)  # three files for each table
+    tables, go, finish = two_tables(), threading.Event(), Checkpoints._finish
     before = [table.records_VR.clone() for table in tables]
-    write_shard = shards._write_shard
-    monkeypatch.setattr(shards, "_write_shard", lambda *args: go.wait(10) and write_shard(*args))
-    keeper = Checkpoints(tmp_path, tables, shadow=True)
+    monkeypatch.setattr(Checkpoints, "_finish", lambda *args: go.wait(10) and finish(*args))
+    keeper = Checkpoints(tmp_path, tables, room)
     keeper.save({"step": 1})
     assert keeper.busy and latest(tmp_path) is None
+    assert len(os.listdir(tmp_path / "step-00000001.partial")) == at_once
     for table in tables:
         table.records_VR.zero_()
         table.scalars["step"] += 1
@@ -79,24 +85,35 @@ def test_the_shadow_is_written_while_training_goes_on(tmp_path, monkeypatch):
     assert tables[0].scalars["step"] == pytest.approx(0.1)
 
 
-def test_what_fails_in_the_background_is_raised_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    keeper = Checkpoints(tmp_path, two_tables(), shadow=True)
+@pytest.mark.parametrize(
+    "room, broken, behind", [(NONE, "input", False), (PART, "output", False), (PART, "input-00000", True), (ALL, "output", True)]
+)
+def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(tmp_path, monkeypatch, room, broken, behind):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    write_shard, keeper = shards._write_shard, Checkpoints(tmp_path, two_tables(), room)
     keeper.save({"step": 1})
     keeper.wait()
+
+    def full(path, records_nR):
+        if path.name.startswith(broken):
+            raise OSError(28, "No space left on device")
+        return write_shard(path, records_nR)
+
     monkeypatch.setattr(shards, "_write_shard", full)
-    keeper.save({"step": 2})
+    if behind:
+        keeper.save({"step": 2})
     with pytest.raises(OSError, match=r"No space left on device, so that a checkpoint of [\d,]+ bytes cannot be written; --resume"):
-        keeper.wait()
+        keeper.wait() if behind else keeper.save({"step": 2})
     assert os.listdir(tmp_path) == ["step-00000001"]
     assert latest(tmp_path).state["step"] == 1
+    monkeypatch.undo()
+    keeper.save({"step": 3}, wait=True)
+    assert latest(tmp_path).state["step"] == 3
 
 
 @pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}, {"dtype": torch.float16}], ids=str)
 def test_tables_of_another_model_are_refused_before_any_is_loaded(tmp_path, other):
-    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
     tables = two_tables(**other)
     before = tables[0].records_VR.clone()
     with pytest.raises(CheckpointError, match=r"step-00000001 holds the table .* but this run's is .*resume with the settings of the run"):
@@ -107,7 +124,7 @@ def test_tables_of_another_model_are_refused_before_any_is_loaded(tmp_path, othe
 def test_every_flipped_bit_is_found(tmp_path):
     """500 bits, over all files and the beginning, middle and end of each."""
     saved = two_tables()
-    Checkpoints(tmp_path, saved, shadow=False).save({"step": 1, "text": "some words"})
+    Checkpoints(tmp_path, saved, NONE).save({"step": 1, "text": "some words"}, wait=True)
     rng, loaded, path = random.Random(0), two_tables(), tmp_path / "step-00000001"
     files = sorted(path.iterdir())
     for number in range(500):
@@ -127,9 +144,9 @@ def test_every_flipped_bit_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["manifest.json", "input-00000-of-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer", "a folder"])
 def test_damaged_files_are_named_with_what_to_do(tmp_path, name, damage):
-    keeper = Checkpoints(tmp_path, two_tables(), shadow=False)
+    keeper = Checkpoints(tmp_path, two_tables(), NONE)
     keeper.save({"step": 1})
-    keeper.save({"step": 2})
+    keeper.save({"step": 2}, wait=True)
     file = tmp_path / "step-00000002" / name
     data = file.read_bytes()
     file.unlink()
@@ -144,14 +161,14 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path, name, damage):
 
 def test_another_format_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 1)
-    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="manifest.json is of format 1, and this version reads 2; go on with the version"):
         latest(tmp_path)
 
 
 def test_nothing_is_unpickled(tmp_path):
-    Checkpoints(tmp_path, two_tables(), shadow=False).save({"step": 1})
+    Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
     assert {path.suffix for path in (tmp_path / "step-00000001").iterdir()} == {".json", ".safetensors"}
     assert not {"pickle", "torch.load", "eval("} & set(Path(checkpoint.__file__).read_text().split())
     json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())

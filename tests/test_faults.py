@@ -15,7 +15,8 @@ import pytest
 
 import evaluate
 import train
-from w2v import export, plan
+from w2v import export, plan, shards
+from w2v.budget import Budget
 from w2v.checkpoint import latest
 
 ROOT = Path(__file__).parent.parent
@@ -286,8 +287,11 @@ def test_a_disk_that_is_full_when_ids_are_written(tmp_path, capsys):
         assert not list(small.rglob("vocab.tsv")) and not list(small.rglob("ids.bin")) and not (tmp_path / "runs").exists()
 
 
-def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("copies", [0, 3 << 20, 1 << 30], ids=["waited for", "a part behind", "all behind"])
+def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, monkeypatch, copies):
     monkeypatch.setattr(plan.budget, "free_disk_bytes", lambda folder: 1 << 50)
+    monkeypatch.setattr(Budget, "copies", copies)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1 << 20)
     given_ = arguments_for(tmp_path, BIG)
     with mounted(tmp_path / "small", 12 << 20) as small:  # a checkpoint is 5 MB, and three find no room
         status, error = said(capsys, train, *given_, f"run.dir={small}", "train.epochs=4", "train.batch_size=4096")

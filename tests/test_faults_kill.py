@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -13,9 +14,11 @@ import time
 
 import pytest
 
+from tests.joined import PROCESSES
 from tests.saving import check_checkpoints, run_folder, saving_run
-from w2v import checkpoint, settings
-from w2v.checkpoint import Checkpoint
+from w2v import checkpoint, settings, shards
+from w2v.checkpoint import Checkpoint, Checkpoints
+from w2v.table import Table
 
 KILLS = int(os.environ.get("W2V_KILLS", "3"))
 
@@ -60,6 +63,39 @@ def test_kill_at_random_moments(programs, arguments, tmp_path):
         elif not list(folder.glob("20*/config.yaml")):
             runs += 1  # killed before there was a run
     print(f"{kills} kills, {finished} runs finished")
+
+
+def two_tables():
+    return [Table(name, 256, 32, {}, {}, "cpu") for name in ("input", "output")]
+
+
+def saves_at_each_step(folder):
+    """Each table has four files, of which three of all eight are copied; all numbers are that of the step."""
+    shards.SHARD_BYTES, tables = 8 << 10, two_tables()
+    keeper = Checkpoints(folder, tables, 3 * shards.SHARD_BYTES)
+    for step in itertools.count(1):
+        for table in tables:
+            table.records_VR.fill_(step)
+        keeper.save({"step": step})
+
+
+def test_kill_while_a_part_is_written_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 8 << 10)
+    rng, steps, halves = random.Random(KILLS), [], 0
+    for folder in [tmp_path / str(number) for number in range(2 * KILLS)]:
+        process = PROCESSES.Process(target=saves_at_each_step, args=(folder,))
+        process.start()
+        while not checkpoint.latest(folder):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        process.join()
+        halves += bool(list(folder.glob("*.partial")))
+        saved, tables = checkpoint.latest(folder), two_tables()
+        saved.load(tables)
+        assert all((table.records_VR == saved.state["step"]).all() for table in tables)
+        steps.append(saved.state["step"])
+    print(f"{len(steps)} kills after steps {steps}, {halves} of them while a checkpoint was written")
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -98,6 +98,13 @@ def test_shares_add_up():
     assert one.shard_bytes == one.table_bytes and one.needs()["disk"]["vectors"] == 1_000_003 * (2 * 4 * 128 + 32)
 
 
+def test_memory_that_a_rank_has_left_is_for_copies_of_its_shard():
+    roomy, tight = (forecast(rows=1_000_003, ranks=2, machine=f"gpus=2,host={host}GiB") for host in (100, 8))
+    assert roomy.budget.copies == roomy.share.shard_bytes and "while training goes on, from a copy" in str(roomy)
+    assert tight.budget.copies == 1 << 30
+    assert "+ copies 1.0 GiB =" in str(tight) and "while training waits for 441 MiB of 1.4 GiB" in str(tight)
+
+
 def test_traffic_between_ranks():
     alone, two, hosts = (forecast(ranks=ranks, machine="gpus=2,peers=100,network=10") for ranks in (1, 2, 4))
     assert sum(alone.sent.values()) == 0 == alone.limits["network"]
@@ -157,7 +164,7 @@ def test_the_program_says_all_of_it(capsys):
     status, out, err = run(capsys, "--dry-run", "--world-size=8", "--rows=1e8:3e9", "--machine=link=50,gpus=8,host=2TiB")
     assert status == 0 and not err
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert list(lines) == "machines assumed corpus tables engine host gpu disk step link network limits speed".split()
+    assert list(lines) == "machines assumed corpus tables engine host gpu disk saving step link network limits speed".split()
     assert lines["machines"] == "ranks=8 on hosts=1, gpus=8 a host, host=2048.0 GiB, link=50 GB/s each way"
     assert "peers=280 GB/s, network=25 GB/s" in lines["assumed"] and "link" not in lines["assumed"]
     assert "3,000,000,000 words, 100,000,000 different" in lines["corpus"] and "M words/s, limited by " in lines["speed"]

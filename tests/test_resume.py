@@ -1,6 +1,7 @@
 """A run that is stopped and goes on ends as one that was not stopped: bit for bit, for every optimizer, engine and storage."""
 
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.test_cached import HostLink
 from w2v import checkpoint, optim, runfolder, settings
+from w2v import trainer as trainer_module
 from w2v.batch import Position
 from w2v.checkpoint import CheckpointError, latest
 from w2v.config import ConfigError
@@ -162,12 +164,56 @@ def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path):
     more = ["optimizer.name=Adam"]
     whole = trained(tmp_path / "whole", *more, "run.checkpoint_minutes=0")
     assert latest(tmp_path / "whole" / "checkpoints") is None
-    often = trained(tmp_path / "often", *more, "run.checkpoint_minutes=1e-9", place="tight")
+    often = make(tmp_path / "often", *more, "run.checkpoint_minutes=1e-9", place="tight")
+    save = often.checkpoints.save
+    often.checkpoints.save = lambda state, wait: save(state, wait=True)  # as none falls due while the one before is written
+    often.train()
     assert_same(often, whole)
     assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18]
     by_epoch = trained(tmp_path / "epochs", *more)
     assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [3, 0, 0]
     assert_same(by_epoch, whole)
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    "held, at, said",
+    [
+        (0.1, [11, 22, 33, 44, 50, 61, 72, 83, 94], []),
+        (50, [11, 22, 33, 44, 50, 61, 72, 83, 94], ["this checkpoint held training up for 50.0 s", "for 450.0 s in all"]),
+        (155, [11, 37, 50, 76], ["for 155.0 s; the next by time comes 25.8 minutes later", "for 620.0 s in all"]),
+    ],
+)
+def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(tmp_path, monkeypatch, caplog, held, at, said):
+    """A step takes a minute, a checkpoint is due after 10.5, and an epoch has 50 steps."""
+    clock, saved = Clock(), []
+    monkeypatch.setattr(trainer_module, "time", clock)
+    trainer = make(tmp_path, "run.checkpoint_minutes=10.5", "train.epochs=2")
+    step = trainer.pipeline.step
+
+    def slow_step(planned, lr):
+        clock.now += 60
+        return step(planned, lr)
+
+    def slow_save(state, wait):
+        clock.now += held
+        saved.append(state["step"])
+
+    trainer.pipeline.step, trainer.checkpoints.save = slow_step, slow_save
+    with caplog.at_level(logging.INFO, "w2v"):
+        trainer.train()
+    assert saved == at
+    messages = [message for message in caplog.messages if "held training up" in message]
+    assert len(messages) == len(said) and all(message.endswith(words) for message, words in zip(messages, said, strict=True)), messages
 
 
 def test_the_curve_goes_on_without_a_gap_or_a_second_line(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from w2v.ranks import ALONE, RanksDiffer
 from w2v.table import Table
 
 ROWS, DIM = 23, 5
+ALL = 1 << 30  # bytes, room for all that there is to copy
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -35,8 +37,8 @@ def dealt(ranks, filled=True, name="NAdam", rows=ROWS, dim=DIM, step="table", dt
     return made
 
 
-def written(ranks, folder, at=7, shadow=False, **what):
-    keeper = Checkpoints(folder, dealt(ranks, **what), shadow, ranks)
+def written(ranks, folder, at=7, room=0, **what):
+    keeper = Checkpoints(folder, dealt(ranks, **what), room, ranks)
     keeper.save({"step": at, "positions": ranks.gather([ranks.rank])})
     keeper.wait()
 
@@ -92,12 +94,37 @@ def test_the_files_say_whose_they_are_and_one_rank_writes_what_it_always_did(tmp
     assert "ranks" not in alone and not list((tmp_path / "step-00000008").glob("*rank*"))
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_scalars_are_each_ranks_own(tmp_path, shadow):
+@pytest.mark.parametrize(
+    "rooms, at_once", [((0, 0), [6, 6]), ((0, ALL), [6, 0]), ((600, 1200), [5, 4]), ((ALL, ALL), [0, 0])], ids=str
+)
+def test_each_rank_copies_what_it_has_room_for_and_no_change_is_saved(tmp_path, small_files, monkeypatch, rooms, at_once):
+    """Ranks change all rows as soon as `save` has returned, and copies are written after that."""
+    go, finish = threading.Event(), Checkpoints._finish
+    monkeypatch.setattr(Checkpoints, "_finish", lambda *args: go.wait(10) and finish(*args))
+
+    def train(ranks):
+        tables = dealt(ranks)
+        keeper = Checkpoints(tmp_path, tables, rooms[ranks.rank], ranks)
+        keeper.save({"step": 7, "positions": [ranks.rank]})
+        for table in tables:
+            table.records_VR.zero_()
+        written = len(list((tmp_path / "step-00000007.partial").glob(f"*rank-{ranks.rank}-*")))
+        ranks.gather(None)
+        go.set()
+        keeper.wait()
+        return written
+
+    assert checked(together(2, train)) == at_once
+    for now in (1, 2):
+        assert checked(together(now, loaded, tmp_path))[0]["positions"] == [0]
+
+
+@pytest.mark.parametrize("room", [0, ALL])
+def test_scalars_are_each_ranks_own(tmp_path, room):
     def written_apart(ranks):
         tables = dealt(ranks)
         tables[0].scalars["step"].fill_(ranks.rank)
-        keeper = Checkpoints(tmp_path, tables, shadow, ranks)
+        keeper = Checkpoints(tmp_path, tables, room, ranks)
         keeper.save({"step": 1})
         keeper.wait()
 
@@ -164,9 +191,9 @@ def test_all_ranks_take_the_newest_that_all_have(tmp_path):
         assert isinstance(error, RanksDiffer) and "the checksum of" in str(error)
 
 
-@pytest.mark.parametrize("shadow", [False, True])
+@pytest.mark.parametrize("room", [0, 1000, ALL])
 @pytest.mark.parametrize("broken", ["a file of rank 1", "the manifest"])
-def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, monkeypatch, broken, shadow):
+def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, monkeypatch, broken, room):
     write = shards.durable.write
 
     def full(path, parts):
@@ -176,7 +203,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, 
         return write(path, parts)
 
     monkeypatch.setattr(shards.durable, "write", full)
-    keepers = checked(together(3, lambda ranks: Checkpoints(tmp_path, dealt(ranks), shadow, ranks)))
+    keepers = checked(together(3, lambda ranks: Checkpoints(tmp_path, dealt(ranks), room, ranks)))
 
     def save(ranks, step):
         keeper = keepers[ranks.rank]
@@ -233,10 +260,10 @@ def body(ranks, folder):
         if ranks.rank == ranks.size - 1:
             (folder / "none").read_text()
     assert caught.value.of == ranks.size - 1 and caught.value.filename == str(folder / "none")
-    for step, shadow in enumerate([False, True]):
-        (folder / f"{shadow}").mkdir(exist_ok=True)
-        written(ranks, folder / f"{shadow}", step, shadow)
-        loaded(ranks, folder / f"{shadow}")
+    for step, room in enumerate([0, ALL if ranks.rank else 0, ALL]):
+        (folder / f"step{step}").mkdir(exist_ok=True)
+        written(ranks, folder / f"step{step}", step, room)
+        loaded(ranks, folder / f"step{step}")
     return ranks.gather(ranks.rank)
 
 
@@ -245,4 +272,4 @@ def test_processes(tmp_path, size):
     pool = Pool(size)
     assert pool.run(body, tmp_path) == [list(range(size))] * size
     pool.close()
-    loaded(ALONE, tmp_path / "True")
+    loaded(ALONE, tmp_path / "step2")

@@ -21,6 +21,8 @@ PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: gensim and what
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
 SHADOWED_BYTES = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
+COPIED_BYTES = 1 << 30  # a file of a checkpoint, which is copied whole or not at all
+SPARE = 1 / 16  # of the free CPU memory, which copies leave to the cache of files and to what nobody has counted
 UNLIMITED = 1 << 60  # what limits say that are none
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 
@@ -48,6 +50,11 @@ class Job:
     @property
     def table_bytes(self) -> int:
         return 2 * self.words * record_width(self.vector_size, self.states(self.vector_size), self.element_size) * self.element_size
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the rows that this process holds."""
+        return self.table_bytes
 
     def needs(self) -> dict[str, dict[str, int]]:
         """Bytes by place and purpose."""
@@ -81,19 +88,30 @@ class Budget:
         return [place for place, needs in job.needs().items() if sum(needs.values()) > self.free.get(place, math.inf)]
 
     @property
-    def shadow(self) -> bool:
-        """Whether checkpoints are written while training goes on, from a second copy of the tables: where it pays and has room."""
-        return self._worth_it and sum(self.job.needs()["host"].values()) + self.job.table_bytes <= self.free["host"]
+    def copies(self) -> int:
+        """Bytes of CPU memory from which checkpoints are written while training goes on, for as much of the tables as has room."""
+        job = self.job
+        if not (job.checkpoints and self._worth_copying):
+            return 0
+        cached = job.shard_bytes if job.in_files else 0  # they are quick where the cache of files has room for them
+        room = self.free["host"] * (1 - SPARE) - sum(job.needs()["host"].values()) - cached
+        return job.shard_bytes if room >= job.shard_bytes else max(0, int(room) // COPIED_BYTES * COPIED_BYTES)
 
     @property
-    def _worth_it(self) -> bool:
-        return self.job.on_gpu or self.job.table_bytes >= SHADOWED_BYTES
+    def _worth_copying(self) -> bool:
+        return self.job.on_gpu or self.job.shard_bytes >= SHADOWED_BYTES
 
     @property
     def saving(self) -> str:
-        if self.shadow:
+        tables, copies = self.job.shard_bytes, self.copies
+        if not self.job.checkpoints:
+            return "one checkpoint, when training is over"
+        if copies == tables:
             return "checkpoints are written while training goes on, from a copy of the tables"
-        why = "no room to copy the tables" if self._worth_it else "small tables are written faster than copied and kept"
+        if copies:
+            waits = f"checkpoints are written while training waits for {size(tables - copies)} of {size(tables)}"
+            return f"{waits}; memory has room to copy the rest, which is written while it goes on"
+        why = "no room to copy the tables" if self._worth_copying else "small tables are written faster than copied and kept"
         return f"checkpoints are written while training waits: {why}"
 
     def check(self) -> None:
@@ -132,8 +150,9 @@ class Budget:
         return found
 
     def __str__(self) -> str:
-        lines = []
-        for place, needs in self.job.needs().items():
+        lines, needed = [], self.job.needs()
+        needed["host"] |= {"copies": self.copies} if self.copies else {}
+        for place, needs in needed.items():
             if needs:
                 parts = " + ".join(f"{purpose} {size(count)}" for purpose, count in needs.items())
                 free = self.free.get(place, math.inf)

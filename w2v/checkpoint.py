@@ -11,11 +11,12 @@ folder each, with the files of their ranks and the same manifest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,20 @@ class CheckpointError(ValueError):
 class Checkpoints:
     """Writes the checkpoints of one run into `folder`, one at a time; all ranks make the same calls.
 
-    With a `shadow`, memory for a second copy of the tables, `save` returns once that copy is made, and a thread writes it out; without
-    one, when all is on disk. What failed in the thread, or in that of another rank, is raised by the next call.
+    room: bytes of CPU memory for copies of records. `save` copies as many files' records as find room there, has the others written
+    meanwhile, and returns when the tables may change again; a thread then writes the copies. As training changes every row within
+    seconds, what is not copied has to be on disk before it goes on. What failed in the thread, or in that of another rank, is raised by
+    the next call.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table], shadow: bool, ranks: Ranks = ALONE):
+    def __init__(self, folder: Path, tables: Sequence[Table], room: int, ranks: Ranks = ALONE):
         self.folder, self._tables, self._ranks = folder, tables, ranks
         folder.mkdir(exist_ok=True)
         self._leads = ranks.leads(folder)
+        fitting = _fitting(self._files(), room)
+        self._copied = list(fitting)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._copies = self._writer.submit(lambda: [_memory_like(table.records_VR) for table in tables]) if shadow else None
+        self._memory = self._writer.submit(lambda: {name: _memory_like(records_nR) for name, records_nR in fitting.items()})
         self._writing: Future | None = None
 
     @property
@@ -64,13 +69,17 @@ class Checkpoints:
         manifest = {"format": FORMAT, **state, "tables": _describe(self._tables, self._ranks)}
         if self._ranks.size > 1:
             manifest["ranks"] = self._ranks.size
-        if self._copies and not wait:
-            for copy, table in zip(self._copies.result(), self._tables, strict=True):
-                copy.copy_(table.records_VR)
-            self._ranks.gather(None)  # which waits longer for a rank that is slow to copy than a step would
-            self._writing = self._writer.submit(self._write, path, manifest, self._copies.result())
+        at_once = self._files()
+        behind = {} if wait else {name: at_once.pop(name) for name in self._copied}
+        with self._undone(path, manifest), self._ranks.together():
+            copying = self._writer.submit(self._copy, behind) if behind else None
+            _aside(path).mkdir(exist_ok=True)
+            entries = shards.write(_aside(path), at_once)
+            copies = copying.result() if copying else {}
+        if wait:
+            self._finish(path, manifest, entries, copies)
         else:
-            self._write(path, manifest, [table.records_VR for table in self._tables])
+            self._writing = self._writer.submit(self._finish, path, manifest, entries, copies)
 
     def raise_failure(self) -> None:
         """Raise what has made the last one fail; as ranks look at times of their own, each has to say it."""
@@ -88,16 +97,20 @@ class Checkpoints:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write(self, path: Path, manifest: dict[str, Any], records: Sequence[Tensor]) -> None:
-        """Write one checkpoint aside, give it its name when the files of all ranks are whole, and remove those that are too old."""
-        aside, ranks = Path(f"{path}.partial"), self._ranks
-        tables = dict(zip(manifest["tables"], records, strict=True))
-        try:
+    def _files(self) -> dict[str, Tensor]:
+        return shards.files({table.name: table.records_VR for table in self._tables}, self._ranks)
+
+    def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._memory.result()[name].copy_(records_nR) for name, records_nR in files.items()}
+
+    def _finish(self, path: Path, manifest: dict[str, Any], entries: shards.Entries, copies: Mapping[str, Tensor]) -> None:
+        """Write the copies too, give the checkpoint its name when the files of all ranks are whole, and remove those that are too old."""
+        aside, ranks = _aside(path), self._ranks
+        with self._undone(path, manifest):
             with ranks.together(behind=True):
-                aside.mkdir(exist_ok=True)
-                files = shards.write(aside, tables, ranks)
+                entries = {**entries, **shards.write(aside, copies)}
                 durable.sync_folder(aside)
-            given = ranks.gather((files, manifest), behind=True)
+            given = ranks.gather((entries, manifest), behind=True)
             sealed = _sealed(given[0][1] | {"files": {name: entry for files, _ in given for name, entry in files.items()}})
             with ranks.together(behind=True):
                 if self._leads:
@@ -106,15 +119,21 @@ class Checkpoints:
                     _remove(path)  # what other hosts do not have: they had failed when it was written
                     os.replace(aside, path)
                     durable.sync_folder(path.parent)
+        for old in _saved(path.parent)[:-KEPT] if self._leads else []:
+            _remove(old)
+
+    @contextlib.contextmanager
+    def _undone(self, path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
+        """Where the disk fails in the block, nothing of the checkpoint is left, and the error says what it would have taken."""
+        try:
+            yield
         except OSError as error:
             if self._leads:
-                shutil.rmtree(aside, ignore_errors=True)
-            needed = sum(manifest["tables"][name]["rows"] * table_VR[:1].nbytes for name, table_VR in tables.items())
+                shutil.rmtree(_aside(path), ignore_errors=True)
+            needed = sum(manifest["tables"][table.name]["rows"] * table.records_VR[:1].nbytes for table in self._tables)
             said = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
             error.strerror, error.filename = said, str(path.parent)
             raise
-        for old in _saved(path.parent)[:-KEPT] if self._leads else []:
-            _remove(old)
 
 
 class Checkpoint:
@@ -233,6 +252,19 @@ def _fields(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_each_rank(scalars: Any) -> list[dict[str, Any]]:
     return scalars if isinstance(scalars, list) else [scalars]
+
+
+def _aside(path: Path) -> Path:
+    return Path(f"{path}.partial")
+
+
+def _fitting(files: Mapping[str, Tensor], room: int) -> dict[str, Tensor]:
+    """Those of the files, in their order, that find room together in so many bytes."""
+    fitting = {}
+    for name, records_nR in files.items():
+        if records_nR.nbytes <= room:
+            fitting[name], room = records_nR, room - records_nR.nbytes
+    return fitting
 
 
 def _memory_like(records_VR: Tensor) -> Tensor:

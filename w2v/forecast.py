@@ -183,6 +183,7 @@ class Forecast:
             f"tables    2 x {rows:,} x {model.vector_size}, {self.config.optimizer.name}: {record}: {budget.size(job.table_bytes)}",
             f"engine    {job.engine}: room for {self.slots:,} of a rank's {2 * job.rows:,} rows on its GPU",
             str(self.budget),
+            f"saving    {self.budget.saving}",
             f"step      {self.words:,.0f} words, {self.centers:,} centers a rank, which touch {moving.touched:,.0f} rows; "
             f"those of all touch {moving.stepped:,.0f} of its own",
             f"link      {moving.read:,.0f} rows to the GPU and as many back: {budget.size(moving.read * self.record_bytes)} each way",

@@ -47,14 +47,20 @@ class Part(NamedTuple):
     last: int
 
 
-def write(folder: Path, tables: Mapping[str, Tensor], ranks: Ranks) -> Entries:
-    """Write this rank's records of each table [V, R] into the folder; they are on disk, and their names after `durable.sync_folder`."""
-    shards = []
+def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """What each file is to hold of this rank's records of each table [V, R]: a view [n, R] of some rows."""
+    held = {}
     for name, records_VR in tables.items():
-        parts = _parts(name, len(records_VR), _row_bytes(records_VR), ranks.rank, ranks.size)
-        shards += [(folder / part.file, records_VR[part.first : part.last]) for part in parts]
+        for part in _parts(name, len(records_VR), _row_bytes(records_VR), ranks.rank, ranks.size):
+            held[part.file] = records_VR[part.first : part.last]
+    return held
+
+
+def write(folder: Path, files: Mapping[str, Tensor]) -> Entries:
+    """Write the records [n, R] of each file into the folder; they are on disk, and their names after `durable.sync_folder`."""
     with ThreadPoolExecutor(WRITERS) as pool:
-        return dict(pool.map(lambda shard: (shard[0].name, _write_shard(*shard)), shards))
+        entries = pool.map(lambda name: _write_shard(folder / name, files[name]), files)
+        return dict(zip(files, entries, strict=True))
 
 
 def read(folder: Path, entries: Entries, tables: Mapping[str, tuple[int, Tensor]], saved: int, ranks: Ranks) -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("w2v")
 AGREED_AHEAD = 8  # batches for which ranks agree before the first of them is used
+HELD_SECONDS = 1.0  # that a checkpoint may hold training up without a word
+HELD_SHARE = 0.1  # of the time, at most, for checkpoints by time that hold it up for longer
 TRIAL_WARMUP, TRIAL_SECONDS = 3, 3.0  # steps and seconds of a dry run
 
 
@@ -42,13 +44,13 @@ class Trainer:
     """Trains the pipeline on the sampler's batches and leaves the results in a run folder; goes on from its last checkpoint, if any.
 
     raw_words: words of one pass over the text, those outside the vocabulary included; held_out: what the sampler leaves out, if anything;
-    shadow: see `Checkpoints`. Where several `ranks` train together, all of them do the same, and the first alone logs, scores and exports.
+    room: bytes of CPU memory for the copies of `Checkpoints`. Where several `ranks` train together, all of them do the same, and the
+    first alone logs, scores and exports.
     """
 
     def __init__(
         self, config: Config, vocab: Vocab, raw_words: int, sampler: Sampler, pipeline: Pipeline, folder: Path,
-        held_out: HeldOut | None = None, signals: Signals | None = None, shadow: bool = False,
-        ranks: Ranks = ALONE,
+        held_out: HeldOut | None = None, signals: Signals | None = None, room: int = 0, ranks: Ranks = ALONE,
     ):  # fmt: skip
         self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
         self.held_out, self._signals, self._ranks = held_out, signals or Signals(), ranks
@@ -60,7 +62,7 @@ class Trainer:
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         ranks.same(self._text)
-        self.checkpoints = Checkpoints(folder / "checkpoints", tables, shadow and run.checkpoint_minutes > 0, ranks)
+        self.checkpoints = Checkpoints(folder / "checkpoints", tables, room, ranks)
         curve = self._go_on(tables)
         opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
@@ -68,6 +70,7 @@ class Trainer:
         self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved, self._waited, self._link_rate)
         self._first_step, self._before = self.metrics.step, self.metrics.seconds
         self._saved_at = time.monotonic()
+        self._held, self._held_in_all, self._held_said = 0.0, 0.0, HELD_SECONDS / 2  # seconds without training, for checkpoints
 
     def train(self) -> None:
         """Train to the end, or until a signal: then what was trained is saved, and `SystemExit` raised."""
@@ -100,6 +103,8 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
+        if self._held_in_all > HELD_SECONDS:
+            log.info(f"checkpoints held training up for {self._held_in_all:.1f} s in all")
         if self._ranks.size > 1:
             for rank, carried in enumerate(self._ranks.gather(self._carried())):
                 log.info(f"rank {rank}    {carried}")
@@ -139,7 +144,7 @@ class Trainer:
     def _wishes(self) -> tuple[int, int]:
         """The status to stop with, 0 to go on; and the number of the checkpoint that is due, if one is, counted from 1 in this run."""
         minutes = self.config.run.checkpoint_minutes
-        due = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        due = minutes > 0 and time.monotonic() - self._saved_at >= max(60 * minutes, self._held / HELD_SHARE)
         return self._signals.status, self._saves + 1 if due else 0
 
     def _moved(self) -> list[int]:
@@ -264,9 +269,20 @@ class Trainer:
         """Write a checkpoint, unless the last one is still being written and need not be waited for."""
         if not wait and any(self._ranks.gather(self.checkpoints.busy)):
             return
+        began = time.monotonic()
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait)
         self._saved_at, self._saves = time.monotonic(), self._saves + 1
+        if not wait:
+            self._note_held(self._saved_at - began)
+
+    def _note_held(self, seconds: float) -> None:
+        """Count the time that a checkpoint took from training, and say it where it is long, and again when it has doubled."""
+        self._held, self._held_in_all = seconds if seconds > HELD_SECONDS else 0.0, self._held_in_all + seconds
+        if self._held > 2 * self._held_said:
+            self._held_said, apart = self._held, self._held / HELD_SHARE / 60
+            later = f"; the next by time comes {apart:.1f} minutes later" if apart > self.config.run.checkpoint_minutes else ""
+            log.info(f"saving    this checkpoint held training up for {seconds:.1f} s{later}")
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)

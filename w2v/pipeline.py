@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -174,10 +175,14 @@ class FusedPipeline(Pipeline):
 
     _work: Both | None = None
 
+    @cached_property
+    def _sums(self) -> Iterator[cuda.Sums]:
+        return cuda.Sums.of_steps(self._device)
+
     def step(self, planned: Planned, lr: float) -> StepResult:
         batch, held = planned.batch, self._hold()
         claims = self._work = with_room(self._work, most_rows(batch), self.inputs.rows, self.inputs.dim, self._device)
-        sums = cuda.Sums.zero(self._device)
+        sums = next(self._sums)
         cuda.claim(batch, *claims, sums.claimed)
         cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], sums, counted=self.optimizer.occurrence_cap > 0)
         self._step_rows(held, claims, sums.claimed, sums.loss, lr)

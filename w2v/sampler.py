@@ -65,10 +65,10 @@ class Sampler:
             if number < first_chunk:
                 continue
             words_n, sentences_n = self._subsample(chunk, epoch, number)
-            cuts = _even_cuts(len(words_n), self._batch_size)
+            cuts, raw_words = _even_cuts(len(words_n), self._batch_size), self._words(*chunk)
             for batch in range(first_batch, len(cuts) - 1):
                 windows_B, negatives_BK = self._windows_and_noise(cuts[batch + 1] - cuts[batch], epoch, number, batch + 1)
-                left = ahead + self._words(*chunk) * (1 - (batch + 1) / (len(cuts) - 1))
+                left = ahead + raw_words * (1 - (batch + 1) / (len(cuts) - 1))
                 self.position = Position(epoch, number, batch + 1)
                 window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
                 yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after, self._pool)

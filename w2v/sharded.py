@@ -71,7 +71,7 @@ class ShardedPipeline(FusedPipeline):
         held, capped = self._hold(), self.optimizer.occurrence_cap > 0
         most = -(-ids_M.shape[0] // ROOM) * ROOM
         claims = self._work = with_room(self._work, (most, most), self.inputs.rows, self.inputs.dim, self._device)
-        sums = cuda.Sums.zero(self._device)
+        sums = next(self._sums)
         shard.claim_lent(ids_M, self._stride, claims, sums.claimed)
 
         weights_UD = self._ranks.send(shard.lend(ids_M, self._stride, held, self.inputs.dim), lent, asked)

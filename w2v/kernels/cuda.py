@@ -7,7 +7,7 @@ import functools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from w2v.bits import signed
 KERNELS = Path(__file__).parent
 THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
+SUMMED = 64  # steps whose sums are made at a time
 STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 # Enough for both ways at once, and few enough that what computes meanwhile does not wait for its own memory behind reads of the CPU's.
-EXCHANGING_BLOCKS = 32
+EXCHANGING_BLOCKS = 16
 
 
 def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
@@ -81,9 +82,13 @@ class Sums(NamedTuple):
     claimed: tuple[Tensor, Tensor]
 
     @classmethod
-    def zero(cls, device: torch.device) -> Sums:
-        loss, pairs, inputs, outputs = torch.zeros(4, dtype=torch.int64, device=device).unbind()  # one launch for all
-        return cls(loss.view(torch.float64), pairs, (inputs, outputs))
+    def of_steps(cls, device: torch.device) -> Iterator[Sums]:
+        """Zeros, for one step after another; made for many at a time, as those of one take the CPU longer than launching a kernel."""
+        while True:
+            loss_n, *numbers = torch.zeros(4, SUMMED, dtype=torch.int64, device=device).unbind()
+            columns = loss_n.view(torch.float64), *numbers
+            for loss, pairs, inputs, outputs in zip(*(column.unbind() for column in columns), strict=True):
+                yield cls(loss, pairs, (inputs, outputs))
 
 
 def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, Tensor]) -> None:

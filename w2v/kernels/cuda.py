@@ -21,7 +21,6 @@ KERNELS = Path(__file__).parent
 THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 SUMMED = 64  # steps whose sums are made at a time
-STRETCH = 1024  # rows that one warp surveys, as cache.cu has it
 MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes at once get about the same share
 # Enough for both ways at once, and few enough that what computes meanwhile does not wait for its own memory behind reads of the CPU's.
 EXCHANGING_BLOCKS = 16
@@ -48,15 +47,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
     record_bytes = table_VR.shape[1] * table_VR.element_size()
     assert record_bytes % 16 == 0
     if len(rows_U):
-        _launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
+        launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
 
 
 def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
     """The draws of reference.draw by one kernel."""
     windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
     negatives_BK = torch.empty(centers, noise, dtype=torch.int32, device=cdf_V.device)
-    blocks, (words,) = _enough_blocks(centers * (1 + noise)), cdf_V.shape
-    _launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, pool, cdf_V, words, windows_B, negatives_BK)
+    blocks, (words,) = enough_blocks(centers * (1 + noise)), cdf_V.shape
+    launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, pool, cdf_V, words, windows_B, negatives_BK)
     return windows_B, negatives_BK
 
 
@@ -94,8 +93,8 @@ class Sums(NamedTuple):
 def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, Tensor]) -> None:
     """Claim the rows of both tables that take part in a pair of the batch, and add their numbers to those `claimed`, int64."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
-    _launch(
-        "claim.cu", "claim", _shape(batch), _enough_blocks(items), *_arguments(batch),
+    launch(
+        "claim.cu", "claim", _shape(batch), enough_blocks(items), *_arguments(batch),
         inputs.number_V, inputs.rows_U, claimed[0], outputs.number_V, outputs.rows_U, claimed[1],
     )  # fmt: skip
 
@@ -103,29 +102,7 @@ def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
-    _launch("claim.cu", "mark", _shape(batch), _enough_blocks(items), *_arguments(batch), *marks_TV)
-
-
-class Slots(NamedTuple):
-    """Where the rows of T tables are in S slots, on the GPU; see kernels/cache.cu. Rows are counted through all tables, t * V + v.
-
-    room: S; slot_of_TV: int32, S for a row that is in none; order_N: int32, the rows, the most used first; wanted, here_W: int32, bits by
-    rank, of the rows that the last two plans want, in turn, and of those in slots; book: int64 [5], slots that were ever used, rows used,
-    read and written so far, and those for which the last plan found no room.
-    """
-
-    room: int
-    slot_of_TV: Tensor
-    order_N: Tensor
-    wanted: tuple[Tensor, Tensor]
-    here_W: Tensor
-    book: Tensor
-
-    @classmethod
-    def empty(cls, room: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
-        words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
-        *wanted, here_W = torch.zeros(3, words, dtype=torch.int32, device=device)
-        return cls(room, slot_of_TV, order_N, tuple(wanted), here_W, torch.zeros(5, dtype=torch.int64, device=device))
+    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV)
 
 
 class Moves(NamedTuple):
@@ -141,39 +118,6 @@ class Moves(NamedTuple):
     numbers: Tensor
 
 
-class Orders:
-    """The moves of a plan for `slots`, and what it tells the CPU.
-
-    notice: int64 [2] in pinned memory, the rows for which there was no room beside those in use, and how many were refused since there
-    was none at all.
-    """
-
-    def __init__(self, slots: Slots):
-        device, rows = slots.book.device, slots.order_N.shape[0]
-        self.stretches = -(-rows // STRETCH)
-        self.missing, self.idle = (torch.empty(self.stretches + 1, dtype=torch.int32, device=device) for _ in range(2))
-        coming, leaving, to = (torch.empty(min(slots.room, rows), dtype=torch.int32, device=device) for _ in range(3))
-        self.moves = Moves(coming, leaving, to, torch.zeros(4, dtype=torch.int64, device=device))
-        self.done = torch.zeros((), dtype=torch.int32, device=device)
-        self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self.noticed = self.notice.numpy()  # the same, read sooner
-
-
-def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, plan: int, in_use: int) -> None:
-    """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay.
-
-    in_use: `plan`, or the one before it.
-    """
-    final, (coming, leaving, given, numbers) = in_use == plan, orders.moves
-    rows = slots.wanted[plan % 2], None if final else slots.wanted[in_use % 2], slots.here_W
-    counts, blocks = (orders.missing, orders.idle, orders.stretches), -(-32 * orders.stretches // THREADS)
-    _launch(
-        "cache.cu", "survey", {}, blocks, *rows, marks_TV, slots.order_N, slots.order_N.shape[0], *counts, slots.room, final,
-        orders.done, slots.book, numbers, orders.notice,
-    )  # fmt: skip
-    _launch("cache.cu", "list", {}, blocks, *rows, slots.order_N, slots.slot_of_TV, *counts, numbers, coming, leaving, given)
-
-
 def exchange(
     moves: Moves, tables: Tensor, rows: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
     stream: torch.cuda.Stream | None = None,
@@ -184,7 +128,7 @@ def exchange(
     `none` for a row that has left; stream: where to, if not to the current one.
     """
     width = records_SR.shape[1] * records_SR.element_size() // 16
-    _launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
+    launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
 
 
 def skipgram(
@@ -197,8 +141,8 @@ def skipgram(
     (_, row_width), dim, dtype = inputs.records_SR.shape, input_claims.grad_UD.shape[1], inputs.records_SR.dtype
     assert outputs.records_SR.shape[1] == row_width and outputs.records_SR.dtype == dtype
     made_for = _shape(batch) | {"DIM": dim, "ELEMENT": ELEMENTS[dtype], "COUNTED": int(counted)}
-    _launch(
-        "sgns.cu", "skipgram", made_for, _enough_blocks(32 * batch.windows_B.shape[0]), *_arguments(batch),
+    launch(
+        "sgns.cu", "skipgram", made_for, enough_blocks(32 * batch.windows_B.shape[0]), *_arguments(batch),
         inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD, input_claims.pairs_U,
         outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, output_claims.pairs_U,
         row_width, sums.loss, sums.pairs,
@@ -232,8 +176,8 @@ def step_rows(
     dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
     wide = 1 if dim % 4 else 4
     made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": wide}
-    _launch(
-        "optim.cu", "step", made_for, _enough_blocks(32 * claims.rows_U.shape[0]),
+    launch(
+        "optim.cu", "step", made_for, enough_blocks(32 * claims.rows_U.shape[0]),
         held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
         claims.number_V, dim, step_column, float(step), cap, signed(noise), *map(float, hyper), *guard,
     )  # fmt: skip
@@ -263,7 +207,7 @@ def _arguments(batch: Batch) -> tuple[Tensor | int, ...]:
     return words_n, sentences_n, words_n.shape[0], first, windows_B.shape[0], windows_B, negatives_BK
 
 
-def _enough_blocks(threads: int) -> int:
+def enough_blocks(threads: int) -> int:
     """Blocks for so many threads, at most what fills the GPU several times over."""
     return max(1, min(-(-threads // THREADS), 8 * _processors()))
 
@@ -273,13 +217,14 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def _launch(
+def launch(
     source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
-    """Launch on a stream, torch's current one if none is given; a tensor is passed as the pointer to its data, None as a null pointer.
+    """Launch a kernel of a source file, compiled with these definitions, on a stream, torch's current one if none is given.
 
-    Integers are for parameters of any width, floats for those of 4 bytes.
+    A tensor is passed as the pointer to its data, None as a null pointer. Integers are for parameters of any width, floats for those of 4
+    bytes.
     """
     device = torch.cuda.current_device()
     if getattr(_thread, "device", None) != device:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from w2v.batch import Held
-from w2v.kernels.cuda import ELEMENTS, Claims, _enough_blocks, _launch
+from w2v.kernels.cuda import ELEMENTS, Claims, enough_blocks, launch
 
 
 class Gradients(NamedTuple):
@@ -33,9 +33,9 @@ def deal(claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stride: 
     assert 2 * stride < 2**31 and outputs.number_V.shape[0] == rows_all
     rows_U, ids_U = (torch.empty(room, dtype=kind, device=tally_2N.device) for kind in (torch.int64, torch.int32))
     listed, made_for = (inputs.rows_U, claimed[0], outputs.rows_U, claimed[1]), _made_for(size)
-    _launch("shard.cu", "count_owners", made_for, _enough_blocks(room), *listed, tally_2N[0])
-    _launch(
-        "shard.cu", "deal", made_for, _enough_blocks(room), *listed, inputs.number_V, outputs.number_V,
+    launch("shard.cu", "count_owners", made_for, enough_blocks(room), *listed, tally_2N[0])
+    launch(
+        "shard.cu", "deal", made_for, enough_blocks(room), *listed, inputs.number_V, outputs.number_V,
         rows_all, stride, tally_2N[0], tally_2N[1], rows_U, ids_U,
     )  # fmt: skip
     return rows_U, ids_U
@@ -43,26 +43,26 @@ def deal(claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stride: 
 
 def place(rows_U: Tensor, place_TV: Tensor) -> None:
     """place[rows[u]] = u, counted through both tables; int32 [2, V]."""
-    _launch("shard.cu", "place", _made_for(), _enough_blocks(rows_U.shape[0]), rows_U, rows_U.shape[0], place_TV)
+    launch("shard.cu", "place", _made_for(), enough_blocks(rows_U.shape[0]), rows_U, rows_U.shape[0], place_TV)
 
 
 def mark_lent(ids_M: Tensor, stride: int, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V of the shard], of the rows that are asked for."""
-    _launch("shard.cu", "mark_lent", _made_for(), _enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *marks_TV)
+    launch("shard.cu", "mark_lent", _made_for(), enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *marks_TV)
 
 
 def claim_lent(ids_M: Tensor, stride: int, claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor]) -> None:
     """Claim the rows of the shard that are asked for, and add their numbers to those `claimed`, int64."""
     into = [tensor for claim, count in zip(claims, claimed, strict=True) for tensor in (claim.number_V, claim.rows_U, count)]
-    _launch("shard.cu", "claim_lent", _made_for(), _enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *into)
+    launch("shard.cu", "claim_lent", _made_for(), enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *into)
 
 
 def lend(ids_M: Tensor, stride: int, held: tuple[Held, Held], dim: int) -> Tensor:
     """The weights that are asked for, as the tables hold them: [M, D]."""
     (inputs, slot_in), (outputs, slot_out) = held
     weights_MD = torch.empty(ids_M.shape[0], dim, dtype=inputs.dtype, device=ids_M.device)
-    _launch(
-        "shard.cu", "lend", _made_for(dim=dim, dtype=inputs.dtype), _enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
+    launch(
+        "shard.cu", "lend", _made_for(dim=dim, dtype=inputs.dtype), enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
         inputs, slot_in, outputs, slot_out, inputs.shape[1], dim, weights_MD,
     )  # fmt: skip
     return weights_MD
@@ -71,8 +71,8 @@ def lend(ids_M: Tensor, stride: int, held: tuple[Held, Held], dim: int) -> Tenso
 def collect(ids_M: Tensor, stride: int, grad_MD: Tensor, pairs_M: Tensor | None, claims: tuple[Claims, Claims]) -> None:
     """Add the gradients of rows that were asked for, and the pairs that they sum where these are counted, to the claims."""
     into = [tensor for claim in claims for tensor in (claim.number_V, claim.grad_UD, claim.pairs_U)]
-    _launch(
-        "shard.cu", "collect", _made_for(dim=grad_MD.shape[1]), _enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
+    launch(
+        "shard.cu", "collect", _made_for(dim=grad_MD.shape[1]), enough_blocks(32 * ids_M.shape[0]), *_lent(ids_M, stride),
         grad_MD, pairs_M, *into, grad_MD.shape[1],
     )  # fmt: skip
 
@@ -80,13 +80,13 @@ def collect(ids_M: Tensor, stride: int, grad_MD: Tensor, pairs_M: Tensor | None,
 def report(loss: Tensor, pairs: Tensor, fault: Tensor, bits: int) -> Tensor:
     """Loss, pairs, and each of so many bits of the fault, for the sum over all ranks: float64 [2 + bits]."""
     reported = torch.empty(2 + bits, dtype=torch.float64, device=loss.device)
-    _launch("shard.cu", "report", _made_for(), 1, loss, pairs, fault, bits, reported)
+    launch("shard.cu", "report", _made_for(), 1, loss, pairs, fault, bits, reported)
     return reported
 
 
 def heed(reported: Tensor, step_before: int, fault: Tensor) -> None:
     """Make the bits of any rank's fault, found in the step before, this rank's fault, if it has none: `step_before` with these bits."""
-    _launch("shard.cu", "heed", _made_for(), 1, reported, reported.shape[0] - 2, step_before, fault)
+    launch("shard.cu", "heed", _made_for(), 1, reported, reported.shape[0] - 2, step_before, fault)
 
 
 def _lent(ids_M: Tensor, stride: int) -> tuple[Tensor, int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.kernels import cuda
+from w2v.kernels import cache, cuda
 from w2v.table import Table
 from w2v.transfer import streams
 from w2v.transfer.mapped import Mapped
@@ -24,10 +24,10 @@ class CachedMapped(InSlots):
 
     def __init__(self, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
         super().__init__(Mapped(), tables, slots, device, uses_TV)
-        self._in_slots = cuda.Slots.empty(slots, self._slot_of_TV, self._order_N)
+        self._in_slots = cache.Slots.empty(slots, self._slot_of_TV, self._order_N)
         self._addresses = torch.tensor([table.records_VR.data_ptr() for table in tables], device=device)
         # While the moves of one plan are under way the next is made: each has its own lists, free again when its moves are done.
-        self._orders = [cuda.Orders(self._in_slots) for _ in range(2)]
+        self._orders = [cache.Orders(self._in_slots) for _ in range(2)]
         self._moved = [self._arrived, self._arrived]
         self._settled = True
 
@@ -68,7 +68,7 @@ class CachedMapped(InSlots):
         current = streams.current()
         for event in (self._planned, self._moved[self._plan % 2]):
             current.wait_event(event)
-        cuda.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)
+        cache.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)
         self._planned = current.record_event()
 
     def _move(self, stream: torch.cuda.Stream) -> None:

@@ -32,7 +32,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, ending in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
         export.add_argument(f"--{name}", action="append_const", dest="formats", const=ending, help=f"write vectors.{ending}")
     export.add_argument("--safetensors", action="store_true", help="write vectors.safetensors, and vectors.tsv with the words")
-    tsv = "write tensor.tsv and metadata.tsv of the N most frequent words; the projector's t-SNE takes 10,000, its page 100,000"
+    tsv = "write the N most frequent words, tensor.tsv and metadata.tsv; the projector's t-SNE takes 10,000, its page 100,000"
     export.add_argument("--projector", type=count, metavar="N", help=tsv)
     export.add_argument("--to", metavar="FOLDER", help="where to write (default: beside the vectors read)")
     map_.add_argument("--words", type=count, default=500, metavar="N", help="how many words (default: 500)")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -180,7 +181,9 @@ def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
 def test_projector_files_hold_the_most_frequent_words(kv, tmp_path, capsys):
     export.save(kv, tmp_path, ["kv"])
     assert evaluate.main(["export", str(tmp_path), "--projector", "3", "--to", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("tensor.tsv", "metadata.tsv")]
+    names = ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in names]
+    assert re.findall('path: "(.*)"', (tmp_path / "out" / names[2]).read_text()) == [*names[:2]]
     assert (tmp_path / "out" / "metadata.tsv").read_text() == "word\tcount\nthe\t90\nZürich\t40\nparis\t40\n"
     np.testing.assert_allclose(np.loadtxt(tmp_path / "out" / "tensor.tsv"), kv.vectors[:3], rtol=1e-5)
 

@@ -137,14 +137,19 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
 
 
 def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Path]:
-    """Write tensor.tsv and metadata.tsv (word, count) of the first `words` for https://projector.tensorflow.org and TensorBoard."""
+    """Write tensor.tsv and metadata.tsv (word, count) of the first `words` for https://projector.tensorflow.org.
+
+    And projector_config.pbtxt, by which TensorBoard finds them in a folder of its runs.
+    """
     shown, folder = kv.index_to_key[:words], Path(folder)
     _check_words(shown)
     folder.mkdir(parents=True, exist_ok=True)
     rows = ("\t".join(f"{value:.6g}" for value in vector) for vector in kv.vectors[: len(shown)].tolist())
     durable.replace(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
     durable.replace(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
-    return [folder / "tensor.tsv", folder / "metadata.tsv"]
+    named = 'embeddings {\n  tensor_name: "word vectors"\n  tensor_path: "tensor.tsv"\n  metadata_path: "metadata.tsv"\n}\n'
+    durable.replace(folder / "projector_config.pbtxt", named)
+    return [folder / name for name in ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")]
 
 
 def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:

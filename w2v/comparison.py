@@ -209,7 +209,7 @@ def _draw(compared: Sequence[Row], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     held_out = all(run.curve("held_out_loss") for row in compared for run in row.runs if not run.diverged)
     loss = ("held_out_loss", "held-out loss") if held_out else ("loss", "training loss")
@@ -225,6 +225,10 @@ def _draw(compared: Sequence[Row], file: Path) -> None:
         axes[0].plot([], [], label=label, **style)
     for axis, (_, title, across, below) in zip(axes, panels, strict=True):
         axis.set(ylabel=title, xlabel=below, xscale="log" if across else "linear")
+        axis.xaxis.set_major_formatter("{x:g}" if across else ticker.EngFormatter(sep=""))
+        if across:
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_minor_formatter("")
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", title="optimizer, lr, batch")
     aside = file.with_name(f".{file.name}.part")

@@ -34,14 +34,24 @@ def curves(runs: Iterable[str | Path], file: Path) -> Path:
     panels = [panel for panel in PANELS if any(line.get(panel[0]) is not None for lines in logged.values() for line in lines)]
     if not panels:
         raise PictureError(f"metrics.jsonl of {', '.join(logged)} is empty; a line comes every run.log_seconds and at the end")
-    figure = _figure(5.5 * len(panels), 4.5 + 0.2 * len(logged))
-    for axis, (name, title, across) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    high, wide = -(-len(panels) // 2), min(len(panels), 2)
+    figure = _figure(6.5 * wide, 4.5 * high + 0.2 * len(logged))
+    from matplotlib.ticker import EngFormatter
+
+    axes = list(figure.subplots(high, wide, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (name, title, across) in zip(axes, panels, strict=False):
         for number, (run, lines) in enumerate(logged.items()):
             points = [(line[across], line[name]) for line in lines if line.get(name) is not None]
-            label = run if axis is figure.axes[0] else None
+            label = run if axis is axes[0] else None
             axis.plot(*zip(*points, strict=True) if points else ([], []), color=f"C{number % 10}", marker=".", linewidth=1, label=label)
         axis.set(ylabel=title, xlabel="raw words" if across == "words" else "seconds of training")
         axis.set_ylim(bottom=None if "loss" in name else 0)
+        if across == "words":
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if name == "words_per_s":
+            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower left")
     return _save(figure, file)

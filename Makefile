@@ -43,7 +43,7 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=dev,cuda12 found="CUDA $$cuda"; \
 	else echo "nvidia-smi reports CUDA $$cuda; 12 or newer is needed: update the NVIDIA driver" >&2; exit 1; fi; \
 	echo "nvidia-smi reports $$found: installing torch $$torch and .[$$extras]"; \
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[plots,$$extras]"
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==$$torch" -e ".[plots,tensorboard,$$extras]"
 	@touch $@
 
 train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS, GPUS=4 (the small Wikipedia sample on one by default)

@@ -70,9 +70,9 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         if leads:
             runfolder.begin(folder, config, plan.environment(planned))
         held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies
-        job = trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks)
-        job.train()
-        job.export()
+        with trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks) as job:
+            job.train()
+            job.export()
 
 
 if __name__ == "__main__":

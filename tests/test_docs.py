@@ -95,6 +95,7 @@ def lines_to_run():
 def test_the_readmes_commands_do_what_they_say(programs):
     """In a folder with configs and small texts under the names that README gives them."""
     pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
     folder, rng = programs.output.parent, random.Random(1)
     words = "paris london king man queen woman world the of and".split() + [f"word{number}" for number in range(40)]
     text = "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(300))
@@ -117,5 +118,5 @@ def test_the_readmes_commands_do_what_they_say(programs):
         assert status == 0, f"{line}: {said}"
     assert len(ran) > 14 and {first for script, first in ran if script == "evaluate.py"} >= {"score", "nn", "plot", "map", "export", "card"}
     (exported,) = [path for path in folder.iterdir() if path.name == "exported"]
-    assert {path.suffix for path in exported.iterdir()} == {".txt", ".safetensors", ".tsv"}
+    assert {path.suffix for path in exported.iterdir()} == {".txt", ".safetensors", ".tsv", ".pbtxt"}
     assert (folder / "runs").is_dir() and list(folder.glob("runs/*/map.png")) and list(folder.glob("runs/*/curves.png"))

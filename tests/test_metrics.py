@@ -45,15 +45,19 @@ def test_time_that_is_paused_is_none_of_the_training(tmp_path, monkeypatch):
     assert metrics.seconds == 5 and lines(tmp_path / "m.jsonl")[0]["words_per_s"] == 20
 
 
-def test_the_time_that_a_run_takes_is_told_once_from_its_beginning(tmp_path, monkeypatch, caplog):
+def test_the_time_that_a_run_takes_is_told_once_without_what_its_first_step_waited_for(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "w2v")
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with Metrics(tmp_path / "m.jsonl", total_words=3_000_000, log_seconds=1e9) as metrics:
-        for words in (100_000, 200_000, 300_000, 400_000, 500_000):
-            now += 0.5
+    with Metrics(tmp_path / "m.jsonl", total_words=3_000_000, log_seconds=12) as metrics:
+        for words, took in ((100_000, 20), (200_000, 0.5), (300_000, 0.5), (400_000, 0.5), (500_000, 0.5), (600_000, 10)):
+            now += took
             metrics.update(torch.tensor(1.0), torch.tensor(1), words, 0.1)
-    assert [record.message for record in caplog.records] == ["time      about 15 s of training: 0.2 M words/s at its beginning"]
+    assert [record.message for record in caplog.records] == [
+        "  3% of the words  0.005 Mw/s  loss 1.0000  lr 0.1",
+        "time      about 15 s of training: 0.2 M words/s at its beginning",
+        " 20% of the words  0.042 Mw/s  loss 1.0000  lr 0.1  58 s left",
+    ]
 
 
 def test_sums_do_not_saturate(tmp_path):
@@ -115,6 +119,10 @@ def test_weights_and_biases_gets_every_line_under_the_name_of_the_run(tmp_path, 
         metrics.update(torch.tensor(4.0, dtype=torch.float64), torch.tensor(2), 50, 0.1)
         metrics.log(0.1)
         metrics.write(held_out_loss=None, analogies=0.5)
-    asked, first, second, last = said
+    metrics.tell(analogies=0.6)
+    opened[0].close()
+    asked, *written, last = said
     assert (asked["project"], asked["id"], asked["resume"], asked["config"]) == ("mine", tmp_path.name, "allow", {"model.window": 5})
-    assert first[0] == 1 and first[1]["loss"] == 2 and second == (1, {"analogies": 0.5}) and last == "finished"
+    (step, first), *scores = written
+    assert step == 1 and first["loss"] == 2 and scores == [(1, {"analogies": 0.5}), (1, {"analogies": 0.6})] and last == "finished"
+    assert "0.6" not in (tmp_path / "m.jsonl").read_text()

@@ -229,7 +229,7 @@ def test_the_curve_goes_on_without_a_gap_or_a_second_line(tmp_path):
     assert len(curve(tmp_path / "run")) == STEPS
 
 
-def test_the_curve_in_tensorboard_goes_on(tmp_path):
+def test_the_curve_in_tensorboard_goes_on_and_ends_with_the_scores(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -237,11 +237,16 @@ def test_the_curve_in_tensorboard_goes_on(tmp_path):
     stopped(tmp_path, *more, stop_after=100)
     for path in (tmp_path / "checkpoints").glob("step-00000100"):
         path.rename(tmp_path / "gone")  # as if it had been killed after step 50
-    trained(tmp_path, *more)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    with make(tmp_path, *more) as trainer:
+        settings.save(trainer.config, tmp_path / "config.yaml")
+        trainer.train()
+        trainer.export()
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    assert set(shown.Tags()["scalars"]) == {"training/loss", "training/lr", "training/words_per_s", "scores/analogies"}
+    events, lines = shown.Scalars("training/loss"), [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [event.step for event in events] == [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [event.value for event in events] == pytest.approx([line["loss"] for line in lines])
+    assert [(event.step, event.value) for event in shown.Scalars("scores/analogies")] == [(STEPS, 0)]
 
 
 def test_a_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):

@@ -71,8 +71,8 @@ def train_once(config: Config, opened: Opened, folder: Path) -> Trainer:
     with _quiet():
         planned = plan.make_plan(config, opened(config))
         sampler, pipeline = plan.build(planned)
-        trainer = Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder, plan.held_out(planned))
-        trainer.train()
+        with Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder, plan.held_out(planned)) as trainer:
+            trainer.train()
     return trainer
 
 

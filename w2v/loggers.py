@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from w2v.config import ConfigError, RunConfig
 
+WHERE = {"step", "words", "seconds", "epoch"}  # of a point on the curves; none is a curve to look at
+
 
 class Logger(Protocol):
     def write(self, values: Mapping[str, float | None], step: int) -> None:
@@ -24,19 +26,21 @@ def opened(run: RunConfig, folder: Path, step: int, about: Mapping[str, Any]) ->
 
 
 class TensorBoard:
-    """Events in <folder>/tensorboard; those of later steps that an earlier process left are hidden."""
+    """Events in the run folder, after which TensorBoard names its curves; those of later steps that an earlier process left are hidden."""
 
     def __init__(self, folder: Path, step: int):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("run.tensorboard=true", "tensorboard") from None
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, values: Mapping[str, float | None], step: int) -> None:
+        group = "training" if "lr" in values else "scores"
         for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+            if value is not None and name not in WHERE:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+        self._writer.flush()  # or the page would be minutes late
 
     def close(self) -> None:
         self._writer.close()

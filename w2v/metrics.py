@@ -89,7 +89,8 @@ class Metrics:
         self.seconds = state["seconds"]  # of training, at the last look
         self._shown = time.monotonic()
         self._start = self._shown - self.seconds
-        self._trial: tuple[float, int] | None = self._shown, self.words  # from when on the time that the run takes is found out
+        self._paced: tuple[float, int] | None = None  # seconds and words after the first step, which may wait for what is compiled once
+        self._timed = False
         self._logged = self._start + state["logged_seconds"]
 
     def update(self, loss: Tensor, pairs: Tensor, words: int, lr: float) -> None:
@@ -98,8 +99,10 @@ class Metrics:
         self._pairs = self._pairs + pairs
         self.step, self.words = self.step + 1, words
         now = time.monotonic()
-        if self._trial and now - self._trial[0] >= TRIAL_SECONDS:
-            rate, self._trial = (words - self._trial[1]) / (now - self._trial[0]), None
+        self._paced = self._paced or (now - self._start, words)
+        took = now - self._start - self._paced[0]
+        if not self._timed and took >= TRIAL_SECONDS:
+            self._timed, rate = True, (words - self._paced[1]) / took
             log.info(f"time      about {self._total_words / rate:.0f} s of training: {rate / 1e6:.3g} M words/s at its beginning")
         if now - self._logged >= self._log_seconds:
             self.log(lr)
@@ -116,9 +119,11 @@ class Metrics:
         seconds = round(self.seconds, 3)
         self.write(step=self.step, words=self.words, seconds=seconds, words_per_s=round(rate), loss=self.loss, lr=lr, **self._link)
         if self._bar.disable:
-            share = self.words / self._total_words
-            left = self.seconds * (1 / share - 1)
-            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}  {left:.0f} s left")
+            share, left = self.words / self._total_words, ""
+            if self._paced and self.words > self._paced[1]:
+                pace = (self.seconds - self._paced[0]) / (self.words - self._paced[1])
+                left = f"  {pace * (self._total_words - self.words):.0f} s left"
+            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}{left}")
         self._loss, self._pairs = 0.0, 0
         self._logged, self._logged_words, self._logged_bytes, self._logged_wait = now, self.words, self._moved(), self._waited()
 
@@ -137,6 +142,10 @@ class Metrics:
         """Append one JSON object to metrics.jsonl, at once."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
+        self.tell(**values)
+
+    def tell(self, **values: float | None) -> None:
+        """Add a point to the loggers' curves, also once the file is closed."""
         for logger in self._loggers:
             logger.write(values, self.step)
 
@@ -155,8 +164,6 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
         self._file.close()
-        for logger in self._loggers:
-            logger.close()
 
     def _read(self, lr: float) -> None:
         loss, pairs = float(self._loss), int(self._pairs)

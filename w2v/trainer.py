@@ -64,13 +64,21 @@ class Trainer:
         ranks.same(self._text)
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, room, ranks)
         curve = self._go_on(tables)
-        opened = loggers.opened(run, folder, int(curve["step"]) if curve else 0, settings.as_dict(config)) if ranks.rank == 0 else []
+        begun = int(curve["step"]) if curve else 0
+        self._loggers = loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
         self._link_rate = pipeline.link_rate()
-        self.metrics = Metrics(*log_to, self._look, curve, opened, self._bytes_moved, self._waited, self._link_rate)
+        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, self._bytes_moved, self._waited, self._link_rate)
         self._first_step, self._before = self.metrics.step, self.metrics.seconds
         self._saved_at = time.monotonic()
         self._held, self._held_in_all, self._held_said = 0.0, 0.0, HELD_SECONDS / 2  # seconds without training, for checkpoints
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for logger in self._loggers:
+            logger.close()
 
     def train(self) -> None:
         """Train to the end, or until a signal: then what was trained is saved, and `SystemExit` raised."""
@@ -219,6 +227,8 @@ class Trainer:
         self.vocab.save(self.folder / "vocab.tsv")
         export.seal(self.folder)
         scores = self.score(keyed)
+        last = {"analogies": scores[0].total.accuracy} | {similarity.name: similarity.spearman for similarity in scores[1]}
+        self.metrics.tell(held_out_loss=took["held_out_loss"], **last)
         durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
         card.write(self.folder)
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""

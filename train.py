@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
-from w2v import durable, hardware, settings, torchrun
+from w2v import durable, hardware, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -40,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespace, signals: Signals) -> None:
     with torchrun.on_all():
         config = settings.load(files, assignments)
+        loggers.check(config.run)
     from w2v import forecast, metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
     if hardware.asked(args):
@@ -55,7 +55,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         opened = plan.open_together(config, ranks)
     with ranks.together():
         planned = plan.make_plan(config, opened, folder, ranks)
-        logging.getLogger("w2v").info(str(planned))
+        metrics.log.info(str(planned))
         planned.budget.check()
         with planned.budget.explained():
             sampler, pipeline = plan.build(planned)

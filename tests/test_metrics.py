@@ -94,13 +94,11 @@ def test_the_link_is_shown_where_something_crosses_it(tmp_path, caplog, monkeypa
     assert caplog.text.count("link 15.0 GB/s (25% of its most), waited for 0.5 s") == caplog.text.count("link") == 1
 
 
-@pytest.mark.parametrize("setting, module, package", [
-    ({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"), ({"wandb": "mine"}, "wandb", "wandb"),
-])  # fmt: skip
-def test_a_logger_that_is_not_there_is_said(tmp_path, monkeypatch, setting, module, package):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"run.{package}=.* needs a package that cannot be imported; pip install {package}"):
-        loggers.opened(RunConfig(**setting), tmp_path, 0, {})
+@pytest.mark.parametrize("package, wanted", [("tensorboard", True), ("wandb", "mine")])
+def test_a_logger_that_is_not_there_is_said(tmp_path, monkeypatch, package, wanted):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"run.{package}={wanted} needs a package that is not installed; pip install {package}"):
+        loggers.opened(RunConfig(**{package: wanted}), tmp_path, 0, {})
 
 
 def test_weights_and_biases_gets_every_line_under_the_name_of_the_run(tmp_path, monkeypatch):
@@ -113,7 +111,7 @@ def test_weights_and_biases_gets_every_line_under_the_name_of_the_run(tmp_path, 
         def finish(self):
             said.append("finished")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **asked: said.append(asked) or Run()))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **asked: said.append(asked) or Run(), __spec__="found"))
     opened = loggers.opened(RunConfig(wandb="mine"), tmp_path, 0, {"model.window": 5})
     with Metrics(tmp_path / "m.jsonl", 100, 1e9, loggers=opened) as metrics:
         metrics.update(torch.tensor(4.0, dtype=torch.float64), torch.tensor(2), 50, 0.1)

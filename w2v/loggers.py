@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,16 @@ class Logger(Protocol):
         """Write what is still to be written."""
 
 
+def check(run: RunConfig) -> None:
+    """Raise a ConfigError if a logger that the config asks for is not installed."""
+    for package, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb)):
+        if wanted and find_spec(package) is None:
+            raise ConfigError(f"run.{package}={wanted} needs a package that is not installed; pip install {package}")
+
+
 def opened(run: RunConfig, folder: Path, step: int, about: Mapping[str, Any]) -> list[Logger]:
     """The loggers that the config asks for, which go on after `step`; about: the settings of the run, by name."""
+    check(run)
     found: list[Logger] = [TensorBoard(folder, step)] if run.tensorboard else []
     return found + ([Wandb(run.wandb, folder, about)] if run.wandb else [])
 
@@ -29,10 +38,8 @@ class TensorBoard:
     """Events in the run folder, after which TensorBoard names its curves; those of later steps that an earlier process left are hidden."""
 
     def __init__(self, folder: Path, step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("run.tensorboard=true", "tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, values: Mapping[str, float | None], step: int) -> None:
@@ -50,10 +57,8 @@ class Wandb:
     """A run of a project, named as its folder, which one that is resumed goes on in; steps that are there already are not written again."""
 
     def __init__(self, project: str, folder: Path, about: Mapping[str, Any]):
-        try:
-            import wandb
-        except ImportError:
-            raise _missing(f"run.wandb={project}", "wandb") from None
+        import wandb
+
         name = folder.resolve().name
         self._run = wandb.init(project=project, id=name, name=name, dir=str(folder), config=dict(about), resume="allow")
 
@@ -62,7 +67,3 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _missing(setting: str, package: str) -> ConfigError:
-    return ConfigError(f"{setting} needs a package that cannot be imported; pip install {package}")

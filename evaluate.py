@@ -18,7 +18,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     export = commands.add_parser("export", help="write vectors for gensim, word2vec readers, torch and TensorBoard's projector")
     card = commands.add_parser("card", help="write the model card of a run: README.md")
     compare = commands.add_parser("compare", help="a table of several runs, the mean and spread of those that differ in the seed alone")
-    for command, what in ((compare, "a finished run folder, or a folder of such"), (plot, "a run folder, or latest")):
+    for command, what in ((compare, "a finished run folder, or a folder of such"), (plot, "a run folder, a folder of such, or latest")):
         command.add_argument("runs", nargs="+", metavar="RUN", help=what)
     for command in (score, nn, analogies, map_, export, card):
         command.add_argument("run", metavar="RUN", help="a run folder, a vectors file (.kv .bin .txt .vec) or latest")

@@ -67,6 +67,14 @@ def test_a_run_given_twice_counts_once(runs):
     assert comparison.find([runs, runs / "sgd", runs]) == comparison.find([runs])
 
 
+def test_folders_without_runs_are_left_out_and_said(runs, caplog):
+    assert comparison.find([runs / "adam1", runs / "unfinished"]) == [runs / "adam1"]
+    assert caplog.messages == [f"left out, as there is no scores.json in it: {runs / 'unfinished'}"]
+    assert len(comparison.find([runs], "metrics.jsonl")) == 5
+    with pytest.raises(comparison.ComparisonError, match="adam9 does not exist; name run folders"):
+        comparison.find([runs / "adam1", runs / "adam9"])
+
+
 def test_curves_end_with_the_final_scores(runs):
     run = comparison.read(runs / "adam1")
     assert run.curve("loss") == [(500_000, 1.0, 4.0)]

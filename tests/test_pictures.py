@@ -93,7 +93,8 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys, monkeypatch):
     empty = write_run(tmp_path / "empty", [])
     for argv, words in (
         (["map", str(tmp_path), "--words", "3"], "a map of 3 words shows nothing"),
-        (["plot", str(tmp_path)], "has no metrics.jsonl that can be read"),
+        (["plot", str(tmp_path / "vectors.kv")], "no metrics.jsonl in"),
+        (["plot", str(tmp_path / "gone")], "gone does not exist"),
         (["plot", str(empty)], "metrics.jsonl of empty is empty"),
     ):
         assert evaluate.main(argv) == 2

@@ -73,7 +73,7 @@ def draw_map(options: Namespace) -> int:
 
 
 def plot(options: Namespace) -> int:
-    runs = [export.find(run).parent if run == "latest" else Path(run) for run in options.runs]
+    runs = comparison.find((export.find(run).parent if run == "latest" else run for run in options.runs), "metrics.jsonl")
     print(pictures.curves(runs, Path(options.to) if options.to else runs[0] / "curves.png"))
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 
+log = logging.getLogger("w2v")
 SHOWN = {"optimizer.name": "optimizer", "optimizer.lr": "lr", "train.batch_size": "batch", "train.epochs": "epochs"}
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # what may differ between runs of one row
 
@@ -99,14 +101,23 @@ FIGURES = {
 }
 
 
-def find(paths: Iterable[str | Path]) -> list[Path]:
-    """The finished run folders that the paths name: themselves, or those inside them. Raises `ComparisonError` where there are none."""
-    found = []
+def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
+    """The run folders with that file, which finished ones have, that the paths name: themselves, or those inside them.
+
+    Says which paths lead to none, and raises `ComparisonError` if none does or one does not exist.
+    """
+    found: list[Path] = []
+    without: list[str] = []
     for path in map(Path, paths):
-        inside = [path] if (path / "scores.json").is_file() else sorted(file.parent for file in path.glob("*/scores.json"))
-        if not inside:
-            raise ComparisonError(f"{path} is no finished run and holds none; name folders with a scores.json, or folders of such")
+        inside = [path] if (path / file).is_file() else sorted(named.parent for named in path.glob(f"*/{file}"))
+        if not (inside or path.exists()):
+            raise ComparisonError(f"{path} does not exist; name run folders, or folders of such")
         found += inside
+        without += [] if inside else [str(path)]
+    if not found:
+        raise ComparisonError(f"no {file} in {', '.join(without)}, nor in a folder there; name run folders, or folders of such")
+    if without:
+        log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
     return list(dict.fromkeys(found))
 
 

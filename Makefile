@@ -14,7 +14,7 @@ ARGS ?=
 OPT ?=
 RUN ?= latest
 
-# The stamp is older than what it stands for when pyproject.toml or the pinned versions change.
+# The stamp is older than what it stands for when what is asked for or a pinned version changes; torch's stands below.
 ifdef PY
 INSTALLED :=
 else
@@ -23,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate compare sweep test test-faults test-gpu sanitize bench bench-cpu bench-transfer bench-train bench-zipf \
+.PHONY: help setup train evaluate compare sweep test test-faults test-readme test-gpu sanitize bench bench-cpu bench-transfer bench-train bench-zipf \
   bench-ranks bench-precision smoke docs lint clean
 
 help: ## list the targets
@@ -33,7 +33,7 @@ help: ## list the targets
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
 
-$(VENV)/.installed: pyproject.toml .ci/constraints.txt
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
 	  sys.exit("Python " + v + " is too old; 3.10 or newer is needed: make setup PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,9 @@ test: $(INSTALLED) ## run the tests that need no GPU
 test-faults: $(INSTALLED) ## kill a run 50 times, a rank of two 20 times, and run the programs on 2,000 random inputs; some ten minutes
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 \
 	  --dist worksteal tests/test_faults_kill.py tests/test_ranks.py tests/test_faults_random.py $(ARGS)
+
+test-readme: $(INSTALLED) ## run README's make commands as they are printed, in a copy with small texts; some minutes
+	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/test_docs.py -k line_by_line $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need one
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)

@@ -187,10 +187,12 @@ def test_files_that_are_not_yaml_are_refused(tmp_path: Path, content: bytes) -> 
     assert refusal(files=(path,)).startswith(f"config file {path} cannot be read as YAML: ")
 
 
-def test_a_missing_file_comes_with_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_file_comes_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near = yaml_file(tmp_path, "", "default.yaml")
     missing = tmp_path / "defualt.yaml"
     assert refusal(files=(missing,)) == f"config file {missing} does not exist; did you mean {near}?"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     assert refusal(files=(Path("nowhere.yaml"),)) == "config file nowhere.yaml does not exist"
 
 

@@ -145,8 +145,8 @@ def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, mon
     path = write_questions(tmp_path / "q.txt", sections)
     expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
     asked = []
-    doubtful = evaluation._gensim_answers
-    monkeypatch.setattr(evaluation, "_gensim_answers", lambda *args: asked.extend(args[3]) or doubtful(*args))
+    doubtful = evaluation._answers_as_gensim
+    monkeypatch.setattr(evaluation, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
     monkeypatch.setattr(evaluation, "QUESTIONS", 7)
     monkeypatch.setattr(evaluation, "WORDS", {"cpu": 11})
     assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
@@ -207,12 +207,12 @@ def test_similarity_follows_the_human_order():
     angles = [0.0, 0.1, 0.4, 1.0]  # tiger-cat 7.35, love-sex 6.77, tiger-tiger 10
     words = ["tiger", "Cat", "love", "sex"]
     vectors = np.array([[np.cos(a), np.sin(a)] for a in angles], dtype=np.float32)
-    score = evaluation.similarity(kv_of(words, vectors), "wordsim353")
+    score = evaluation.similarity(words, vectors, "wordsim353")
     assert (score.pairs, score.spearman) == (3, pytest.approx(1.0))
     assert score.oov == pytest.approx(350 / 353)
-    nothing = evaluation.similarity(kv_of(["zzz"], [[1.0]]), "simlex999")
+    nothing = evaluation.similarity(["zzz"], np.ones((1, 1)), "simlex999")
     assert (nothing.spearman, nothing.pairs, nothing.oov) == (None, 0, 1.0)
-    same = evaluation.similarity(kv_of(words, np.ones((4, 2))), "wordsim353")  # no order at all
+    same = evaluation.similarity(words, np.ones((4, 2)), "wordsim353")  # no order at all
     assert same.spearman is None and same.pairs == 3
 
 
@@ -222,7 +222,7 @@ def test_similarity_equals_gensims_own_call():
     words = sorted({word for line in text.splitlines()[2:] for word in line.split("\t")[:2]})[::2]
     kv = kv_of(words, rng.standard_normal((len(words), 5)))
     _, spearman, oov = kv.evaluate_word_pairs(datapath("simlex999.txt"))
-    score = evaluation.similarity(kv, "simlex999")
+    score = evaluation.similarity(words, kv.vectors, "simlex999")
     assert score.spearman == spearman[0] and score.oov == pytest.approx(oov / 100)
 
 

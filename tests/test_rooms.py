@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "durable", "signals", "torchrun"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun"},
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet"},

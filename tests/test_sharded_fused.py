@@ -131,9 +131,13 @@ def after_a_fault(ranks, device, value):
     tables, faults, wrote = (pipeline.inputs, pipeline.outputs), [], []
     if ranks.rank == 0:
         pipeline.inputs["weight"][0] = value
-    words = torch.tensor([0, 7], device=device).int()
-    batch = Batch(words, torch.zeros_like(words), 0, torch.ones_like(words), torch.full((2, 1), 9, device=device).int(), 1, 0.0)
-    for planned in pipeline.ahead([batch] * 3):
+
+    def batches():  # made on the stream that draws them, as a sampler does
+        for _ in range(3):
+            words = torch.tensor([0, 7], device=device).int()
+            yield Batch(words, torch.zeros_like(words), 0, torch.ones_like(words), torch.full((2, 1), 9, device=device).int(), 1, 0.0)
+
+    for planned in pipeline.ahead(batches()):
         before = [table.records_VR.clone() for table in tables]
         pipeline.step(planned, LR)
         if ranks.rank == 1 and pipeline.steps == 1 and value == value:

@@ -25,6 +25,7 @@ def test_record_holds_weight_then_states_in_whole_cache_lines():
     }  # fmt: skip
     assert record_width(100, STATES) == 320
     assert [record_width(dim, {}) for dim in (1, 32, 33)] == [32, 32, 64]
+    assert record_width(100, STATES, aligned=False) == sum([100, *(state.width for state in STATES.values())])
 
 
 def test_first_values_and_scalars_are_the_tables_own():

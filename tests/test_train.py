@@ -42,6 +42,16 @@ def train(corpus, folder, *more, **environment):
     return run, done.stdout
 
 
+def test_a_run_on_the_cpu_imports_neither_gensim_nor_torchs_compiler(corpus, tmp_path):
+    """50 and 70 MiB: what there is beside tables has to be small, for a run to take no more memory than gensim."""
+    settings = [f"corpus.path={corpus}", f"corpus.data_dir={tmp_path}", f"run.dir={tmp_path}", *SETTINGS, "optimizer.name=SGD"]
+    heavy = {"gensim", "torch._dynamo", "scipy.stats"}
+    code = f"import sys, train; assert train.main({settings}) == 0; print('found', {heavy} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "found set()" in done.stdout, done.stdout + done.stderr
+    assert (next(tmp_path.glob("20*")) / "scores.json").exists()
+
+
 def test_a_run_leaves_all_it_promises(corpus, tmp_path):
     from gensim.models import KeyedVectors
     from safetensors.numpy import load_file

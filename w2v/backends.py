@@ -40,6 +40,11 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
+def aligned(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether records are padded: for a GPU, and where rounding counts the padding too."""
+    return device.type != "cpu" or dtype != torch.float32
+
+
 def choose_engine(
     config: Config, machine: Machine, device: torch.device, table_bytes: int, measured: Callable[[], Rates] = dict
 ) -> tuple[str, str]:

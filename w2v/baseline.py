@@ -68,7 +68,7 @@ def train(
         seconds = time.monotonic() - began - callback.away
     keyed = export.keyed_vectors(vocab.words, vocab.counts, trained.wv.vectors[order])
     export.save(keyed, folder, ("kv",))
-    similarities = [evaluation.similarity(keyed, name) for name in evaluation.PAIR_SETS]
+    similarities = [evaluation.similarity(vocab.words, keyed.vectors, name) for name in evaluation.PAIR_SETS]
     last = state(epochs, seconds)
     took = {"held_out_loss": last["held_out_loss"], "words": last["words"], "seconds": seconds, "bytes_gpu": 0,
             "bytes_host": trained.wv.vectors.nbytes + trained.syn1neg.nbytes}  # fmt: skip

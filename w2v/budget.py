@@ -17,7 +17,7 @@ import torch
 
 from w2v.table import RowState, record_width
 
-PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: gensim and what allocators keep; CUDA's context and libraries
+PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: torch, numba and what allocators keep; CUDA's context and libraries
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
 LEAST_COPIED = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
@@ -46,10 +46,15 @@ class Job:
     checkpoints: bool = True  # before the last one
     element_size: int = 4
     in_files: bool = False  # the tables, in the run folder's file system or another
+    aligned: bool = True  # as in `Table`
 
     @property
     def table_bytes(self) -> int:
-        return 2 * self.words * record_width(self.vector_size, self.states(self.vector_size), self.element_size) * self.element_size
+        return self._bytes(self.aligned)
+
+    def _bytes(self, aligned: bool) -> int:
+        width = record_width(self.vector_size, self.states(self.vector_size), self.element_size, aligned)
+        return 2 * self.words * width * self.element_size
 
     @property
     def shard_bytes(self) -> int:
@@ -69,7 +74,7 @@ class Job:
             host["batches"] = max(0, batch - host["vectors"])
         gpu = {"batches": GPU_RESERVE} | ({"rows": self.kept_bytes} if paged else {"tables": tables}) if self.on_gpu else {}
         locked = {"mapped": {"tables": tables}, "staged": {"buffers": RING_BYTES}}.get(self.engine, {})
-        files = {"checkpoints": tables * (3 if self.checkpoints else 1), "vectors": 2 * weights + 32 * self.words}
+        files = {"checkpoints": self._bytes(aligned=True) * (3 if self.checkpoints else 1), "vectors": 2 * weights + 32 * self.words}
         files |= {"tables": tables} if self.in_files else {}
         return {"host": host, "locked": locked, "gpu": gpu, "disk": files}
 

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from w2v import durable, shards
@@ -130,7 +129,7 @@ class Checkpoints:
         except OSError as error:
             if self._leads:
                 shutil.rmtree(_aside(path), ignore_errors=True)
-            needed = sum(manifest["tables"][table.name]["rows"] * table.records_VR[:1].nbytes for table in self._tables)
+            needed = sum(manifest["tables"][table.name]["rows"] * shards.row_bytes(table.records_VR) for table in self._tables)
             said = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
             error.strerror, error.filename = said, str(path.parent)
             raise
@@ -277,6 +276,8 @@ def save_table(table: Table, folder: Path) -> Path:
 
     Written aside and renamed, so that no half-written file is ever seen under its name.
     """
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{table.name}.safetensors"
     fields = {name: table[name].cpu().contiguous() for name in table.columns}
@@ -287,6 +288,8 @@ def save_table(table: Table, folder: Path) -> Path:
 
 def load_table(table: Table, folder: Path) -> None:
     """Fill the table from the file that `save_table` wrote; its fields and shapes must be the same."""
+    from safetensors.torch import load_file
+
     path = folder / f"{table.name}.safetensors"
     fields = load_file(path)
     expected = {name: table[name].shape for name in table.columns} | {f"scalar.{name}": v.shape for name, v in table.scalars.items()}

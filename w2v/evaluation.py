@@ -10,9 +10,11 @@ import contextlib
 import difflib
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
 ASKED = 300_000  # words, the most frequent, that are asked for and answered, as in gensim
-QUESTIONS, WORDS = 512, {"cpu": 1 << 13, "cuda": 1 << 16}  # scored at once: 16 MiB near a CPU's cache, 128 MiB on a GPU
+QUESTIONS, WORDS = 512, {"cpu": 1 << 12, "cuda": 1 << 16}  # scored at once: 8 MiB near a CPU's cache, 128 MiB on a GPU
 PAIR_SETS = {"wordsim353": ("WordSim-353", "wordsim353.tsv"), "simlex999": ("SimLex-999", "simlex999.txt")}  # in gensim's test data
 
 
@@ -87,7 +89,7 @@ def analogies(
     words [V], most frequent first; vectors [V, D], taken as float32; questions: a file of ": section" lines and lines of
     four words, Google's questions-words.txt by default; only the first `restrict_vocab` words are asked for and answered.
     Counts equal those of gensim's `evaluate_word_analogies`: questions whose two best answers are so close that rounding
-    could exchange them are put to gensim itself.
+    could exchange them are answered in gensim's own arithmetic. gensim itself, which takes 50 MiB, is not imported.
     """
     import torch
 
@@ -102,7 +104,7 @@ def analogies(
     sections = read_questions(questions, case_insensitive)
     known = [(n, [first[w] for w in q]) for n, (_, asked) in enumerate(sections) for q in asked if first.keys() >= set(q)]
     ids_Q4 = torch.tensor([ids for _, ids in known], dtype=torch.long).reshape(-1, 4)
-    right_Q = _answer(words, vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device))
+    right_Q = _answer(vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device))
     results: list[list[bool]] = [[] for _ in sections]
     for (n, _), right in zip(known, right_Q.tolist(), strict=True):
         results[n].append(right)
@@ -113,9 +115,7 @@ def analogies_gensim(
     kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED, case_insensitive: bool = True
 ) -> AnalogyScore:
     """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
-    from gensim.test.utils import datapath
-
-    path = str(questions or datapath("questions-words.txt"))
+    path = str(questions or _test_data("questions-words.txt"))
     sections = read_questions(path, case_insensitive)
     with _quiet():
         _, answered = kv.evaluate_word_analogies(path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive)
@@ -125,9 +125,7 @@ def analogies_gensim(
 
 def read_questions(path: str | Path | None, case_insensitive: bool = True) -> list[tuple[str, list[list[str]]]]:
     """Names and four-word questions of a file's sections, in upper case unless case counts; as in gensim, other lines are passed over."""
-    from gensim.test.utils import datapath
-
-    path = Path(path or datapath("questions-words.txt"))
+    path = Path(path or _test_data("questions-words.txt"))
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -137,7 +135,7 @@ def read_questions(path: str | Path | None, case_insensitive: bool = True) -> li
         if line.startswith(": "):
             sections.append((line.lstrip(": ").strip(), []))
         elif sections:
-            question = [word.upper() if case_insensitive else word for word in line.split()]
+            question = [*map(sys.intern, (line.upper() if case_insensitive else line).split())]  # a word stands in many questions
             if len(question) == 4:
                 sections[-1][1].append(question)
         elif line or number < len(lines):
@@ -147,26 +145,35 @@ def read_questions(path: str | Path | None, case_insensitive: bool = True) -> li
     return sections
 
 
-def similarity(kv: KeyedVectors, name: str, restrict_vocab: int | None = ASKED) -> SimilarityScore:
-    """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, by gensim's `evaluate_word_pairs`."""
-    from gensim.test.utils import datapath
+def similarity(
+    words: Sequence[str], vectors: torch.Tensor | np.ndarray, name: str, restrict_vocab: int | None = ASKED
+) -> SimilarityScore:
+    """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, as gensim's `evaluate_word_pairs` finds it.
 
-    path, spearman = datapath(PAIR_SETS[name][1]), math.nan
-    first, _ = _fold_vocabulary(kv.index_to_key[:restrict_vocab], case_insensitive=True)
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    words [V], most frequent first; vectors [V, D], taken as float32.
+    """
+    import numpy as np
+    import torch
+
+    first, _ = _fold_vocabulary(words[:restrict_vocab], case_insensitive=True)
+    lines = _test_data(PAIR_SETS[name][1]).read_text(encoding="utf-8").splitlines()
     judged = [line.upper().split("\t") for line in lines if line.count("\t") == 2 and not line.startswith("#")]
-    pairs = sum(a in first and b in first for a, b, _ in judged)
-    if pairs >= 2:  # gensim raises on fewer
-        with _quiet():
-            spearman = float(kv.evaluate_word_pairs(path, restrict_vocab=restrict_vocab)[1][0])
-    return SimilarityScore(name, None if math.isnan(spearman) else spearman, pairs, 1 - pairs / len(judged))
+    known = [(first[a], first[b], float(judgement)) for a, b, judgement in judged if a in first and b in first]
+    spearman = math.nan
+    if len(known) >= 2:
+        *ends, human_P = zip(*known, strict=True)
+        a_PD, b_PD = (_unit(torch.as_tensor(vectors)[list(end)].detach().float().cpu().numpy()) for end in ends)
+        cosine_P = np.array([a_D @ b_D for a_D, b_D in zip(a_PD, b_PD, strict=True)])
+        with np.errstate(all="ignore"):  # no order at all
+            spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(np.array(human_P)))[0, 1])
+    return SimilarityScore(name, None if math.isnan(spearman) else spearman, len(known), 1 - len(known) / len(judged))
 
 
 def scores(kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool) -> tuple[AnalogyScore, list[SimilarityScore]]:
     """Analogies, in torch or by gensim itself, and both sets of word pairs."""
     ask = questions, restrict_vocab
     score = analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
-    return score, [similarity(kv, name, restrict_vocab) for name in PAIR_SETS]
+    return score, [similarity(kv.index_to_key, kv.vectors, name, restrict_vocab) for name in PAIR_SETS]
 
 
 def neighbours(kv: KeyedVectors, word: str, topn: int = 10) -> list[tuple[str, float]]:
@@ -223,7 +230,7 @@ def as_dict(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore]
     return {"analogies": parts, "similarity": {score.name: asdict(score) for score in similarities}}
 
 
-def _answer(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> torch.Tensor:
+def _answer(vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> torch.Tensor:
     """Whether each question a, b, c, d is answered rightly: bool [Q], on the CPU; words are numbered by the first of their spelling."""
     import torch
 
@@ -238,7 +245,7 @@ def _answer(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, i
         torch.set_float32_matmul_precision(precision)
     right_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
     if doubtful_Q.any():
-        answers = _gensim_answers(words, vectors_ND, group_N, ids_Q4[doubtful_Q.to(ids_Q4.device)])
+        answers = _answers_as_gensim(vectors_ND, group_N, ids_Q4[doubtful_Q.to(ids_Q4.device)])
         right_Q[doubtful_Q] = torch.tensor(answers) == ids_Q4.cpu()[doubtful_Q, 3]
     return right_Q
 
@@ -284,19 +291,55 @@ def _nearest(
     return nearest.values, top_Qn.gather(1, nearest.indices)
 
 
-def _gensim_answers(words: list[str], vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> list[int]:
-    """What gensim answers to each question, as a number of `group_N`; -1 for nothing."""
-    from gensim.models import KeyedVectors
+def _answers_as_gensim(vectors_ND: torch.Tensor, group_N: torch.Tensor, ids_Q4: torch.Tensor) -> list[int]:
+    """What gensim's `most_similar` answers to each question, as a number of `group_N`; -1 for nothing.
 
-    kv = KeyedVectors(vectors_ND.shape[1])
-    kv.index_to_key, kv.key_to_index = words, {word: index for index, word in enumerate(words)}
-    kv.vectors = vectors_ND.cpu().numpy()
-    group, answers = group_N.tolist(), []
-    with _quiet():
+    Operation by operation as there, with the types that numpy gives them, since only so does rounding fall alike.
+    """
+    import numpy as np
+
+    rows_ND, group, answers = vectors_ND.cpu().numpy(), group_N.tolist(), []
+    at_once = WORDS["cpu"]
+    norms_N = np.concatenate([np.linalg.norm(rows_ND[first : first + at_once], axis=1) for first in range(0, len(rows_ND), at_once)])
+    signs = np.array([1.0, 1.0, -1.0])
+    with np.errstate(all="ignore"):  # zero vectors
         for a, b, c, _ in ids_Q4.tolist():
-            found = [group[kv.key_to_index[word]] for word, _ in kv.most_similar(positive=[b, c], negative=[a], topn=TOPN)]
+            mean_D = np.zeros(rows_ND.shape[1], rows_ND.dtype)
+            for sign, word in zip(signs, (b, c, a), strict=True):
+                mean_D += sign * (rows_ND[word] / norms_N[word])
+            mean_D = _unit((mean_D / abs(signs).sum())[None])[0].astype(np.float32)
+            distance_N = -(rows_ND @ mean_D / norms_N)
+            nearest = TOPN + 3
+            if nearest < len(distance_N):
+                places = np.argpartition(distance_N, nearest)[:nearest]
+                places = places[np.argsort(distance_N[places])]
+            else:
+                places = np.argsort(distance_N)[:nearest]
+            found = [group[place] for place in places.tolist() if place not in (a, b, c)][:TOPN]
             answers.append(next((g for g in found if g not in (a, b, c)), found[-1] if found else -1))
     return answers
+
+
+def _test_data(name: str) -> Path:
+    """A file that comes with gensim, found without importing it."""
+    return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
+
+
+def _unit(vectors_ND: np.ndarray) -> np.ndarray:
+    """Vectors of length 1, by way of float64 as in gensim; those without length or with NaN stay as they are."""
+    import numpy as np
+
+    wide_ND = vectors_ND.astype(np.float64)
+    length_N1 = np.linalg.norm(wide_ND, axis=1, keepdims=True)
+    return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)
+
+
+def _ranks(values_P: np.ndarray) -> np.ndarray:
+    """The place of each value, from 1; equal ones share the mean of theirs."""
+    import numpy as np
+
+    _, place_P, count = np.unique(values_P, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place_P]
 
 
 def _fold_vocabulary(words: Sequence[str], case_insensitive: bool) -> tuple[dict[str, int], list[int]]:

@@ -126,9 +126,8 @@ def _train(config: Config, opened: Opened, run: Path) -> None:
     settings.save(config, run / "config.yaml")
     try:
         trainer = train_once(config, opened, run)
-        keyed = trainer.vectors()
-        export.save(keyed, run, ("kv",))
-        scores = evaluation.as_dict(*trainer.score(keyed)) | trainer.took()
+        export.save(trainer.vectors(), run, ("kv",))
+        scores = evaluation.as_dict(*trainer.score()) | trainer.took()
     except (metrics.Diverged, evaluation.EvaluationError) as error:
         scores = {"diverged": str(error)}
     (run / "scores.json").write_text(json.dumps(scores, indent=1), encoding="utf-8")

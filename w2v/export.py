@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v import durable
+from w2v import durable, kvfile
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("kv", "bin", "txt")  # also the endings of the files
 LARGE = 10 << 20  # numbers of an array that gensim gives a file of its own
-BLOCK_BYTES = 16 << 20  # of vectors, on their way from the ranks to the file
+BLOCK_BYTES = 4 << 20  # of vectors, on their way from the ranks to the file
 READABLE = (".kv", ".bin", ".txt", ".vec")
 SUMS = "vectors.sha256"  # as `sha256sum -c` reads it
 PICKLED = {  # all that a pickle of KeyedVectors names
@@ -48,15 +49,20 @@ def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray)
         raise VectorsError(f"{len(words)} words, {len(counts)} counts and vectors of shape {vectors.shape} do not match")
     kv = KeyedVectors(vectors.shape[1])
     kv.index_to_key = list(words)
-    kv.key_to_index = {word: index for index, word in enumerate(kv.index_to_key)}
-    if len(kv.key_to_index) < len(words):
-        twice = next(word for index, word in enumerate(words) if kv.key_to_index[word] != index)
-        raise VectorsError(f"the word {twice!r} occurs twice in the vocabulary; keep one of them")
+    kv.key_to_index = _row_of(words)
     kv.vectors = vectors
     kv.next_index = len(words)
     kv.allocate_vecattrs(["count"], [np.int64])
     kv.expandos["count"][:] = counts
     return kv
+
+
+def _row_of(words: Sequence[str]) -> dict[str, int]:
+    row_of = {word: row for row, word in enumerate(words)}
+    if len(row_of) < len(words):
+        twice = next(word for row, word in enumerate(words) if row_of[word] != row)
+        raise VectorsError(f"the word {twice!r} occurs twice in the vocabulary; keep one of them")
+    return row_of
 
 
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
@@ -78,36 +84,40 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
             yield block_nD
 
 
-def save_rows(words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path) -> KeyedVectors:
-    """Write vectors.kv and vectors.bin of V words whose vectors come a block at a time; gives what was written.
+def save_rows(words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path) -> None:
+    """Write vectors.kv and vectors.bin of V words, by falling count, whose vectors come a block at a time and are never all in memory.
 
-    They are never all in memory unless they are so few that gensim would keep them in vectors.kv; others are mapped from the file. What
-    goes wrong is raised once all blocks have come.
+    As `save` writes them, but without gensim. What goes wrong is raised once all blocks have come.
     """
     try:
-        if len(words) * dim < LARGE:
-            kv = keyed_vectors(words, counts, np.concatenate(list(blocks)))
-            save(kv, folder)
-            return kv
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
-            path = Path(aside, "rows.npy")
-            with open(path, "wb") as file:
-                shape = {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
-                np.lib.format.write_array_header_1_0(file, shape)
+        _check_words(words)
+        row_of, large = _row_of(words), len(words) * dim >= LARGE
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMS).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside, contextlib.ExitStack() as files:
+            part, binary_part = Path(aside, "vectors.kv"), Path(aside, "vectors.bin")
+            kv, binary = (files.enter_context(open(path, "wb")) for path in (part, binary_part))
+            rows = files.enter_context(open(f"{part}.vectors.npy", "wb")) if large else kv
+            if large:
+                np.lib.format.write_array_header_1_0(rows, {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)})
+            binary.write(f"{len(words)} {dim}\n".encode())
+            with kvfile.around_rows(kv, words, row_of, counts, dim, apart=large):
+                first = 0
                 for block_nD in blocks:
-                    file.write(block_nD.data)
-            kv = keyed_vectors(words, counts, np.load(path, mmap_mode="r"))
-            save(kv, folder, rows=path)
-        return kv
+                    rows.write(block_nD.data)
+                    named = zip(words[first : first + len(block_nD)], block_nD, strict=True)
+                    binary.writelines(f"{word} ".encode() + row_D.tobytes() for word, row_D in named)
+                    first += len(block_nD)
+            files.close()
+            _replace_kv(part, folder)
+            os.replace(binary_part, folder / binary_part.name)
     finally:
         for _ in blocks:  # the other ranks send all of them
             pass
 
 
-def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin"), rows: Path | None = None) -> list[Path]:
+def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")) -> list[Path]:
     """Write vectors.kv, vectors.bin or vectors.txt into `folder`, and return their paths in the order of `formats`.
-
-    rows: an .npy file that holds the vectors already, on the disk of `folder`; it becomes vectors.kv's.
 
     Every file is written aside and renamed when it is whole. gensim puts arrays of 10 Mi numbers and more into files of
     their own, vectors.kv.*.npy, which belong beside vectors.kv. Words keep their order if counts fall, as in word2vec.c;
@@ -126,7 +136,7 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "
         for name in formats:
             part = Path(aside, f"vectors.{name}")
             if name == "kv":
-                _save_kv(kv, part, rows)
+                kv.save(str(part))
                 _replace_kv(part, folder)
             else:
                 kv.save_word2vec_format(str(part), binary=name == "bin")
@@ -285,18 +295,6 @@ def _check_words(words: Sequence[str]) -> None:
     for word in words:
         if word.split() != [word]:
             raise VectorsError(f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv")
-
-
-def _save_kv(kv: KeyedVectors, part: Path, rows: Path | None) -> None:
-    if rows is None:
-        kv.save(str(part))
-        return
-    vectors, kv.vectors = kv.vectors, kv.vectors[:0]
-    try:
-        kv.save(str(part), separately=["vectors"])
-    finally:
-        kv.vectors = vectors
-    os.replace(rows, f"{part}.vectors.npy")
 
 
 def _replace_kv(part: Path, folder: Path) -> None:

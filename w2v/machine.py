@@ -15,6 +15,9 @@ from w2v.config import ConfigError
 from w2v.ranks import ALONE, Ranks
 from w2v.table import pinning_is_limited
 
+MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of malloc.h
+LARGE = 1 << 18
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -77,6 +80,15 @@ def _cupy_cuda() -> str:
     except ImportError:
         return ""
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def keep_memory_whole() -> None:
+    """Have the C library, where it is glibc, give large arrays memory of their own, which the system has back when they are freed, and
+    keep one heap for all threads: else freed arrays leave holes that nothing fills, in each heap."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, LARGE)
+        libc.mallopt(ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:

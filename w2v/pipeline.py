@@ -123,8 +123,8 @@ class Pipeline:
 
     def finish(self) -> None:
         """Give back the memory of all but the input vectors, when training is over and saved."""
-        self.inputs.shrink(self.inputs.dim)
         self.outputs.shrink(0)
+        self.inputs.shrink(self.inputs.dim)
 
     def _look(self, loss: Tensor, grads: list[Tensor], records: list[Tensor]) -> None:
         """Note the first step whose numbers are not all finite, without waiting for the device."""

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import w2v
 from w2v import budget, heldout, settings, sources, torchrun
-from w2v.backends import LINKS, PRODUCTS, ROWS, choose_device, choose_engine, choose_kernels, link_rates
+from w2v.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
 from w2v.heldout import HeldOut
 from w2v.kernels import cuda
-from w2v.machine import Machine, cores, return_freed_memory, why_no_numba
+from w2v.machine import Machine, cores, keep_memory_whole, return_freed_memory, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
@@ -120,11 +120,14 @@ def must_be_alike(config: Config) -> dict[str, Any]:
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
+    keep_memory_whole()
     text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
     files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
     folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
-    if not (folder / "vocab.tsv").exists():
+    if (folder / "vocab.tsv").exists():
+        vocab = Vocab.load(folder / "vocab.tsv")
+    else:
         log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
         try:
             if find_spec("numba"):
@@ -139,7 +142,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
-    return Vocab.load(folder / "vocab.tsv"), Corpus.open(folder)
+    return vocab, Corpus.open(folder)
 
 
 def make_plan(
@@ -167,9 +170,9 @@ def make_plan(
     if not words:
         raise ConfigError(f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer")
     size = config.model.vector_size
-    element = ROWS.get(config.train.precision, torch.float32).itemsize
-    width = record_width(size, optimizer.states(size), element)
-    table_bytes = 2 * words * width * element
+    dtype = ROWS.get(config.train.precision, torch.float32)
+    width = record_width(size, optimizer.states(size), dtype.itemsize, aligned(device, dtype))
+    table_bytes = 2 * words * width * dtype.itemsize
     engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
     room = config.transfer.gpu_bytes_of(table_bytes)
     slots = min(2 * words, max(0, int(2 * words * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
@@ -189,9 +192,9 @@ def make_budget(
     pairs = 2 * model.window + 1 + model.negative
     job = Job(words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs)
     kept = config.transfer.gpu_bytes_of(job.table_bytes) or 0 if engine in LINKS else 0
-    element = ROWS.get(config.train.precision, torch.float32).itemsize
-    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=element,
-                  in_files=bool(config.transfer.table_dir))  # fmt: skip
+    dtype = ROWS.get(config.train.precision, torch.float32)
+    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=dtype.itemsize,
+                  in_files=bool(config.transfer.table_dir), aligned=aligned(device, dtype))  # fmt: skip
     written = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors")) if run else 0
     free = {"host": machine.host_free_bytes, "locked": machine.lockable_bytes, "disk": budget.free_disk_bytes(run_dir) + written}
 
@@ -238,7 +241,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         storage, files = "mmap", [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
         Path(folder).mkdir(parents=True, exist_ok=True)
     inputs, outputs = (
-        Table(name, rows, size, states, scalars, storage, dtype, file) for name, file in zip(("input", "output"), files, strict=True)
+        Table(name, rows, size, states, scalars, storage, dtype, file, aligned(plan.device, dtype))
+        for name, file in zip(("input", "output"), files, strict=True)
     )
     values = uniform(size, 0.5 / size, train.seed)
     inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
@@ -263,6 +267,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     if ranks.size > 1 and not plan.fused:
         engine = Sharded(engine, ranks)
     product = None if plan.fused else PRODUCTS.get(train.precision)
+    return_freed_memory()
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))
 
 

@@ -155,14 +155,16 @@ class Sampler:
         ids_N = self._ids_N  # on the GPU or, when they take too much of it, not
         words_n = ids_N[begin:end] if isinstance(ids_N, Tensor) else torch.from_numpy(_copied(ids_N, begin, end)).to(device)
         kept_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device) < self._keep_V.index_select(0, words_n)
-        lengths = torch.from_numpy(np.diff(offsets)).to(device)
-        numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
-        sentences_n = torch.repeat_interleave(numbers, lengths, output_size=len(words_n))
+        edges = torch.from_numpy(offsets - begin).to(device)
+        numbers = torch.arange(last - first, dtype=torch.int32, device=device)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
+            sentences_n = torch.repeat_interleave(numbers, edges[1:] - edges[:-1], output_size=len(words_n))
             kept_n &= ~torch.isin(sentences_n, torch.from_numpy(left_out).to(device, torch.int32))
         kept = torch.nonzero(kept_n).flatten()  # the one wait for the device
-        return words_n[kept], sentences_n[kept]
+        words_n, places = words_n[kept], torch.searchsorted(kept, edges)
+        del kept_n, kept  # what is held here is held on top of all else that a run without a GPU takes
+        return words_n, torch.repeat_interleave(numbers, places[1:] - places[:-1], output_size=len(words_n))
 
     def _windows_and_noise(self, size: int, *draw: int) -> tuple[Tensor, Tensor]:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""

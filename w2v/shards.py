@@ -1,6 +1,6 @@
 """The files of a checkpoint: the records of each rank in safetensors files, checked as they are read, and dealt to any number of ranks.
 
-    input-00000-of-00002.safetensors              "records" [n, R]: n rows as they lie in memory, weight, states, padding
+    input-00000-of-00002.safetensors              "records" [n, P]: n rows of weight, states, and zeros up to 128 bytes
     input-rank-1-of-4-00000-of-00002.safetensors  those of rank 1 of 4: row j of its shard is row 1 + 4 * j of the table
 
 What is read is checked: CRC-32 finds every flip of a bit and misses other damage once in four billion times, at 4 GB/s a core where
@@ -20,12 +20,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from w2v import durable
 from w2v.ranks import Ranks
+from w2v.table import padded
 
 SHARD_BYTES = 1 << 30
-CHUNK_BYTES = 16 << 20  # copied from the tables' device, summed and written at a time
+CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
 Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
@@ -51,7 +53,7 @@ def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """What each file is to hold of this rank's records of each table [V, R]: a view [n, R] of some rows."""
     held = {}
     for name, records_VR in tables.items():
-        for part in _parts(name, len(records_VR), _row_bytes(records_VR), ranks.rank, ranks.size):
+        for part in _parts(name, len(records_VR), row_bytes(records_VR), ranks.rank, ranks.size):
             held[part.file] = records_VR[part.first : part.last]
     return held
 
@@ -73,7 +75,7 @@ def read(folder: Path, entries: Entries, tables: Mapping[str, tuple[int, Tensor]
         for rank in range(saved):
             if (ranks.rank - rank) % math.gcd(saved, ranks.size) == 0:  # else its rows and ours have no remainder in common
                 shard_rows = -(-(rows - rank) // saved)
-                wanted += [(part, rank, records_VR) for part in _parts(name, shard_rows, _row_bytes(records_VR), rank, saved)]
+                wanted += [(part, rank, records_VR) for part in _parts(name, shard_rows, row_bytes(records_VR), rank, saved)]
 
     def read_part(part: Part, rank: int, records_VR: Tensor) -> None:
         start = part.first
@@ -104,7 +106,9 @@ def _parts(table: str, rows: int, row_bytes: int, rank: int, ranks: int) -> list
 
 
 def _write_shard(path: Path, records_nR: Tensor) -> dict[str, int]:
-    parts = (_bytes(part_nR.cpu()) for part_nR in records_nR.split(_rows_at_once(records_nR)))
+    missing = _width(records_nR) - records_nR.shape[1]
+    blocks = (part_nR.cpu() for part_nR in records_nR.split(_rows_at_once(records_nR)))
+    parts = (_bytes(pad(block_nR, (0, missing)) if missing else block_nR) for block_nR in blocks)
     crc32 = durable.write(path, chain([_header(len(records_nR), records_nR)], parts))
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
@@ -120,10 +124,10 @@ def _blocks(file: Path, entry: Mapping[str, int], rows: int, like_VR: Tensor) ->
                 raise Damaged(file, "its header differs")
             found = zlib.crc32(header)
             for start in range(0, rows, _rows_at_once(like_VR)):
-                block_nR = torch.empty(min(_rows_at_once(like_VR), rows - start), like_VR.shape[1], dtype=like_VR.dtype)
-                opened.readinto(_bytes(block_nR))
-                found = zlib.crc32(_bytes(block_nR), found)
-                yield block_nR
+                block_nP = torch.empty(min(_rows_at_once(like_VR), rows - start), _width(like_VR), dtype=like_VR.dtype)
+                opened.readinto(_bytes(block_nP))
+                found = zlib.crc32(_bytes(block_nP), found)
+                yield block_nP[:, : like_VR.shape[1]]
     except OSError as error:
         raise Damaged(file, error.strerror or str(error), isinstance(error, FileNotFoundError)) from None
     if found != entry["crc32"]:
@@ -132,19 +136,25 @@ def _blocks(file: Path, entry: Mapping[str, int], rows: int, like_VR: Tensor) ->
 
 def _header(rows: int, like_VR: Tensor) -> bytes:
     """How a safetensors file of so many such records begins."""
-    end = rows * _row_bytes(like_VR)
-    about = {"records": {"dtype": DTYPES[like_VR.dtype], "shape": [rows, like_VR.shape[1]], "data_offsets": [0, end]}}
+    end = rows * row_bytes(like_VR)
+    about = {"records": {"dtype": DTYPES[like_VR.dtype], "shape": [rows, _width(like_VR)], "data_offsets": [0, end]}}
     text = json.dumps(about).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _row_bytes(records_VR: Tensor) -> int:
-    return records_VR.shape[1] * records_VR.element_size()
+def _width(records_VR: Tensor) -> int:
+    """Elements of a row in a file: as many wherever the records are."""
+    return padded(records_VR.shape[1], records_VR.element_size())
+
+
+def row_bytes(records_VR: Tensor) -> int:
+    """Of a row in a file."""
+    return _width(records_VR) * records_VR.element_size()
 
 
 def _rows_at_once(records_VR: Tensor) -> int:
-    return max(1, CHUNK_BYTES // _row_bytes(records_VR))
+    return max(1, CHUNK_BYTES // row_bytes(records_VR))
 
 
 def _bytes(records_nR: Tensor) -> memoryview:

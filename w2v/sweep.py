@@ -86,7 +86,7 @@ def score(config: Config, opened: Opened) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         try:
             trainer = train_once(config, opened, Path(folder))
-            analogies, similarities = trainer.score(trainer.vectors())
+            analogies, similarities = trainer.score()
             took = trainer.took()
         except (metrics.Diverged, evaluation.EvaluationError):
             return {}

@@ -1,6 +1,6 @@
-"""One embedding matrix with its row-aligned optimizer state: one contiguous, 128-byte aligned record per row.
+"""One embedding matrix with its row-aligned optimizer state: one contiguous record per row, 128-byte aligned where a GPU reads it.
 
-Shapes: V rows, D dimensions, U unique rows, R elements of a record (weight, then each state, padded to 128 bytes).
+Shapes: V rows, D dimensions, U unique rows, R elements of a record (weight, then each state, padded to 128 bytes if aligned).
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ class Table:
     partly new), and the scalars are as of the last flush; the layout is never damaged. After a crash of the machine, rows written
     since the flush may be partly new. One process at a time may have the file open.
 
+    aligned: whether records are padded to 128 bytes, as a GPU wants them; bfloat16 counts its rounding by them.
+
     Raises `ValueError` for sizes, types and files that cannot be used, `MemoryError` where memory cannot be pinned, `OSError` where
     the disk has no room.
     """
 
     def __init__(
         self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage,
-        dtype: torch.dtype = torch.float32, path: str | Path | None = None,
+        dtype: torch.dtype = torch.float32, path: str | Path | None = None, aligned: bool = True,
     ):  # fmt: skip
         _check(rows, dim, states, storage, dtype, path)
         self.name, self.rows, self.dim, self.storage, self.dtype = name, rows, dim, storage, dtype
         self.columns = record_columns(dim, states)
-        self.width = record_width(dim, states, dtype.itemsize)
+        self.width = record_width(dim, states, dtype.itemsize, aligned)
         self.scalars = {key: value.clone() for key, value in scalars.items()}
         if dtype == torch.bfloat16:
             self.scalars["writes"] = torch.zeros((), dtype=torch.int64)
@@ -131,7 +133,7 @@ class Table:
 
     def shrink(self, width: int) -> None:
         """Keep the first `width` elements of each record; the others' memory is given back if it is ordinary CPU memory."""
-        if self.storage == "cpu":
+        if self.storage == "cpu" and width < self.width:
             self.records_VR, self.width = self.records_VR[:, :width].clone(memory_format=torch.contiguous_format), width
             self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
 
@@ -154,9 +156,14 @@ def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]
     return columns
 
 
-def record_width(dim: int, states: Mapping[str, RowState], element_size: int = 4) -> int:
+def record_width(dim: int, states: Mapping[str, RowState], element_size: int = 4, aligned: bool = True) -> int:
     """Elements of a record, padding included."""
     elements = dim + sum(state.width for state in states.values())
+    return padded(elements, element_size) if aligned else elements
+
+
+def padded(elements: int, element_size: int) -> int:
+    """So many elements, or as many more as fill the last 128 bytes."""
     per_line = ALIGNMENT // element_size
     return -(-elements // per_line) * per_line
 

@@ -175,15 +175,19 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """On the analogies, found by the first rank for all."""
-        weights: Tensor | np.ndarray = self.pipeline.inputs["weight"]
-        accuracy = 0.0
-        if self._ranks.size > 1:
-            blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
-            weights = np.concatenate(blocks) if blocks else weights
+        weights, accuracy = self._asked(), 0.0
         with self._ranks.together():
             if self._ranks.rank == 0:
                 accuracy = evaluation.analogies(self.vocab.words[: len(weights)], weights).total.accuracy
         return accuracy
+
+    def _asked(self) -> Tensor | np.ndarray:
+        """The vectors that are scored, of the most frequent words; where there are several ranks, all have to ask, for the first."""
+        weights = self.pipeline.inputs["weight"]
+        if self._ranks.size == 1:
+            return weights
+        blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
+        return np.concatenate(blocks) if blocks else weights
 
     def _held_out_loss(self) -> float | None:
         shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
@@ -192,11 +196,12 @@ class Trainer:
     def vectors(self) -> KeyedVectors:
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
 
-    def score(self, keyed: KeyedVectors) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        alone, words = self._ranks.size == 1, self.vocab.words
-        weights = self.pipeline.inputs["weight"] if alone else np.array(keyed.vectors[: evaluation.ASKED])
-        analogies = evaluation.analogies(words[: len(weights)], weights)
-        return analogies, [evaluation.similarity(keyed, name) for name in evaluation.PAIR_SETS]
+    def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
+        return self._scored(self._asked())
+
+    def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
+        words = self.vocab.words[: len(weights)]
+        return evaluation.analogies(words, weights), [evaluation.similarity(words, weights, name) for name in evaluation.PAIR_SETS]
 
     def took(self) -> dict[str, Any]:
         """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""
@@ -215,18 +220,19 @@ class Trainer:
         blocks, inputs = export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
         with self._ranks.together():
             if self._ranks.rank == 0:
-                keyed = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)
+                export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)
             else:
                 deque(blocks, 0)
+        weights = self._asked()
         with self._ranks.together():
             if self._ranks.rank == 0:
-                self._report(keyed, took)
+                self._report(weights, took)
 
-    def _report(self, keyed: KeyedVectors, took: dict[str, Any]) -> None:
+    def _report(self, weights: Tensor | np.ndarray, took: dict[str, Any]) -> None:
         """Write all else that the vectors come with: words, checksums, scores and the model card; and say where it is."""
         self.vocab.save(self.folder / "vocab.tsv")
         export.seal(self.folder)
-        scores = self.score(keyed)
+        scores = self._scored(weights)
         last = {"analogies": scores[0].total.accuracy} | {similarity.name: similarity.spearman for similarity in scores[1]}
         self.metrics.tell(held_out_loss=took["held_out_loss"], **last)
         durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))

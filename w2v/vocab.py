@@ -111,13 +111,13 @@ class Vocab:
         try:
             header, *lines, end = Path(path).read_bytes().decode("utf-8").split("\n")  # words may hold other line breaks
             size, raw_words, raw_types = map(int, HEADER.fullmatch(header).groups())
-            words, _, numbers = zip(*(line.rpartition("\t") for line in lines), strict=True)
-            counts = np.array(numbers, dtype=np.int64)
+            words = [line.rpartition("\t")[0] for line in lines]
+            counts = np.fromiter((line.rpartition("\t")[2] for line in lines), np.int64, len(lines))
             if end or size != len(words):
                 raise ValueError(f"{len(words)} of {size} words")
         except (ValueError, AttributeError) as error:
             raise VocabError(f"{path} is not a whole vocabulary file ({error}); delete it, the next run writes it anew") from None
-        return cls(list(words), counts, raw_words, raw_types)
+        return cls(words, counts, raw_words, raw_types)
 
 
 def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.ndarray:

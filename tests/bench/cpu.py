@@ -76,7 +76,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     import torch
 
     torch_took = {f"{kind} without torch": before[kind] - value for kind, value in _memory().items()}
-    from w2v import evaluation, export, machine, plan, settings, trainer
+    from w2v import evaluation, export, machine, plan, ranks, settings, trainer
 
     assert torch.get_num_threads() == machine.cores()
     clock = Clock()
@@ -93,7 +93,8 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     vectors = pipeline.inputs["weight"]
     accuracy = evaluation.analogies(planned.vocab.words, vectors).total.accuracy
     clock.done("evaluation")
-    export.save(export.keyed_vectors(planned.vocab.words, planned.vocab.counts, vectors.numpy()), folder)
+    blocks = export.in_order(pipeline.inputs, ranks.ALONE)
+    export.save_rows(planned.vocab.words, planned.vocab.counts, pipeline.inputs.dim, blocks, folder)
     clock.done("export")
     return clock.figures(planned.corpus.raw_words * epochs, accuracy) | torch_took
 

@@ -30,14 +30,14 @@ def train_once(config: Config, opened: Opened) -> Figures:
     pipeline, seconds, words = trainer.pipeline, trainer.metrics.seconds, trainer.metrics.words
     memory = steps.gpu_memory(pipeline, trainer.sampler._ids_N)  # before scoring takes some
     score = evaluation.analogies(trainer.vocab.words, pipeline.inputs["weight"].float().to(pipeline.fault.device))
-    keyed = trainer.vectors()
+    words, vectors = trainer.vocab.words, pipeline.inputs["weight"]
     return {
         "words/s": (words / seconds, ""),
         "seconds": (seconds, "s"),
         "loss": (trainer.metrics.loss, ""),
         **{name: (100 * getattr(score, part).accuracy, "%") for name, part in
            [("analogies", "total"), ("semantic", "semantic"), ("syntactic", "syntactic")]},
-        **{name: (evaluation.similarity(keyed, name).spearman or 0.0, "") for name in evaluation.PAIR_SETS},
+        **{name: (evaluation.similarity(words, vectors, name).spearman or 0.0, "") for name in evaluation.PAIR_SETS},
         **steps.link(steps.Moved.by(pipeline), pipeline, words, seconds),
         **memory,
     }  # fmt: skip

@@ -61,14 +61,12 @@ for line in sys.stdin:
 
 
 class Programs:
-    """Runs train.py or evaluate.py, one at a time, each in a process of its own that works in `folder` and sees GPUs for device="cuda"."""
+    """Runs train.py or evaluate.py, one at a time, each in a process of its own that works in `folder` and sees no GPU."""
 
-    def __init__(self, folder, device="cpu"):
+    def __init__(self, folder):
         self.output = folder / "output.txt"
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._server = subprocess.Popen(
             [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
         )

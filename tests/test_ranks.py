@@ -12,34 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.forked import Programs
 from tests.saving import check_checkpoints, run_folder, saving_run
 from w2v.checkpoint import Checkpoint
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "3"))
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory, device):
-    running = Programs(tmp_path_factory.mktemp("programs"), device)
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory, device):
+def arguments(tmp_path_factory):
     """A run of some steps over a small text, deterministic, that saves as often as it can."""
-    more = "train.epochs=2", "train.batch_size=256", f"train.device={device}"
-    return saving_run(tmp_path_factory.mktemp("corpus"), 750, *more)
+    return saving_run(tmp_path_factory.mktemp("corpus"), 750, "train.epochs=2", "train.batch_size=256")
 
 
 def vectors(folder):
@@ -111,8 +94,7 @@ def test_torchrun_starts_the_ranks_again_and_the_run_goes_on(programs, arguments
 
 
 @pytest.mark.parametrize("number, others", [(signal.SIGINT, 0), (signal.SIGTERM, 4)])
-def test_a_signal_to_the_job_saves_and_other_ranks_go_on(programs, arguments, device, tmp_path, number, others):
-    others = min(others, torch.cuda.device_count()) if device == "cuda" else others
+def test_a_signal_to_the_job_saves_and_other_ranks_go_on(programs, arguments, tmp_path, number, others):
     more = [*arguments, f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.epochs=50", "run.log_seconds=1000"]
     job, _ = started(programs, *more, ranks=2)
     wait_for(job, lambda: list(tmp_path.glob("20*/metrics.jsonl")))

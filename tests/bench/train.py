@@ -27,18 +27,18 @@ def train_once(config: Config, opened: Opened) -> Figures:
     gc.collect()  # what the run before took is not this one's
     with TemporaryDirectory() as folder:
         trainer = experiments.train_once(config, opened, Path(folder))
-    pipeline, seconds, words = trainer.pipeline, trainer.metrics.seconds, trainer.metrics.words
+    pipeline, seconds, trained = trainer.pipeline, trainer.metrics.seconds, trainer.metrics.words
     memory = steps.gpu_memory(pipeline, trainer.sampler._ids_N)  # before scoring takes some
-    score = evaluation.analogies(trainer.vocab.words, pipeline.inputs["weight"].float().to(pipeline.fault.device))
     words, vectors = trainer.vocab.words, pipeline.inputs["weight"]
+    score = evaluation.analogies(words, vectors.float().to(pipeline.fault.device))
     return {
-        "words/s": (words / seconds, ""),
+        "words/s": (trained / seconds, ""),
         "seconds": (seconds, "s"),
         "loss": (trainer.metrics.loss, ""),
         **{name: (100 * getattr(score, part).accuracy, "%") for name, part in
            [("analogies", "total"), ("semantic", "semantic"), ("syntactic", "syntactic")]},
         **{name: (evaluation.similarity(words, vectors, name).spearman or 0.0, "") for name in evaluation.PAIR_SETS},
-        **steps.link(steps.Moved.by(pipeline), pipeline, words, seconds),
+        **steps.link(steps.Moved.by(pipeline), pipeline, trained, seconds),
         **memory,
     }  # fmt: skip
 

@@ -70,7 +70,7 @@ def leave(status: int) -> NoReturn:
 
 
 def recorded(main: Callable[..., int]) -> Callable[..., int]:
-    """`main`, with the traceback of a bug in torchrun's summary; a rank that is done leaves the others before Python ends."""
+    """`main`, with the traceback of a bug in torchrun's summary; a rank on a CPU that is done leaves the others before Python ends."""
     if not started():
         return main
     import torch.distributed as dist
@@ -78,7 +78,7 @@ def recorded(main: Callable[..., int]) -> Callable[..., int]:
 
     def leaving(*arguments: Any) -> int:
         status = main(*arguments)
-        if status == 0 and dist.is_initialized():
+        if status == 0 and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()  # threads of Gloo that are left abort the process, once in a dozen times
         return status
 

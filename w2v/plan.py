@@ -120,7 +120,7 @@ def must_be_alike(config: Config) -> dict[str, Any]:
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
-    keep_memory_whole()
+    keep_memory_whole()  # before the first large array
     text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
     files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}

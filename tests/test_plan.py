@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -99,6 +101,23 @@ def test_corpus_is_read_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     fewer = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=8")
     assert plan.open_corpus(fewer)[0].words == ["b", "a"]
+
+
+def test_runs_that_begin_at_once_read_a_text_once(tmp_path, monkeypatch, caplog):
+    (tmp_path / "text").write_text("b a b c a b\nc b a b\n" * 3)
+    config = configured(f"corpus.path={tmp_path / 'text'}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1")
+    reads, read = [], plan._read
+
+    def slowly(*arguments):
+        reads.append(arguments)
+        time.sleep(0.3)
+        return read(*arguments)
+
+    monkeypatch.setattr(plan, "_read", slowly)
+    with caplog.at_level("INFO", "w2v"), ThreadPoolExecutor(3) as pool:
+        opened = list(pool.map(plan.open_corpus, [config] * 3))
+    assert len(reads) == 1 and caplog.messages.count("waiting for another run that reads a text") == 2
+    assert all(vocab.words == ["b", "a", "c"] and corpus.raw_words == 30 for vocab, corpus in opened)
 
 
 def test_a_text_too_small_for_the_batch_is_warned_of(caplog):

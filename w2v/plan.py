@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import w2v
-from w2v import budget, heldout, settings, sources, torchrun
+from w2v import budget, durable, heldout, settings, sources, torchrun
 from w2v.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
@@ -125,24 +125,31 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
     folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
-    if (folder / "vocab.tsv").exists():
-        vocab = Vocab.load(folder / "vocab.tsv")
-    else:
-        log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
+    vocab, whole = None, folder / "vocab.tsv"
+    if not whole.exists():
         try:
-            if find_spec("numba"):
-                from w2v.ingest import ingest  # heavy, so only when there is something to read
-
-                vocab = ingest(files, folder, text, config.vocab, cores())
-            else:
-                log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
-                vocab = read_plainly(files, folder, text, config.vocab)
-            vocab.save(folder / "vocab.tsv")  # last: it says that the folder is whole
-            return_freed_memory()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with durable.turn(folder.parent, lambda: log.info("waiting for another run that reads a text")):
+                vocab = None if whole.exists() else _read(files, folder, config)
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
-    return vocab, Corpus.open(folder)
+    return Vocab.load(whole) if vocab is None else vocab, Corpus.open(folder)
+
+
+def _read(files: list[Path], folder: Path, config: Config) -> Vocab:
+    """Write the ids of the files into the folder, and their vocabulary, which says that it is whole."""
+    log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
+    if find_spec("numba"):
+        from w2v.ingest import ingest  # heavy, so only when there is something to read
+
+        vocab = ingest(files, folder, config.corpus, config.vocab, cores())
+    else:
+        log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
+        vocab = read_plainly(files, folder, config.corpus, config.vocab)
+    vocab.save(folder / "vocab.tsv")
+    return_freed_memory()
+    return vocab
 
 
 def make_plan(

@@ -70,10 +70,10 @@ def start(row_numbers, seed):
     return weights.to(row_numbers.device)
 
 
-def trained(ranks, name, optimizer, args, dtype, cap=0, steps_per_page=1, device="cpu"):
+def trained(ranks, name, optimizer, dtype, cap=0, steps_per_page=1, device="cpu"):
     """The whole records of this rank's rows of both tables after some steps, the losses, and the sums of pairs."""
     torch.use_deterministic_algorithms(True)
-    optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, args=args, occurrence_cap=cap))
+    optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, occurrence_cap=cap))
     rows, place = ranks.rows(ROWS), storage(name, device)
     tables = [Table(key, rows, DIM, optimizer.states(DIM), optimizer.scalars, place, dtype) for key in ("input", "output")]
     for seed, table in enumerate(tables):
@@ -96,8 +96,8 @@ def together(shards):
 
 
 def check(pool, name, optimizer, dtype=torch.float64, cap=0, steps_per_page=1):
-    tables, losses, pairs = trained(ALONE, "resident", optimizer, {}, dtype, cap)
-    several = pool.run(trained, name, optimizer, {}, dtype, cap, steps_per_page, pool.device)
+    tables, losses, pairs = trained(ALONE, "resident", optimizer, dtype, cap)
+    several = pool.run(trained, name, optimizer, dtype, cap, steps_per_page, pool.device)
     close = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
     for number, table in enumerate(tables):
         torch.testing.assert_close(together([ours[number] for ours, _, _ in several]), table, **close)

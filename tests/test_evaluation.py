@@ -1,4 +1,4 @@
-"""The torch scorer equals gensim's; similarity, neighbours, the report; and evaluate.py from its arguments to its exit status."""
+"""The torch scorer equals gensim's; similarity, the report; and evaluate.py from its arguments to its exit status."""
 
 import io
 import json
@@ -224,31 +224,6 @@ def test_similarity_equals_gensims_own_call():
     _, spearman, oov = kv.evaluate_word_pairs(datapath("simlex999.txt"))
     score = evaluation.similarity(words, kv.vectors, "simlex999")
     assert score.spearman == spearman[0] and score.oov == pytest.approx(oov / 100)
-
-
-def test_neighbours_and_analogy_are_gensims_and_unknown_words_get_spellings():
-    kv = kv_of(["Paris", "paris", "London", "king"], [[1, 0], [0.9, 0.1], [0, 1], [0.5, 0.5]])
-    assert evaluation.neighbours(kv, "Paris", 2) == kv.most_similar("Paris", topn=2)
-    assert evaluation.analogy(kv, "Paris", "king", "London", 1) == kv.most_similar(positive=["king", "London"], negative=["Paris"], topn=1)
-    with pytest.raises(evaluation.EvaluationError, match="'Lodnon' is not in the vocabulary; nearest spellings: London"):
-        evaluation.neighbours(kv, "Lodnon")
-    with pytest.raises(ValueError, match="'qqq' is not in the vocabulary; nearest spellings: none"):
-        evaluation.analogy(kv, "king", "qqq", "London")
-    assert evaluation.nearest_spellings(kv, "PARIS") == ["Paris"]  # the most frequent of its case variants
-    with pytest.raises(ValueError, match="topn=0"):
-        evaluation.neighbours(kv, "king", 0)
-
-
-def test_a_sum_of_words_is_gensims():
-    rng = np.random.default_rng(5)
-    kv = kv_of(["a", "b", "c", "d", "e", "f"], rng.standard_normal((6, 4)))
-    for sum_, added, taken in (("a - b + c", "ac", "b"), ("a + b + c - d", "abc", "d"), ("a - b", "a", "b"), ("f", "f", "")):
-        assert evaluation.combination(kv, sum_.split()) == kv.most_similar(positive=[*added], negative=[*taken])
-    for wrong in ("a b", "a -", "- a", "a b - c", "a - b c"):
-        with pytest.raises(evaluation.EvaluationError, match="is no sum of words; write it as king - man"):
-            evaluation.combination(kv, wrong.split())
-    with pytest.raises(evaluation.EvaluationError, match="'x' is not in the vocabulary"):
-        evaluation.combination(kv, ["a", "-", "x"])
 
 
 def test_sums_are_taken_as_words_or_quoted_or_from_standard_input(run, capsys, monkeypatch):

@@ -14,7 +14,7 @@ LAYERS = [
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet"},
     {"backends", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
-    {"plan", "trainer", "runfolder", "embedding", "baseline"},
+    {"plan", "trainer", "runfolder", "embedding", "baseline", "asking"},
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from w2v import card, comparison, evaluation, export, pictures
+from w2v import asking, card, comparison, evaluation, export, pictures
 from w2v.evaluation import EvaluationError
 
 ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, OSError)
@@ -32,7 +32,7 @@ def nn(options: Namespace) -> int:
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if len(words) != 1:
             raise EvaluationError(f"{' '.join(words)!r} is not 1 word; see --help")
-        return evaluation.neighbours(kv, words[0], options.topn)
+        return asking.neighbours(kv, words[0], options.topn)
 
     return _answer(ask, [[word] for word in options.words])
 
@@ -42,11 +42,11 @@ def analogies(options: Namespace) -> int:
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if SIGNS.intersection(words):
-            return evaluation.combination(kv, words, options.topn)
+            return asking.combination(kv, words, options.topn)
         if len(words) != 3:
             raise EvaluationError(f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help")
         a, b, c = words
-        return evaluation.analogy(kv, a, b, c, options.topn)
+        return asking.analogy(kv, a, b, c, options.topn)
 
     words = options.words
     if SIGNS.intersection(words):

@@ -1,4 +1,4 @@
-"""How good the vectors are: analogies, word similarity, neighbours, by gensim's protocol.
+"""How good the vectors are: analogies and word similarity, by gensim's protocol.
 
 `analogies` is gensim's `evaluate_word_analogies` in batches, on whichever device the vectors lie, with the same counts.
 Shapes: V words, N of them searched, D dimensions, Q questions of a block.
@@ -7,7 +7,6 @@ Shapes: V words, N of them searched, D dimensions, Q questions of a block.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import math
 import sys
@@ -117,7 +116,7 @@ def analogies_gensim(
     """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
     path = str(questions or _test_data("questions-words.txt"))
     sections = read_questions(path, case_insensitive)
-    with _quiet():
+    with quiet():
         _, answered = kv.evaluate_word_analogies(path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive)
     results = [[True] * len(s["correct"]) + [False] * len(s["incorrect"]) for s in answered[: len(sections)]]  # then comes the total
     return _score(sections, results)
@@ -174,35 +173,6 @@ def scores(kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gens
     ask = questions, restrict_vocab
     score = analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
     return score, [similarity(kv.index_to_key, kv.vectors, name, restrict_vocab) for name in PAIR_SETS]
-
-
-def neighbours(kv: KeyedVectors, word: str, topn: int = 10) -> list[tuple[str, float]]:
-    """The `topn` words nearest to `word` with their cosines, best first."""
-    return _most_similar(kv, [word], [], topn)
-
-
-def analogy(kv: KeyedVectors, a: str, b: str, c: str, topn: int = 10) -> list[tuple[str, float]]:
-    """Answers to "a is to b as c is to ?": the words nearest to b - a + c with their cosines, best first."""
-    return _most_similar(kv, [b, c], [a], topn)
-
-
-def combination(kv: KeyedVectors, terms: Sequence[str], topn: int = 10) -> list[tuple[str, float]]:
-    """The words nearest to a sum such as king - man + woman, given as words with a + or - before all but the first."""
-    signs, words = ["+", *terms[1::2]], list(terms[::2])
-    if len(terms) % 2 == 0 or set(signs) - {"+", "-"}:
-        raise EvaluationError(f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces")
-    added, taken = ([word for word, sign in zip(words, signs, strict=True) if sign == wanted] for wanted in "+-")
-    return _most_similar(kv, added, taken, topn)
-
-
-def nearest_spellings(kv: KeyedVectors, word: str, n: int = 3) -> list[str]:
-    """Words of the vocabulary that are spelled like `word`, nearest first; of equally near ones the most frequent."""
-    letters = set(word.lower())
-    like: dict[str, str] = {}  # lower-cased spelling -> the first, most frequent, word that is spelled so
-    for candidate in kv.index_to_key:
-        if abs(len(candidate) - len(word)) <= 2 and len(letters.intersection(candidate.lower())) >= len(letters) - 2:
-            like.setdefault(candidate.lower(), candidate)
-    return [like[match] for match in difflib.get_close_matches(word.lower(), like, n=n, cutoff=0.7)]
 
 
 def report(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> str:
@@ -349,24 +319,13 @@ def _fold_vocabulary(words: Sequence[str], case_insensitive: bool) -> tuple[dict
     return first, group
 
 
-def _most_similar(kv: KeyedVectors, positive: list[str], negative: list[str], topn: int) -> list[tuple[str, float]]:
-    if topn < 1:
-        raise EvaluationError(f"topn={topn} asks for no word; give 1 or more")
-    for word in negative + positive:
-        if word not in kv.key_to_index:
-            near = ", ".join(nearest_spellings(kv, word)) or "none"
-            raise EvaluationError(f"{word!r} is not in the vocabulary; nearest spellings: {near}")
-    with _quiet():
-        return kv.most_similar(positive=positive, negative=negative, topn=topn)
-
-
 def _score(sections: list[tuple[str, list[list[str]]]], results: list[list[bool]]) -> AnalogyScore:
     rows = [Section(name, sum(right), len(right), len(asked) - len(right)) for (name, asked), right in zip(sections, results, strict=True)]
     return AnalogyScore(tuple(rows))
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep gensim's log lines and numpy's warnings about zero vectors to themselves."""
     logger = logging.getLogger("gensim")
     level = logger.level

@@ -40,7 +40,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
-    from w2v import forecast, metrics, plan, runfolder, trainer  # heavy, so only once the config is known to be right
+    from w2v import forecast, metrics, opening, plan, runfolder, trainer  # heavy, so only once the config is known to be right
 
     if hardware.asked(args):
         return forecast.tell(config, args)
@@ -52,7 +52,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
             config = runfolder.resumed(folder, files, assignments)
     ranks.same(plan.must_be_alike(config))
     with durable.naming(config.corpus.data_dir):
-        opened = plan.open_together(config, ranks)
+        opened = opening.open_together(config, ranks)
     with ranks.together():
         planned = plan.make_plan(config, opened, folder, ranks)
         metrics.log.info(str(planned))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.bench import ingest as bench
-from w2v import ingest, plan
+from w2v import ingest, opening, plan
 from w2v.config import ConfigError, CorpusConfig, VocabConfig
 from w2v.corpus import Corpus, read_plainly
 from w2v.kernels import text
@@ -125,11 +125,11 @@ def test_an_error_leaves_nothing_behind(tmp_path, read):
 
 FULL_DISK = """
 import resource, sys
-from w2v import plan, settings
+from w2v import opening, settings
 config = settings.load([], [f"corpus.path={sys.argv[1]}", f"corpus.data_dir={sys.argv[2]}", "vocab.min_count=1"])
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 try:
-    plan.open_corpus(config)
+    opening.open_corpus(config)
 except ValueError as error:
     print(error)
 """
@@ -175,9 +175,9 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, monkeypatc
 
 def test_without_numba_it_says_so_and_reads_plainly(tmp_path, monkeypatch, caplog):
     (tmp_path / "text").write_text("some words of a text\n" * 10)
-    monkeypatch.setattr(plan, "find_spec", lambda name: None)
+    monkeypatch.setattr(opening, "find_spec", lambda name: None)
     config = plan.Config(corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "data")))
-    vocab, ids = plan.open_corpus(config)
+    vocab, ids = opening.open_corpus(config)
     assert vocab.words == "some words of a text".split() and len(ids.ids) == 50 and "numba is not installed" in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_a_corpus_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     config = plan.Config(corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match=r"file.cache cannot be written \(.+\); make room"):
-        plan.open_corpus(config)
+        opening.open_corpus(config)
 
 
 def test_the_benchmark_reads_the_same_words_both_ways(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from w2v import backends, plan, settings
+from w2v import backends, opening, plan, settings
 from w2v.config import ConfigError
 from w2v.transfer import timing
 
@@ -92,30 +92,30 @@ def test_corpus_is_read_once(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("b a b c a b\nc b a b\n" * 3)
     config = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1")
-    vocab, corpus = plan.open_corpus(config)
+    vocab, corpus = opening.open_corpus(config)
     assert vocab.words == ["b", "a", "c"] and vocab.counts.tolist() == [15, 9, 6]
     assert corpus.ids[:10].tolist() == [0, 1, 0, 2, 1, 0, 2, 0, 1, 0] and corpus.offsets[:3].tolist() == [0, 6, 10]
-    monkeypatch.setattr(plan.Vocab, "count", None)  # a second reading would call it
-    again_vocab, again = plan.open_corpus(config)
+    monkeypatch.setattr(opening.Vocab, "count", None)  # a second reading would call it
+    again_vocab, again = opening.open_corpus(config)
     assert again_vocab.words == vocab.words and np.array_equal(again.ids, corpus.ids) and again.raw_words == 30
     monkeypatch.undo()
     fewer = configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=8")
-    assert plan.open_corpus(fewer)[0].words == ["b", "a"]
+    assert opening.open_corpus(fewer)[0].words == ["b", "a"]
 
 
 def test_runs_that_begin_at_once_read_a_text_once(tmp_path, monkeypatch, caplog):
     (tmp_path / "text").write_text("b a b c a b\nc b a b\n" * 3)
     config = configured(f"corpus.path={tmp_path / 'text'}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1")
-    reads, read = [], plan._read
+    reads, read = [], opening._read
 
     def slowly(*arguments):
         reads.append(arguments)
         time.sleep(0.3)
         return read(*arguments)
 
-    monkeypatch.setattr(plan, "_read", slowly)
+    monkeypatch.setattr(opening, "_read", slowly)
     with caplog.at_level("INFO", "w2v"), ThreadPoolExecutor(3) as pool:
-        opened = list(pool.map(plan.open_corpus, [config] * 3))
+        opened = list(pool.map(opening.open_corpus, [config] * 3))
     assert len(reads) == 1 and caplog.messages.count("waiting for another run that reads a text") == 2
     assert all(vocab.words == ["b", "a", "c"] and corpus.raw_words == 30 for vocab, corpus in opened)
 

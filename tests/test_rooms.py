@@ -13,7 +13,7 @@ LAYERS = [
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet"},
-    {"backends", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
+    {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "runfolder", "embedding", "baseline", "asking"},
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from w2v import baseline, comparison, evaluation, export, heldout, metrics, plan, settings
+from w2v import baseline, comparison, evaluation, export, heldout, metrics, opening, plan, settings
 from w2v.config import Config
 from w2v.corpus import Corpus
 from w2v.trainer import Trainer
@@ -40,7 +40,7 @@ class Opened:
     def __call__(self, config: Config) -> tuple[Vocab, Corpus]:
         asked = config.corpus, config.vocab
         if asked not in self._corpora:
-            self._corpora[asked] = plan.open_corpus(config)
+            self._corpora[asked] = opening.open_corpus(config)
         return self._corpora[asked]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from w2v import budget, plan
+from w2v import budget, opening, plan
 from w2v.backends import ROWS, choose_engine
 from w2v.budget import GPU_RESERVE
 from w2v.config import Config, ConfigError
@@ -222,7 +222,7 @@ def tell(config: Config, args: Namespace) -> None:
     if config.train.device == "cpu":
         raise ConfigError("train.device=cpu, but --world-size, --rows and --machine are about GPUs; leave it out")
     if args.rows is None:
-        vocab, corpus = plan.open_corpus(config)
+        vocab, corpus = opening.open_corpus(config)
         raw_words: float
         spectrum, raw_words, source = Spectrum.of(vocab.counts), corpus.raw_words, config.corpus.path
     else:

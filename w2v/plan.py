@@ -7,9 +7,8 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor
 
 import w2v
-from w2v import budget, durable, heldout, settings, sources, torchrun
+from w2v import budget, heldout, opening, settings, torchrun
 from w2v.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
-from w2v.corpus import Corpus, read_plainly
+from w2v.corpus import Corpus
 from w2v.heldout import HeldOut
 from w2v.kernels import cuda
-from w2v.machine import Machine, cores, keep_memory_whole, return_freed_memory, why_no_numba
+from w2v.machine import Machine, cores, return_freed_memory, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
@@ -105,51 +104,9 @@ def join(config: Config) -> Ranks:
     return ranks
 
 
-def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
-    """As `open_corpus`, where the first rank that sees the cache reads the text, and the others what it leaves there."""
-    leads = ranks.leads(Path(config.corpus.data_dir).expanduser())
-    with ranks.together():
-        opened = open_corpus(config) if leads else None
-    return opened or open_corpus(config)
-
-
 def must_be_alike(config: Config) -> dict[str, Any]:
     """What all ranks have to agree about: program, libraries and settings."""
     return {"the program's version": f"{w2v.__version__} ({commit()})", "torch": torch.__version__} | settings.as_dict(config)
-
-
-def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
-    """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
-    keep_memory_whole()  # before the first large array
-    text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
-    files = sources.locate(text.path, data_dir)
-    how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
-    folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
-    vocab, whole = None, folder / "vocab.tsv"
-    if not whole.exists():
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with durable.turn(folder.parent, lambda: log.info("waiting for another run that reads a text")):
-                vocab = None if whole.exists() else _read(files, folder, config)
-        except OSError as error:
-            remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
-            raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
-    return Vocab.load(whole) if vocab is None else vocab, Corpus.open(folder)
-
-
-def _read(files: list[Path], folder: Path, config: Config) -> Vocab:
-    """Write the ids of the files into the folder, and their vocabulary, which says that it is whole."""
-    log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
-    if find_spec("numba"):
-        from w2v.ingest import ingest  # heavy, so only when there is something to read
-
-        vocab = ingest(files, folder, config.corpus, config.vocab, cores())
-    else:
-        log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
-        vocab = read_plainly(files, folder, config.corpus, config.vocab)
-    vocab.save(folder / "vocab.tsv")
-    return_freed_memory()
-    return vocab
 
 
 def make_plan(
@@ -157,7 +114,7 @@ def make_plan(
 ) -> Plan:
     """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
 
-    opened: what `open_corpus` gave for these settings, to spare reading it again; run: the folder of the run that goes on, whose
+    opened: what `opening.open_corpus` gave for these settings, to spare reading it again; run: the folder of the run that goes on, whose
     checkpoints will make room.
     """
     machine = Machine.here(ranks)
@@ -167,7 +124,7 @@ def make_plan(
         torch.use_deterministic_algorithms(True)
     kernels = choose_kernels(config, machine, device, ranks)
     optimizer = RowOptimizer(config.optimizer, kernels)
-    vocab, corpus = opened or open_together(config, ranks)
+    vocab, corpus = opened or opening.open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
         raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")

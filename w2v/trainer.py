@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -55,7 +54,7 @@ class Trainer:
         self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
         self.held_out, self._signals, self._ranks = held_out, signals or Signals(), ranks
         self._total_words = raw_words * config.train.epochs
-        self._text = {"raw_words": raw_words, "vocabulary": fingerprint(vocab)}
+        self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint}
         self._moved_before = [0, 0, 0, 0]
         self._agreed: deque[tuple[int, int]] = deque()  # the wishes of all ranks, for each batch that was drawn
         self._saves = 0
@@ -341,10 +340,3 @@ def expected(config: Config, raw_words: int, sampler: Sampler, pipeline: Pipelin
     rate = (planned.batch.epochs_done - at_first) * raw_words / (time.monotonic() - begun)
     seconds = config.train.epochs * raw_words / rate
     return f"time      about {seconds:.0f} s of training: {rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"
-
-
-def fingerprint(vocab: Vocab) -> str:
-    """32 hex digits that stand for the words and their counts, in order."""
-    digest = hashlib.blake2b("\n".join(vocab.words).encode(), digest_size=16)
-    digest.update(vocab.counts.astype("<i8").tobytes())
-    return digest.hexdigest()

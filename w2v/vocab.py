@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -81,6 +82,13 @@ class Vocab:
             kept = "only one word" if len(rows) else "no word"
             raise VocabError(f"{setting} keeps {kept} and training needs two; {first!r} is the most frequent, {occurs} times; {remedy}")
         return cls([word(number) for number in rows.tolist()], counts[rows], raw_words, raw_types=len(counts)), rows
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that stand for the words and their counts, in order."""
+        digest = hashlib.blake2b("\n".join(self.words).encode(), digest_size=16)
+        digest.update(self.counts.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def keep_probabilities(self, sample: float) -> np.ndarray:
         """The probability with which subsampling keeps an occurrence of each word: float64 [V]."""

@@ -80,6 +80,22 @@ def test_it_learns_and_its_vectors_are_gensims(model):
     assert model.predict_output_word(["one", "two"], topn=1)[0][0] in TOPICS[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["resident", "mapped"])
+def test_it_learns_on_a_gpu_and_goes_on_without_one(engine, tmp_path):
+    how = SMALL | {"vector_size": 32, "device": "cuda", "settings": [f"transfer.engine={engine}"]}
+    model = Word2Vec(two_topics(), epochs=5, **how)
+    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {"green", "blue", "pink", "grey"}
+    model.save(str(tmp_path / "model"))
+    loaded = Word2Vec.load(str(tmp_path / "model"))
+    assert np.array_equal(loaded.wv.vectors, model.wv.vectors)
+    loaded.device, loaded.settings = "cpu", []
+    before = loaded.wv.vectors.copy()
+    for each in (model, loaded):
+        assert each.train(two_topics(seed=1), total_examples=400, epochs=1) == (3200, 3200)
+        assert each.get_latest_training_loss() < 6 * np.log(2) and not np.array_equal(each.wv.vectors, before)
+
+
 def test_the_same_seed_gives_the_same_vectors(model):
     again, other = Word2Vec(two_topics(), epochs=5, **SMALL), Word2Vec(two_topics(), epochs=5, seed=2, **SMALL)
     assert np.array_equal(model.wv.vectors, again.wv.vectors) and not np.array_equal(model.wv.vectors, other.wv.vectors)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from w2v import Word2Vec, plan
 from w2v.config import ModelConfig
-from w2v.optim import rowwise_optimizers
+from w2v.optim import RowOptimizer, rowwise_optimizers
 from w2v.settings import load as load_settings
-from w2v.word2vec import TUNED
+from w2v.word2vec import DESCENT, TUNED
 
 ROOT = Path(__file__).parent.parent
 TOPICS = ["red green blue pink grey".split(), "one two three four five".split()]
@@ -54,6 +54,17 @@ def test_without_alpha_the_optimizer_has_the_settings_of_its_config():
     config = ours._config(ModelConfig(), 5, 7, None, None)
     assert config.optimizer == said.optimizer and config.train == replace(said.train, seed=7, device="auto")
     assert ours.alpha == said.optimizer.lr
+
+
+def test_sgd_on_the_cpu_steps_for_each_center_as_gensim_does():
+    def config(**how):
+        return Word2Vec(device="cpu", **how)._config(ModelConfig(), 5, 1, how.get("alpha"), None)
+
+    alone = config(optimizer="SGD", alpha=0.025)
+    assert RowOptimizer(alone.optimizer, fused=True).descends and alone.optimizer.lr == 0.025
+    assert config(optimizer="SGD").optimizer.lr == load_settings([DESCENT]).optimizer.lr
+    for how in ({"optimizer_args": {"momentum": 0.5}}, {"settings": ["train.kernels=reference"]}):  # these need batches, and so a cap
+        assert config(optimizer="SGD", **how).optimizer.occurrence_cap == load_settings([TUNED / "sgd.yaml"]).optimizer.occurrence_cap > 0
 
 
 SENTENCES = st.lists(st.lists(st.text("abcdefg ", min_size=1, max_size=2), max_size=12), min_size=1, max_size=30)

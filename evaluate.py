@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from w2v.questions import ASKED
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__)
@@ -24,7 +26,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("run", metavar="RUN", help="a run folder, a vectors file (.kv .bin .txt .vec) or latest")
     score.add_argument("--scorer", choices=("torch", "gensim"), default="torch", help="same counts; gensim takes minutes (default: torch)")
     score.add_argument("--questions", metavar="FILE", help="analogies to ask (default: Google's questions-words.txt)")
-    score.add_argument("--restrict-vocab", type=count, default=300_000, metavar="N", help="use the first N words (default: 300000)")
+    score.add_argument("--restrict-vocab", type=count, default=ASKED, metavar="N", help=f"use the first N words (default: {ASKED})")
     score.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for command, words in ((nn, "words; without any, one"), (analogies, "a b c, or king - man + woman; without any, one of these")):
         command.add_argument("words", nargs="*", metavar="word", help=f"{words} a line from standard input")

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evaluate
-from w2v import evaluation, export
+from w2v import evaluation, export, nearest
+from w2v.questions import read_questions
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,10 +146,10 @@ def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, mon
     path = write_questions(tmp_path / "q.txt", sections)
     expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
     asked = []
-    doubtful = evaluation._answers_as_gensim
-    monkeypatch.setattr(evaluation, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
-    monkeypatch.setattr(evaluation, "QUESTIONS", 7)
-    monkeypatch.setattr(evaluation, "WORDS", {"cpu": 11})
+    doubtful = nearest._answers_as_gensim
+    monkeypatch.setattr(nearest, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
+    monkeypatch.setattr(nearest, "QUESTIONS", 7)
+    monkeypatch.setattr(nearest, "WORDS", {"cpu": 11})
     assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
     assert len(asked) < 0.05 * expected.total.counted
 
@@ -166,8 +167,8 @@ def test_strided_half_and_grad_vectors_score_as_plain_ones(tmp_path):
 
 def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
     words, vectors, sections = planted(n_pairs=5)
-    seen, block = [], evaluation._answer_block
-    monkeypatch.setattr(evaluation, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
+    seen, block = [], nearest._answer_block
+    monkeypatch.setattr(nearest, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
     torch.set_float32_matmul_precision("high")
     try:
         evaluation.analogies(words, vectors, write_questions(tmp_path / "q.txt", sections))
@@ -177,7 +178,7 @@ def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
 
 
 def test_sections_totals_and_google_questions():
-    sections = evaluation.read_questions(None)
+    sections = read_questions(None)
     assert len(sections) == 14 and sum(len(asked) for _, asked in sections) == 19_544
     score = evaluation.analogies(["Athens", "Greece", "Oslo", "Norway", "Bern"], np.eye(5, dtype=np.float32))
     assert (score.total.counted, score.total.skipped) == (2, 19_542)

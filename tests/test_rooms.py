@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun"},
-    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions"},
+    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from w2v import asking, card, comparison, evaluation, export, pictures
-from w2v.evaluation import EvaluationError
+from w2v.questions import EvaluationError
 
 ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, OSError)
 SIGNS = {"+", "-"}

@@ -200,7 +200,7 @@ class Trainer:
 
     def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
         words = self.vocab.words[: len(weights)]
-        return evaluation.analogies(words, weights), [evaluation.similarity(words, weights, name) for name in evaluation.PAIR_SETS]
+        return evaluation.analogies(words, weights), evaluation.similarities(words, weights)
 
     def took(self) -> dict[str, Any]:
         """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""

@@ -40,7 +40,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
-    from w2v import forecast, metrics, opening, plan, runfolder, trainer  # heavy, so only once the config is known to be right
+    from w2v import forecast, metrics, opening, plan, runfolder, trainer, trial  # heavy, so only once the config is known to be right
 
     if hardware.asked(args):
         return forecast.tell(config, args)
@@ -60,7 +60,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         with planned.budget.explained():
             sampler, pipeline = plan.build(planned)
     if args.dry_run and ranks.size == 1:
-        print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
+        print(trial.expected(config, planned.corpus.raw_words, sampler, pipeline))
     if args.dry_run:
         return
     if folder is None:

@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace"},
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
-    {"plan", "trainer", "runfolder", "embedding", "baseline", "asking"},
+    {"plan", "trainer", "trial", "runfolder", "embedding", "baseline", "asking"},
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},

@@ -23,6 +23,7 @@ from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
 from w2v.pace import Pace
 from w2v.pipeline import FAULTS, Pipeline
+from w2v.questions import ASKED
 from w2v.ranks import ALONE, Ranks
 from w2v.sampler import Sampler
 from w2v.signals import Signals
@@ -63,7 +64,7 @@ class Trainer:
         self._loggers = loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
         self._link_rate = pipeline.link_rate()
-        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, self._bytes_moved, self._waited, self._link_rate)
+        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate)
         self._first_step, self._before = self.metrics.step, self.metrics.seconds
         self._pace = Pace(run.checkpoint_minutes)
 
@@ -166,19 +167,15 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """On the analogies, found by the first rank for all."""
-        weights, accuracy = self._asked(), 0.0
+        inputs, accuracy = self.pipeline.inputs, 0.0
+        blocks = export.in_order(inputs, self._ranks, ASKED)
         with self._ranks.together():
             if self._ranks.rank == 0:
+                weights = np.concatenate(list(blocks)) if self._ranks.size > 1 else inputs["weight"]
                 accuracy = evaluation.analogies(self.vocab.words[: len(weights)], weights).total.accuracy
+            else:
+                deque(blocks, 0)
         return accuracy
-
-    def _asked(self) -> Tensor | np.ndarray:
-        """The vectors that are scored, of the most frequent words; where there are several ranks, all have to ask, for the first."""
-        weights = self.pipeline.inputs["weight"]
-        if self._ranks.size == 1:
-            return weights
-        blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
-        return np.concatenate(blocks) if blocks else weights
 
     def _held_out_loss(self) -> float | None:
         shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
@@ -188,7 +185,7 @@ class Trainer:
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
 
     def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        return self._scored(self._asked())
+        return self._scored(self.pipeline.inputs["weight"])
 
     def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
         words = self.vocab.words[: len(weights)]
@@ -208,16 +205,14 @@ class Trainer:
         took = self.took()
         self.pipeline.finish()
         return_freed_memory()
-        blocks, inputs = export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
+        inputs, kept = self.pipeline.inputs, ASKED if self._ranks.size > 1 else 0
+        blocks = export.in_order(inputs, self._ranks)
         with self._ranks.together():
             if self._ranks.rank == 0:
-                export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)
+                most_frequent = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept)
+                self._report(most_frequent if kept else inputs["weight"], took)
             else:
                 deque(blocks, 0)
-        weights = self._asked()
-        with self._ranks.together():
-            if self._ranks.rank == 0:
-                self._report(weights, took)
 
     def _report(self, weights: Tensor | np.ndarray, took: dict[str, Any]) -> None:
         """Write all else that the vectors come with: words, checksums, scores and the model card; and say where it is."""
@@ -242,10 +237,6 @@ class Trainer:
         """Over the link to the GPU, both ways."""
         engine, table = self.pipeline.engine, self.pipeline.inputs
         return (engine.rows_read + engine.rows_written) * table.width * table.dtype.itemsize
-
-    def _waited(self) -> float:
-        """Seconds for the link, so far."""
-        return self.pipeline.engine.waited
 
     def _look(self) -> None:
         """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""

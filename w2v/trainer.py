@@ -64,7 +64,8 @@ class Trainer:
         self._loggers = loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
         self._link_rate = pipeline.link_rate()
-        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate)
+        link = self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate
+        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, *link)
         self._first_step, self._before = self.metrics.step, self.metrics.seconds
         self._pace = Pace(run.checkpoint_minutes)
 

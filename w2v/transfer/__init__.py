@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from w2v.batch import Held, Page
@@ -36,7 +37,9 @@ class Engine(Protocol):
     waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
 
     def flush(self) -> None:
-        """Return when the tables hold everything that was written back."""
+        """Return when the tables hold everything that was written back; here, when the GPU has done all that it was given."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class Link(Protocol):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,21 @@ def test_words_from_standard_input_end_with_it_and_a_bad_one_is_passed_over(run,
     assert len(out.splitlines()) == 11 and err.startswith("error: 'a0x0 b0x0' is not 3 words, nor a sum") and err.count("\n") == 1
 
 
+def test_who_sits_at_a_terminal_is_told_what_is_waited_for(run, capsys, monkeypatch):
+    terminal = io.StringIO("b0x1\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert evaluate.main(["nn", str(run[0])]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("b0x1\n") and err == "a question a line; Ctrl-D ends\n"
+
+
+def test_what_nobody_reads_any_more_ends_without_a_word():
+    asked = subprocess.Popen([sys.executable, "evaluate.py", "score", "-h"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    asked.stdout.close()
+    assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+
+
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
     folder, questions = run
     for argv, message in [
@@ -285,7 +301,8 @@ def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
         (["analogies", str(folder), "b0x1", "b0x2"], "error: 'b0x1 b0x2' is not 3 words"),
         (["score", str(tmp_path / "runs" / "two")], "does not exist"),
         (["score", str(folder), "--questions", str(folder)], "cannot be read"),
-        (["export", str(folder), "--kv", "--to", str(questions)], "error:"),
+        (["export", str(folder), "--kv", "--to", str(questions)], f"error: {questions}: File exists; check the folder"),
+        (["card", str(folder)], f"error: {folder} is not the whole folder of a finished run (FileNotFoundError"),
     ]:
         assert evaluate.main(argv) == 2
         err = capsys.readouterr().err

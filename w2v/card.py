@@ -12,9 +12,18 @@ from w2v.questions import ASKED, PAIR_SETS
 from w2v.vocab import HEADER
 
 
+class CardError(ValueError):
+    """A folder of which nothing can be said; the message is one line that names it and the remedy."""
+
+
 def write(folder: Path) -> Path:
     """Write README.md of a finished run: corpus, vocabulary, scores, hardware, settings, and how to load it."""
-    durable.replace(folder / "README.md", describe(folder))
+    try:
+        text = describe(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CardError(f"{folder} is not the whole folder of a finished run ({reason}); name another, or train it again") from None
+    durable.replace(folder / "README.md", text)
     return folder / "README.md"
 
 

@@ -158,6 +158,8 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, file: Path) -> Path:
+    if file.is_dir():
+        raise PictureError(f"{file} is a folder; name a file, such as {file / 'picture.png'}")
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.part")
     figure.savefig(aside, dpi=120, format="png")

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return commands.run(options)
     except commands.ERRORS as error:
-        print(f"error: {durable.in_words(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"error: {durable.in_words(error)}", file=sys.stderr)
         return 2
 
 

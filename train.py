@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(files, assignments, args, signals)
         except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
-            said = durable.in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
-            torchrun.say(error, said)
+            torchrun.say(error, durable.in_words(error))
             return 3 if isinstance(error, MemoryError) else 2
         except torchrun.RankLost as error:
             torchrun.say(error, str(error))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from w2v import checkpoint, shards
-from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest, load_table, save_table
+from w2v import checkpoint, shards, tablefile
+from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table
@@ -198,8 +198,8 @@ def test_nothing_is_unpickled(tmp_path):
 @pytest.mark.parametrize("step", ["table", "row"])
 def test_one_table_in_one_file(tmp_path, step):
     saved, loaded = random_table(step=step), random_table(step=step)
-    assert save_table(saved, tmp_path / "tables") == tmp_path / "tables" / "input.safetensors"
-    load_table(loaded, tmp_path / "tables")
+    tablefile.save(saved, tmp_path / "tables" / "input.safetensors")
+    tablefile.load(loaded, tmp_path / "tables" / "input.safetensors")
     assert all(torch.equal(saved[name], loaded[name]) for name in saved.columns)
     assert saved.scalars == loaded.scalars
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["input.safetensors"]
@@ -207,9 +207,9 @@ def test_one_table_in_one_file(tmp_path, step):
 
 @pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}])
 def test_one_table_of_another_model_is_refused_and_nothing_is_loaded(tmp_path, other):
-    save_table(random_table(), tmp_path)
+    tablefile.save(random_table(), tmp_path / "input.safetensors")
     table = random_table(**other)
     before = table.records_VR.clone()
-    with pytest.raises(ValueError, match=r"input.safetensors holds .*weight 9x5.* but this model has .*; use the config"):
-        load_table(table, tmp_path)
+    with pytest.raises(ValueError, match=r"input.safetensors holds .*weight 9x5.* but the table has .*; make one like the file"):
+        tablefile.load(table, tmp_path / "input.safetensors")
     assert torch.equal(table.records_VR, before)

@@ -13,7 +13,7 @@ LAYERS = [
     {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace"},
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
-    {"ingest", "machine", "pipeline", "fleet"},
+    {"ingest", "machine", "pipeline", "fleet", "tablefile"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
     {"plan", "trainer", "trial", "runfolder", "embedding", "baseline", "asking"},
     {"experiments", "commands", "forecast"},

@@ -313,6 +313,12 @@ def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
         assert stop.value.code == 2
 
 
+def test_asking_needs_no_torch(run):
+    code = f"import sys, evaluate; evaluate.main(['nn', {str(run[0])!r}, 'b0x1']); print({{'torch'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("b0x1") and done.stdout.endswith("set()\n")
+
+
 def test_help_needs_neither_torch_nor_gensim():
     code = "import sys, evaluate\ntry: evaluate.main(['score', '-h'])\nexcept SystemExit: print({'torch', 'gensim'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

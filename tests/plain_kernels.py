@@ -80,9 +80,9 @@ def place(rows_U, place_TV, dim, counted):
     return torch.zeros(len(rows_U), dim, device=rows_U.device), torch.zeros_like(rows_U).int() if counted else None
 
 
-def hear(ids_M, lent_N, next_asked_N, next_lent_N, known_2N):
+def hear(ids_M, lent_N, next_asked_N, next_lent_N, told_2N):
     next_lent_N.copy_(~ids_M[lent_N.cumsum(0) - lent_N])
-    known_2N.copy_(torch.stack([next_asked_N, next_lent_N]))
+    told_2N.copy_(torch.stack([next_asked_N, next_lent_N]))
 
 
 def split(ids_M, stride):

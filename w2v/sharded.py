@@ -11,7 +11,7 @@ kernels/shard.cu; N ranks, K batches of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     """A page whose numbers are on their way to the CPU."""
 
     page: Dealt
-    known_K2N: Tensor
+    numbers_K: Sequence[Tensor]  # for each batch, how many ids this rank asks of each, and each of it: [2, N]
     known: torch.cuda.Event | None  # when they are there; at once without a GPU
 
 
@@ -91,9 +91,10 @@ class ShardedPipeline(FusedPipeline):
             yield from zip(zip(inputs, outputs, strict=True), map(Numbers, asked, lent), strict=True)
 
     @cached_property
-    def _known_K2N(self) -> Tensor:
-        """What the CPU is told of a page, read before it is told of the next one."""
-        return torch.empty(self._steps_per_page, 2, self._ranks.size, dtype=torch.int32, pin_memory=self._planning is not None)
+    def _told_K(self) -> Sequence[Tensor]:
+        """What the CPU is told of a page's numbers, and reads before it is told those of the next one."""
+        shape = self._steps_per_page, 2, self._ranks.size
+        return torch.empty(shape, dtype=torch.int32, pin_memory=self._planning is not None).unbind()
 
     @cached_property
     def _stride(self) -> int:
@@ -142,10 +143,10 @@ class ShardedPipeline(FusedPipeline):
 
     def _ask_for_nothing(self) -> None:
         """Begin with a page without rows, whose ids bring the numbers of the first one."""
-        known_K2N = torch.full((self._steps_per_page, 2, self._ranks.size), self._heads, dtype=torch.int32)
-        numbers = [Numbers(*numbers_2N) for numbers_2N in known_K2N.to(self._device)]
-        none_U = torch.full((self._ranks.size * self._heads,), -1, device=self._device)
-        self._asked = Asked(Dealt([], [(none_U, none_U.int()) for _ in numbers], numbers), known_K2N, None)
+        heads_2N = torch.full((2, self._ranks.size), self._heads, dtype=torch.int32)
+        none_U, steps = torch.full((self._ranks.size * self._heads,), -1, device=self._device), range(self._steps_per_page)
+        page = Dealt([], [(none_U, none_U.int()) for _ in steps], [Numbers(*heads_2N.to(self._device)) for _ in steps])
+        self._asked = Asked(page, [heads_2N for _ in steps], None)
 
     def _deal(self, batches: Iterator[Batch]) -> None:
         """Draw the page after the one that is asked for, and list its rows owner by owner."""
@@ -161,17 +162,18 @@ class ShardedPipeline(FusedPipeline):
 
     def _draw(self, batches: Iterator[Batch]) -> list[Routed]:
         """The page that was asked for; its ids, which go to the owners of its rows, bring the numbers of the page after it."""
-        page, known_K2N, known = self._asked
+        page, numbers_K, known = self._asked
         if known:
             known.synchronize()
         routes = []
-        for (rows_U, ids_U), numbers, (asked, lent) in zip(page.lists, page.numbers, known_K2N.tolist(), strict=False):
+        for (rows_U, ids_U), numbers, numbers_2N in zip(page.lists, page.numbers, numbers_K, strict=False):
+            asked, lent = numbers_2N.tolist()
             total = sum(asked)
             ids_M = self._ranks.send(ids_U[:total], asked, lent, ahead=True)
             routes.append(Route(rows_U[:total], asked, ids_M, lent, numbers))
-        for route, its_next, known_2N in zip(routes, self._dealt.numbers, self._known_K2N, strict=False):
-            shard.hear(route.ids_M, route.numbers.lent_N, *its_next, known_2N)
-        self._asked = Asked(self._dealt, self._known_K2N, self._planning.record_event() if self._planning else None)
+        for route, its_next, told_2N in zip(routes, self._dealt.numbers, self._told_K, strict=False):
+            shard.hear(route.ids_M, route.numbers.lent_N, *its_next, told_2N)
+        self._asked = Asked(self._dealt, self._told_K, self._planning.record_event() if self._planning else None)
         return [Routed(*planned) for planned in zip(page.batches, routes, strict=False)]  # none of the page without rows
 
     def _marks(self, page: list[Routed]) -> Tensor:

@@ -116,13 +116,13 @@ struct Lent {
 };
 #define LENT const int *ids, long long count, int stride
 
-// How many ids each rank will ask for of the batch a page later; ids: of this batch, so many of each rank. `known` is for the CPU: how many
+// How many ids each rank will ask for of the batch a page later; ids: of this batch, so many of each rank. `told` is for the CPU: how many
 // are asked of each rank, then those that it asks for.
-extern "C" __global__ void hear(const int* ids, const int* lent, const int* next_asked, int* next_lent, int* known) {
+extern "C" __global__ void hear(const int* ids, const int* lent, const int* next_asked, int* next_lent, int* told) {
     by_threads(RANKS, [&](long long rank) {
         next_lent[rank] = ~ids[begin_of(rank, lent)];
-        known[rank] = next_asked[rank];
-        known[RANKS + rank] = next_lent[rank];
+        told[rank] = next_asked[rank];
+        told[RANKS + rank] = next_lent[rank];
     });
 }
 

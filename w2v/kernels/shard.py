@@ -53,12 +53,12 @@ def deal(
     return rows_U, ids_U
 
 
-def hear(ids_M: Tensor, lent_N: Tensor, next_asked_N: Tensor, next_lent_N: Tensor, known_2N: Tensor) -> None:
+def hear(ids_M: Tensor, lent_N: Tensor, next_asked_N: Tensor, next_lent_N: Tensor, told_2N: Tensor) -> None:
     """Learn from the heads of ids, of which so many came from each rank, how many each will ask for of the batch a page later.
 
-    known: in pinned memory, becomes how many are asked of each rank then, and those that it asks for. All int32.
+    told: in pinned memory, becomes how many are asked of each rank then, and those that it asks for. All int32.
     """
-    launch("shard.cu", "hear", _made_for(lent_N.shape[0]), 1, ids_M, lent_N, next_asked_N, next_lent_N, known_2N)
+    launch("shard.cu", "hear", _made_for(lent_N.shape[0]), 1, ids_M, lent_N, next_asked_N, next_lent_N, told_2N)
 
 
 def mark_lent(ids_M: Tensor, stride: int, marks_TV: Tensor) -> None:

@@ -116,10 +116,11 @@ def exchanges(ranks, *case):
     return len(counted)
 
 
-@pytest.mark.parametrize("cap, sent", [(0, 3), (8, 4)])
-def test_a_step_takes_three_exchanges_and_one_for_numbers_of_pairs(device, cap, sent):
-    passes = 2  # each begins with the numbers of its first page
-    assert checked(together(2, exchanges, "Adam", device, torch.float32, 0.0, 1, cap)) == [passes * (1 + sent * STEPS)] * 2
+@pytest.mark.parametrize("steps_per_page, cap, of_a_step", [(1, 0, 2), (1, 8, 3), (5, 0, 2)])
+def test_a_page_takes_one_exchange_and_a_step_two_and_one_for_numbers_of_pairs(device, steps_per_page, cap, of_a_step):
+    passes, pages = 2, -(-STEPS // steps_per_page)  # a pass begins with the numbers of its first page
+    sent = passes * (1 + pages + of_a_step * STEPS)
+    assert checked(together(2, exchanges, "Adam", device, torch.float32, 0.0, steps_per_page, cap)) == [sent] * 2
 
 
 @pytest.mark.gpu

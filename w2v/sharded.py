@@ -27,6 +27,7 @@ from w2v.transfer import streams
 
 ROOM = 1 << 15  # rows by which the claims grow
 
+
 class Numbers(NamedTuple):
     """How many ids of a batch this rank asks of each rank, and each of it: int32 on the GPU."""
 
@@ -162,19 +163,33 @@ class ShardedPipeline(FusedPipeline):
 
     def _draw(self, batches: Iterator[Batch]) -> list[Routed]:
         """The page that was asked for; its ids, which go to the owners of its rows, bring the numbers of the page after it."""
-        page, numbers_K, known = self._asked
+        (drawn, lists, numbers), told_K, known = self._asked
+        if not lists:
+            return []
         if known:
             known.synchronize()
-        routes = []
-        for (rows_U, ids_U), numbers, numbers_2N in zip(page.lists, page.numbers, numbers_K, strict=False):
-            asked, lent = numbers_2N.tolist()
-            total = sum(asked)
-            ids_M = self._ranks.send(ids_U[:total], asked, lent, ahead=True)
-            routes.append(Route(rows_U[:total], asked, ids_M, lent, numbers))
+        asked_KN, lent_KN = zip(*(told_2N.tolist() for told_2N in told_K[: len(lists)]), strict=True)
+        came = self._send([ids_U[: sum(asked)] for (_, ids_U), asked in zip(lists, asked_KN, strict=True)], asked_KN, lent_KN)
+        routes = [
+            Route(rows_U[: sum(asked)], asked, ids_M, lent, its)
+            for (rows_U, _), asked, ids_M, lent, its in zip(lists, asked_KN, came, lent_KN, numbers, strict=True)
+        ]
         for route, its_next, told_2N in zip(routes, self._dealt.numbers, self._told_K, strict=False):
             shard.hear(route.ids_M, route.numbers.lent_N, *its_next, told_2N)
         self._asked = Asked(self._dealt, self._told_K, self._planning.record_event() if self._planning else None)
-        return [Routed(*planned) for planned in zip(page.batches, routes, strict=False)]  # none of the page without rows
+        return [Routed(*planned) for planned in zip(drawn, routes, strict=False)]  # none of the page without rows
+
+    def _send(self, ids_KU: list[Tensor], asked_KN: Sequence[list[int]], lent_KN: Sequence[list[int]]) -> Sequence[Tensor]:
+        """The ids that come for each batch of a page, when those of all batches go to the owners at once, rank by rank."""
+        if len(ids_KU) == 1:
+            return [self._ranks.send(*ids_KU, *asked_KN, *lent_KN, ahead=True)]
+        dealt_KN = [ids_U.split(asked) for ids_U, asked in zip(ids_KU, asked_KN, strict=True)]
+        asked_NK, lent_NK = (list(zip(*numbers_KN, strict=True)) for numbers_KN in (asked_KN, lent_KN))
+        sent = torch.cat([ids_u for dealt_K in zip(*dealt_KN, strict=True) for ids_u in dealt_K])
+        came = self._ranks.send(sent, list(map(sum, asked_NK)), list(map(sum, lent_NK)), ahead=True)
+        parts, steps = came.split([number for lent_K in lent_NK for number in lent_K]), len(ids_KU)
+        in_batches = torch.cat([ids_m for step in range(steps) for ids_m in parts[step::steps]])
+        return in_batches.split(list(map(sum, lent_KN)))
 
     def _marks(self, page: list[Routed]) -> Tensor:
         marks_TV = torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=self._device)

@@ -1,5 +1,7 @@
 """Plain twins of the CUDA launchers that a sharded step needs, and what a fused optimizer's step is without a GPU."""
 
+import functools
+
 import torch
 
 from w2v.batch import Page
@@ -57,25 +59,36 @@ class InPlace(RowOptimizer):
         claims.number_V[rows], claims.grad_UD[numbers], claims.pairs_U[numbers] = -1, 0, 0
 
 
-def deal(claims, counts, stride, tally_2N):
-    rows_all, size = len(claims[0].number_V), tally_2N.shape[1]
-    rows_in, rows_out = (claim.rows_U[: int(count)].long() for claim, count in zip(claims, counts, strict=True))
-    owners = torch.cat([rows_in, rows_out]) % size
+def deal(claims, claimed, stride, heads, tally, before):
+    (rows_all, size), device = (len(claims[0].number_V), len(tally[0])), tally[0].device
+    rows_in, rows_out = (claim.rows_U[: int(count)].long() for claim, count in zip(claims, claimed, strict=True))
+    owners = torch.cat([torch.arange(size, device=device).repeat_interleave(heads), rows_in % size, rows_out % size])
     order = torch.argsort(owners, stable=True)
-    tally_2N += torch.bincount(owners, minlength=size)
+    nobodys = torch.full((size * heads,), -1, device=device)
+    tally[0].add_(torch.bincount(owners, minlength=size))
+    (ids_before, asked_before), (asked, _) = before, tally
+    ids_before[asked_before.cumsum(0) - asked_before] = ~asked
     claims[0].number_V[rows_in] = -1
     claims[1].number_V[rows_out] = -1
-    return torch.cat([rows_in, rows_out + rows_all])[order], torch.cat([rows_in // size, rows_out // size + stride]).int()[order]
+    rows, ids = torch.cat([nobodys, rows_in, rows_out + rows_all]), torch.cat([nobodys, rows_in // size, rows_out // size + stride])
+    return rows[order], ids.int()[order]
 
 
-def place(rows_U, place_TV):
-    place_TV.view(-1)[rows_U] = torch.arange(len(rows_U), device=rows_U.device).int()
+def place(rows_U, place_TV, dim, counted):
+    ours = rows_U >= 0
+    place_TV.view(-1)[rows_U[ours]] = torch.arange(len(rows_U), device=rows_U.device).int()[ours]
+    return torch.zeros(len(rows_U), dim, device=rows_U.device), torch.zeros_like(rows_U).int() if counted else None
+
+
+def hear(ids_M, lent_N, next_asked_N, next_lent_N, told_2N):
+    next_lent_N.copy_(~ids_M[lent_N.cumsum(0) - lent_N])
+    told_2N.copy_(torch.stack([next_asked_N, next_lent_N]))
 
 
 def split(ids_M, stride):
     """Where the ids of either table are, and their rows."""
-    of_output = ids_M >= stride
-    return [(of_this, ids_M[of_this].long() - number * stride) for number, of_this in enumerate((~of_output, of_output))]
+    of_tables = (ids_M >= 0) & (ids_M < stride), ids_M >= stride
+    return [(of_this, ids_M[of_this].long() - number * stride) for number, of_this in enumerate(of_tables)]
 
 
 def mark_lent(ids_M, stride, marks_TV):
@@ -83,30 +96,27 @@ def mark_lent(ids_M, stride, marks_TV):
         marks_V[rows] = True
 
 
-def claim_lent(ids_M, stride, claims, counts):
-    for (_, rows), its, count in zip(split(ids_M, stride), claims, counts, strict=True):
-        _number(rows, its, count)
-
-
-def lend(ids_M, stride, held, dim):
-    weights_MD = held[0].records_SR.new_empty(len(ids_M), dim)
-    for (of_this, rows), (records_SR, slot_of_V) in zip(split(ids_M, stride), held, strict=True):
+def lend(ids_M, stride, held, dim, claims, claimed):
+    weights_MD = held[0].records_SR.new_zeros(len(ids_M), dim)
+    for (of_this, rows), (records_SR, slot_of_V), its, count in zip(split(ids_M, stride), held, claims, claimed, strict=True):
         weights_MD[of_this] = records_SR[rows if slot_of_V is None else slot_of_V[rows].long(), :dim]
+        _number(rows, its, count)
     return weights_MD
 
 
-def collect(ids_M, stride, grad_MD, pairs_M, claims):
+def report(sums, fault, asked_N, grad_UD):
+    facts = torch.stack([sums.loss.view(torch.int64), sums.pairs, fault])
+    for begin in (asked_N.cumsum(0) - asked_N).tolist():
+        grad_UD.view(torch.int32)[begin:].view(-1)[:6] = facts.view(torch.int32)
+
+
+def collect(ids_M, stride, lent_N, grad_MD, pairs_M, claims, sums, fault):
     for (of_this, rows), its in zip(split(ids_M, stride), claims, strict=True):
         its.grad_UD.index_add_(0, its.number_V[rows].long(), grad_MD[of_this])
         if pairs_M is not None:
             its.pairs_U.index_add_(0, its.number_V[rows].long(), pairs_M[of_this])
-
-
-def report(loss, pairs, fault, bits):
-    return torch.stack([loss, pairs.double(), *((fault >> bit & 1).double() for bit in range(bits))])
-
-
-def heed(reported, step_before, fault):
-    bits = sum(1 << bit for bit, ranks in enumerate(reported[2:].tolist()) if ranks)
-    if bits and not fault:
-        fault += step_before | bits
+    of_ranks = [grad_MD[begin:].view(-1)[:6].clone().view(torch.int64) for begin in (lent_N.cumsum(0) - lent_N).tolist()]
+    losses, pairs, faults = (list(facts) for facts in zip(*of_ranks, strict=True))
+    sums.loss.copy_(sum(loss.view(torch.float64) for loss in losses))
+    sums.pairs.copy_(sum(pairs))
+    fault.copy_(functools.reduce(torch.bitwise_or, faults))

@@ -28,7 +28,8 @@ COMPILED = [
     ("rows.cu", []),
     ("claim.cu", ["-DWINDOW=5", "-DTARGETS=6"]),
     ("cache.cu", []),
-    *(("shard.cu", [f"-DRANKS={ranks}", f"-DELEMENT={e}", f"-DWIDE={w}"]) for e, (ranks, w) in enumerate([(1, 4), (4, 1), (1000, 4)])),
+    *(("shard.cu", [f"-DRANKS={ranks}", f"-DHEADS={heads}", f"-DELEMENT={e}", f"-DWIDE={w}"])
+      for e, (ranks, heads, w) in enumerate([(1, 1, 4), (4, 6, 1), (1000, 1, 4)])),
     ("draw.cu", []),
     *(("sgns.cu", [f"-DDIM={d}", f"-DWINDOW={w}", f"-DTARGETS={t}", f"-DELEMENT={e}", f"-DCOUNTED={e % 2}"])
       for e, (d, w, t) in enumerate([(128, 5, 6), (33, 20, 65), (1024, 1, 2)])),

@@ -20,6 +20,7 @@ from w2v.budget import GPU_RESERVE
 from w2v.config import Config, ConfigError
 from w2v.fleet import PLACE_BYTES, Share, Shares
 from w2v.hardware import Hardware, whole
+from w2v.kernels import shard
 from w2v.machine import Machine
 from w2v.optim import RowOptimizer
 from w2v.traffic import Spectrum, Traffic
@@ -33,7 +34,7 @@ PRODUCTS = 65_536 * 36 * 128 / 253e-6  # a second: centers times context rows ti
 MEMORY, MEMORY_BESIDE_MOVES = 3.5e12, 0.25e12  # bytes of rows that are stepped a second, and while others come and go
 UNIT = {"gpus": " a host", "link": " GB/s each way", "peers": " GB/s", "network": " GB/s", "words": " M/s"}  # of what is no size
 COMPUTING, MOVING = ("network", "GPU memory", "computing"), ("planning", "link")
-EXCHANGES, LATENCY = 4, 20e-6  # between ranks in a step: ids, weights, gradients, the loss; seconds
+EXCHANGES, LATENCY = 3, 20e-6  # between ranks in a step: ids, weights, gradients; seconds
 
 
 class Rows(NamedTuple):
@@ -133,7 +134,8 @@ class Forecast:
     @cached_property
     def sent(self) -> dict[str, float]:
         """Bytes of a step that a rank sends to others, and as many come."""
-        size, rows = self.config.model.vector_size, self.rows.touched * (self.ranks - 1) / self.ranks
+        size = self.config.model.vector_size
+        rows = (self.rows.touched / self.ranks + shard.heads(size)) * (self.ranks - 1)
         row = {"ids": 4, "weights": self.share.element_size * size, "gradients": 4 * size}
         row |= {"pairs": 4} if self.config.optimizer.occurrence_cap else {}
         return {what: rows * count for what, count in row.items()}

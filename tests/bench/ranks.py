@@ -53,20 +53,14 @@ class Timed(Joined):
         self._spans = None
 
     def send(self, rows_NX, sent, received, ahead=False):
-        return self._between(lambda: super(Timed, self).send(rows_NX, sent, received, ahead), "ahead" if ahead else "step")
-
-    def add(self, numbers):
-        return self._between(lambda: super(Timed, self).add(numbers), "sum")
-
-    def _between(self, work, kind):
         if self._spans is None:
-            return work()
+            return super().send(rows_NX, sent, received, ahead)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        done = work()
+        came = super().send(rows_NX, sent, received, ahead)
         end.record()
-        self._spans.append((kind, begin, end))
-        return done
+        self._spans.append((ahead, begin, end))
+        return came
 
     def note(self):
         self._spans = []
@@ -74,10 +68,10 @@ class Timed(Joined):
     def noted(self) -> dict[str, float]:
         """Milliseconds of each kind since `note`."""
         torch.cuda.synchronize()
-        spans, self._spans, sums, turn = self._spans, None, dict.fromkeys(("ids", *SENDS, "sums"), 0.0), 0
-        for kind, begin, end in spans:
-            name = {"ahead": "ids", "sum": "sums", "step": SENDS[turn]}[kind]
-            turn = (turn + 1) % len(SENDS) if kind == "step" else turn
+        spans, self._spans, sums, turn = self._spans, None, dict.fromkeys(("ids", *SENDS), 0.0), 0
+        for ahead, begin, end in spans:
+            name = "ids" if ahead else SENDS[turn]
+            turn = turn if ahead else (turn + 1) % len(SENDS)
             sums[name] += begin.elapsed_time(end)
         return sums
 

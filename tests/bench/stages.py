@@ -22,12 +22,12 @@ from w2v.transfer.resident import Resident
 
 STAGES = {
     "sampling": ("draw",),
-    "plan": ("mark", "mark_lent", "count_owners", "deal", "survey", "list"),
+    "plan": ("mark", "mark_lent", "count_owners", "deal", "hear", "survey", "list"),
     "moves": ("exchange", "gather_records", "scatter_records"),
-    "claim": ("claim", "claim_lent"),
+    "claim": ("claim",),
     "lend": ("lend", "place"),
     "skip-gram": ("skipgram",),
-    "collect": ("collect", "report", "heed"),
+    "collect": ("collect", "report"),
     "optimizer": ("step",),
     "network": (),
     "rest": (),

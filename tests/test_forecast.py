@@ -61,9 +61,9 @@ def compare(foretold, figures):
 @pytest.mark.parametrize(
     "case, more",
     [
-        ("65536", []),
+        ("65536", ["transfer.steps_per_page=1"]),
         ("65536 transfer.steps_per_page=4", ["transfer.steps_per_page=4"]),
-        ("65536 train.batch_size=131072", ["train.batch_size=131072"]),
+        ("65536 train.batch_size=131072", ["transfer.steps_per_page=1", "train.batch_size=131072"]),
         ("32768 transfer.steps_per_page=2 model.negative_pool=32768", ["transfer.steps_per_page=2", "model.negative_pool=32768"]),
     ],
 )
@@ -84,6 +84,7 @@ def test_measured_runs_on_zipfs_words(measured, case, more):
 def test_measured_runs_on_wikipedia(measured, optimizer, precision, engine):
     name, _, share = engine.partition(":")
     more = [f"train.precision={precision}", f"transfer.engine={name}", f"transfer.gpu_bytes={share or 'auto'}"]
+    more += ["transfer.steps_per_page=1"] if share else []
     compare(wiki100(*more, optimizer=optimizer), measured["train", f"wiki100 {optimizer} {engine} {precision} seeds=3"])
 
 

@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torchrun.say(error, durable.in_words(error))
             return 3 if isinstance(error, MemoryError) else 2
         except torchrun.RankLost as error:
-            torchrun.say(error, str(error))
-            torchrun.leave(2)
+            torchrun.leave(error)
     return 0
 
 
@@ -61,7 +60,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     if args.dry_run and ranks.size == 1:
         print(trial.expected(config, planned.corpus.raw_words, sampler, pipeline))
     if args.dry_run:
-        return
+        return ranks.part()
     if folder is None:
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
@@ -72,6 +71,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         with trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks) as job:
             job.train()
             job.export()
+    ranks.part()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Ranks that train together, in processes of their own, for tests: each call is made in all of them at once."""
 
+import contextlib
 import os
 import socket
 import traceback
@@ -39,10 +40,13 @@ class Pool:
         return [answer for _, answer in answers]
 
     def close(self):
+        """The exit statuses of the processes."""
         for end in self._ends:
-            end.send(None)
+            with contextlib.suppress(BrokenPipeError):
+                end.send(None)
         for process in self._processes:
             process.join(30)
+        return [process.exitcode for process in self._processes]
 
 
 def _serve(end, rank, size, port, device):
@@ -59,3 +63,4 @@ def _serve(end, rank, size, port, device):
             end.send((False, function(ranks, *arguments)))
         except BaseException:
             end.send((True, f"rank {rank}: {traceback.format_exc()}"))
+    ranks.part()

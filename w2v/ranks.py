@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ from w2v.torchrun import RankLost
 
 PATIENCE = timedelta(seconds=60)  # with a rank that does not answer while all of them train
 LONG_PATIENCE = timedelta(hours=4)  # with the one that scores or writes for all
+BEAT_SECONDS = 1.0  # after which all ranks hear of each other again
 
 
 class RanksDiffer(ValueError):
@@ -108,6 +110,9 @@ class Ranks:
         """Whether this is the first of the ranks that see this very folder, of all or of a host; where none can write, of its host."""
         return True
 
+    def part(self) -> None:
+        """Need each other no more; all ranks say so, when what they do together is done."""
+
 
 ALONE = Ranks()
 
@@ -119,7 +124,9 @@ class Joined(Ranks):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         how: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": PATIENCE}
-        with self._answering():
+        if device == "cuda":  # after its timeout NCCL shall end the process, and not first wait to give back what the GPU still uses
+            os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+        with torchrun.ended_by_signals(), self._answering():
             store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
             # What torchrun starts again would find the addresses of ranks that are gone: its store outlives them.
             store = dist.PrefixStore(f"start {torchrun.starts()}", store)
@@ -127,6 +134,10 @@ class Joined(Ranks):
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._behind = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._ahead = dist.new_group(timeout=PATIENCE)
+            self._beats = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
+        self._parting = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watching.start()
 
     def gather(self, fact: Any, behind: bool = False) -> list[Any]:
         facts: list[Any] = [None] * self.size
@@ -171,6 +182,22 @@ class Joined(Ranks):
         with self._answering():
             dist.all_reduce(numbers)
         return numbers
+
+    def part(self) -> None:
+        self._parting.set()
+        self._watching.join()  # until all ranks part; without one of them it does not return
+        dist.destroy_process_group()
+
+    def _watch(self) -> None:
+        """Hear that a rank has died, even while the main thread waits for a GPU that waits for that rank; until all of them part."""
+        parting = torch.zeros(1)
+        try:
+            with self._answering():
+                while parting < self.size:
+                    parting.fill_(self._parting.wait(BEAT_SECONDS))
+                    dist.all_reduce(parting, group=self._beats)
+        except RankLost as lost:
+            torchrun.give_up(lost)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

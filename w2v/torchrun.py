@@ -11,10 +11,11 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-PAUSE_SECONDS = 5.0  # in which torchrun sees which rank has died, before those that miss it end as well
+PAUSE_SECONDS = 5.0  # in which torchrun sees which rank has died, or rank 0 what has failed, before the others end as well
 
 
 class RankLost(RuntimeError):
@@ -54,32 +55,62 @@ def say(error: Exception, words: str) -> None:
         words = f"rank {rank} on {socket.gethostname()}: {words}"
     if rank == 0 or of is None:
         print(f"error: {words}" + (f" (rank {of})" if of else ""), file=sys.stderr, flush=True)
+    else:
+        time.sleep(PAUSE_SECONDS)  # torchrun ends rank 0 when another one has failed, which may be before it could say so
     if started():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
 
 
-def leave(status: int) -> NoReturn:
-    """End without waiting for anything that a lost rank would have to answer."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    time.sleep(PAUSE_SECONDS)
-    sys.stdout.flush()
-    os._exit(status)
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A signal ends the process at once in the block, which has nothing to save, even while it waits for a rank that is gone."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(lost: RankLost) -> NoReturn:
+    """Say that a rank is lost, and end without waiting for anything that it would have to answer."""
+    say(lost, str(lost))
+    with ended_by_signals():
+        time.sleep(PAUSE_SECONDS)
+        _end(2)
+
+
+def give_up(lost: RankLost) -> NoReturn:
+    """End a process whose main thread has not heard that a rank is lost, since it waits for a GPU that waits for that rank."""
+    time.sleep(2 * PAUSE_SECONDS)  # in which a main thread that has heard of it, or failed itself, says so and leaves
+    say(lost, str(lost))
+    _end(2)
 
 
 def recorded(main: Callable[..., int]) -> Callable[..., int]:
-    """`main`, with the traceback of a bug in torchrun's summary; a rank on a CPU that is done leaves the others before Python ends."""
+    """`main`, with the traceback of a bug in torchrun's summary; a rank that fails ends without taking apart what others may hold up."""
     if not started():
         return main
-    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def leaving(*arguments: Any) -> int:
-        status = main(*arguments)
-        if status == 0 and dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # threads of Gloo that are left abort the process, once in a dozen times
-        return status
+        status: Any = 1
+        try:
+            status = record(main)(*arguments)
+        except SystemExit as stop:
+            status = stop.code
+        except Exception:
+            traceback.print_exc()
+        if status:
+            _end(status)
+        return 0
 
-    return record(leaving)
+    return leaving
+
+
+def _end(status: int) -> NoReturn:
+    """Without what Python takes apart: threads of Gloo that are left abort the process, and those of NCCL wait for other ranks."""
+    sys.stdout.flush()
+    os._exit(status)

@@ -263,6 +263,7 @@ class Trainer:
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait=True)
         log.info(f"go on with   python train.py --resume {self.folder}")
+        self._ranks.part()
         raise SystemExit(status)
 
     def _save(self, lr: float, position: Position) -> None:

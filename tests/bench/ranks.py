@@ -176,6 +176,7 @@ def main() -> None:
         case = " ".join([case, f"batch {args.batch} pool {args.batch // 2}", *args.set])
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
+    ranks.part()
 
 
 if __name__ == "__main__":

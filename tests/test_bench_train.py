@@ -242,7 +242,8 @@ def test_stages_are_seen_and_fill_the_time_in_which_the_gpu_is_busy(tmp_path):
     assert all(found["zipf", metric] > 0 for metric in ["to GPU", "from GPU", "read", "written", "gpu memory besides rows and ids"])
     assert found["zipf", "stepped"] > found["zipf", "read"]
     parts = {stage: found["stages", stage] for stage in stages.STAGES}
-    assert all(us > 0 for us in parts.values()), parts
+    between_ranks = {"lend", "collect", "network"}
+    assert {stage for stage, us in parts.items() if us == 0} == between_ranks, parts
     assert sum(parts.values()) >= 0.99 * found["stages", "busy"] and found["stages", "kernels"] > 10
 
 

@@ -5,6 +5,8 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.bench import zipf
 from w2v import skipgram
@@ -13,7 +15,7 @@ from w2v.optim import RowOptimizer
 from w2v.pipeline import Pipeline
 from w2v.sampler import Sampler
 from w2v.table import Table
-from w2v.traffic import Spectrum, Traffic
+from w2v.traffic import MOST_STEPS, Spectrum, Traffic
 from w2v.transfer.cached import Cached
 
 CPU = torch.device("cpu")
@@ -124,3 +126,12 @@ def test_words_in_clumps_are_fewer(text):
     assert (clumped.touched(CENTERS) <= scattered.touched(CENTERS)).all()
     assert clumped.rows(clumped.touched(CENTERS)) < 0.99 * scattered.rows(scattered.touched(CENTERS))
 
+
+
+@given(st.integers(1, 20_000), st.floats(0, 2 * ROWS), st.integers(1, 4))
+def test_pages_have_as_many_steps_as_leave_room_for_the_next(centers, slots, ranks):
+    traffic = Traffic(Spectrum.zipf(ROWS, 20 * ROWS), ModelConfig())
+    steps = traffic.steps_of_page(centers, slots, ranks)
+    together = [traffic.rows(traffic.touched(centers, ranks, 2 * number)) / ranks for number in range(1, MOST_STEPS + 2)]
+    assert 1 <= steps <= MOST_STEPS and (steps == 1 or together[steps - 1] <= slots)
+    assert steps == MOST_STEPS or together[steps] > slots

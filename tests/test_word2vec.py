@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from w2v import Word2Vec, plan
 from w2v.config import ModelConfig
-from w2v.optim import rowwise_optimizers
+from w2v.optim import RowOptimizer, rowwise_optimizers
 from w2v.settings import load as load_settings
-from w2v.word2vec import TUNED
+from w2v.word2vec import DESCENT, TUNED
 
 ROOT = Path(__file__).parent.parent
 TOPICS = ["red green blue pink grey".split(), "one two three four five".split()]
@@ -56,6 +56,17 @@ def test_without_alpha_the_optimizer_has_the_settings_of_its_config():
     assert ours.alpha == said.optimizer.lr
 
 
+def test_sgd_on_the_cpu_steps_for_each_center_as_gensim_does():
+    def config(**how):
+        return Word2Vec(device="cpu", **how)._config(ModelConfig(), 5, 1, how.get("alpha"), None)
+
+    alone = config(optimizer="SGD", alpha=0.025)
+    assert RowOptimizer(alone.optimizer, fused=True).descends and alone.optimizer.lr == 0.025
+    assert config(optimizer="SGD").optimizer.lr == load_settings([DESCENT]).optimizer.lr
+    for how in ({"optimizer_args": {"momentum": 0.5}}, {"settings": ["train.kernels=reference"]}):  # these need batches, and so a cap
+        assert config(optimizer="SGD", **how).optimizer.occurrence_cap == load_settings([TUNED / "sgd.yaml"]).optimizer.occurrence_cap > 0
+
+
 SENTENCES = st.lists(st.lists(st.text("abcdefg ", min_size=1, max_size=2), max_size=12), min_size=1, max_size=30)
 
 
@@ -78,6 +89,22 @@ def test_it_learns_and_its_vectors_are_gensims(model):
     assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {"green", "blue", "pink", "grey"}
     assert 0 < model.get_latest_training_loss() < 6 * np.log(2)
     assert model.predict_output_word(["one", "two"], topn=1)[0][0] in TOPICS[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["resident", "mapped"])
+def test_it_learns_on_a_gpu_and_goes_on_without_one(engine, tmp_path):
+    how = SMALL | {"vector_size": 32, "device": "cuda", "settings": [f"transfer.engine={engine}"]}
+    model = Word2Vec(two_topics(), epochs=5, **how)
+    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {"green", "blue", "pink", "grey"}
+    model.save(str(tmp_path / "model"))
+    loaded = Word2Vec.load(str(tmp_path / "model"))
+    assert np.array_equal(loaded.wv.vectors, model.wv.vectors)
+    loaded.device, loaded.settings = "cpu", []
+    before = loaded.wv.vectors.copy()
+    for each in (model, loaded):
+        assert each.train(two_topics(seed=1), total_examples=400, epochs=1) == (3200, 3200)
+        assert each.get_latest_training_loss() < 6 * np.log(2) and not np.array_equal(each.wv.vectors, before)
 
 
 def test_the_same_seed_gives_the_same_vectors(model):

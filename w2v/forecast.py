@@ -123,7 +123,7 @@ class Forecast:
         touched, stepped = traffic.rows(traffic.touched(self.centers)), traffic.rows(traffic.touched(self.centers, self.ranks)) / self.ranks
         if not self.paged:
             return Rows(touched, stepped, 0.0, 1, True)
-        steps = self.config.transfer.steps_per_page or (plan.STEPS_PER_PAGE if self.slots == 2 * self.share.rows else 1)
+        steps = self.config.transfer.steps_per_page or traffic.steps_of_page(self.centers, self.slots, self.ranks)
         if (needed := self._page_rows(steps)) > self.slots:
             raise ConfigError(
                 f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but {needed:,.0f} are needed at once; "

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Inversion, Sampler
 from w2v.sharded import ShardedPipeline
 from w2v.table import Storage, Table, record_width, uniform
+from w2v.traffic import MOST_STEPS, Spectrum, Traffic
 from w2v.transfer import Engine
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -46,7 +48,6 @@ FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
 IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that part is for the corpus
-STEPS_PER_PAGE = 8  # where all rows find room: then planning is what costs, not moving
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Plan:
         states = self.optimizer.states(self.config.model.vector_size)
         words, size = len(self.vocab.words), self.config.model.vector_size
         fields = " + ".join(["weight", *states])
-        room = f"; room for {self.slots:,} rows there" if self.engine in LINKS else ""
+        room = f"; room for {self.slots:,} rows there, steps_per_page={self.steps_per_page}" if self.engine in LINKS else ""
         return "\n".join([
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
@@ -83,6 +84,18 @@ class Plan:
             str(self.budget),
             f"saving    {self.budget.saving}",
         ])  # fmt: skip
+
+    @cached_property
+    def steps_per_page(self) -> int:
+        """Steps whose rows come to the GPU together: as configured, or as many as leave room for the rows of as many more."""
+        config, size = self.config, self.ranks.size
+        if config.transfer.steps_per_page:
+            return config.transfer.steps_per_page
+        if self.slots == 2 * self.ranks.rows(len(self.vocab.words)):
+            return MOST_STEPS
+        model = replace(config.model, negative_pool=-(-config.model.negative_pool // size))
+        traffic = Traffic(Spectrum.of(self.vocab.counts), model)
+        return traffic.steps_of_page(-(-config.train.batch_size // size), self.slots, size)
 
     def _kernels(self) -> str:
         if not self.fused:
@@ -227,10 +240,9 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, expected_uses(plan))
     else:
         engine = Paged(link())
-    steps = plan.config.transfer.steps_per_page or (STEPS_PER_PAGE if plan.slots == inputs.rows + outputs.rows else 1)
     if ranks.size > 1 and not plan.fused:
         engine = Sharded(engine, ranks)
-    product = None if plan.fused else PRODUCTS.get(train.precision)
+    product, steps = None if plan.fused else PRODUCTS.get(train.precision), plan.steps_per_page
     return_freed_memory()
     return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))
 

@@ -22,9 +22,11 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 
 from w2v import metrics, plan, settings
+from w2v.backends import choose_device, choose_kernels
 from w2v.config import Config, ConfigError, ModelConfig, require
 from w2v.corpus import Corpus, encoded
 from w2v.experiments import TUNED_WORDS, fitted, with_batch
+from w2v.machine import Machine
 from w2v.optim import RowOptimizer, learning_rate
 from w2v.pipeline import Pipeline
 from w2v.table import Table
@@ -32,7 +34,8 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 LOOK_SECONDS = 1.0  # between two looks at whether all numbers are finite
-TUNED = Path(__file__).parent.parent / "configs" / "optimizers"  # settings of each optimizer
+CONFIGS = Path(__file__).parent.parent / "configs"
+TUNED, DESCENT = CONFIGS / "optimizers", CONFIGS / "cpu.yaml"  # settings of each optimizer; of gensim's own, without a GPU
 FURTHER = (  # keys that `settings` may hold: all that are not arguments
     "model.negative_pool", "optimizer.step", "optimizer.occurrence_cap", "optimizer.schedule", "optimizer.warmup",
     "train.kernels", "train.precision", "train.deterministic", "transfer.",
@@ -123,12 +126,20 @@ class Word2Vec(word2vec.Word2Vec):
         if alpha is None and not tuned.exists():
             raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha")
         config = settings.load([tuned] if tuned.exists() else [], self.settings)
+        if self.optimizer == "SGD" and not self.optimizer_args and self._compiled(config):
+            config = settings.load([DESCENT], self.settings)
         optimizer = replace(config.optimizer, name=self.optimizer, lr=config.optimizer.lr if alpha is None else alpha)
         if self.optimizer_args is not None:
             optimizer = replace(optimizer, args=self.optimizer_args)
         train = replace(config.train, epochs=epochs, seed=seed, device=self.device)
         model = replace(model, negative_pool=config.model.negative_pool)
         return replace(config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train)
+
+    def _compiled(self, config: Config) -> bool:
+        """Whether kernels for the CPU will train, which make SGD's steps as gensim does, one for each center."""
+        config, machine = replace(config, train=replace(config.train, device=self.device)), Machine.here()
+        device = choose_device(config, machine)
+        return device.type == "cpu" and choose_kernels(config, machine, device)
 
     def _train_on(self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]) -> int:
         """Train and take over what was learned; gives the number of centers."""

@@ -28,7 +28,7 @@ endif
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  PYTHON=python3.x  PY=interpreter"
+	@echo "  variables: CORPUS=text8|path  CONFIG=configs/x.yaml  ARGS='model.window=3 ...'  RUN=runs/x  GPUS=4  PYTHON=python3.x  PY=interpreter"
 	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax  JOBS=processes that test"
 
 setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy for the CUDA version that nvidia-smi reports
@@ -70,7 +70,7 @@ test-faults: $(INSTALLED) ## kill a run 50 times, a rank of two 20 times, and ru
 test-readme: $(INSTALLED) ## run README's make commands as they are printed, in a copy with small texts; some minutes
 	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/test_docs.py -k line_by_line $(ARGS)
 
-test-gpu: $(INSTALLED) ## run the tests that need one
+test-gpu: $(INSTALLED) ## run the tests that need a GPU
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
 
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows; torch's own kernels are left out. Races can only be
@@ -103,7 +103,7 @@ bench-ranks: $(INSTALLED) ## train 10 M generated words on GPUS=N GPUs with the 
 bench-precision: $(INSTALLED) ## batch sizes by precision: time, GPU memory and loss of steps on CORPUS (text8); docs/precision.png
 	$(PY) tests/bench/precision.py --corpus $(or $(CORPUS),text8) $(ARGS)
 
-bench: bench-transfer bench-train bench-zipf bench-precision ## all four, which need a GPU
+bench: bench-transfer bench-train bench-zipf bench-precision ## bench-transfer, bench-train, bench-zipf and bench-precision, which need a GPU
 
 smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in half a minute, into a folder that is removed
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \

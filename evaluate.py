@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+
+from w2v.questions import ASKED
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -18,13 +21,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     export = commands.add_parser("export", help="write vectors for gensim, word2vec readers, torch and TensorBoard's projector")
     card = commands.add_parser("card", help="write the model card of a run: README.md")
     compare = commands.add_parser("compare", help="a table of several runs, the mean and spread of those that differ in the seed alone")
-    for command, what in ((compare, "a finished run folder, or a folder of such"), (plot, "a run folder, a folder of such, or latest")):
-        command.add_argument("runs", nargs="+", metavar="RUN", help=what)
-    for command in (score, nn, analogies, map_, export, card):
+    for command, one in ((compare, "a finished run folder"), (plot, "a run folder")):
+        command.add_argument("runs", nargs="+", metavar="RUN", help=f"{one}, a folder of such, or latest")
+    for command in (score, nn, analogies, map_, export):
         command.add_argument("run", metavar="RUN", help="a run folder, a vectors file (.kv .bin .txt .vec) or latest")
+    card.add_argument("run", metavar="RUN", help="a finished run folder, or latest")
     score.add_argument("--scorer", choices=("torch", "gensim"), default="torch", help="same counts; gensim takes minutes (default: torch)")
     score.add_argument("--questions", metavar="FILE", help="analogies to ask (default: Google's questions-words.txt)")
-    score.add_argument("--restrict-vocab", type=count, default=300_000, metavar="N", help="use the first N words (default: 300000)")
+    score.add_argument("--restrict-vocab", type=count, default=ASKED, metavar="N", help=f"use the first N words (default: {ASKED})")
     score.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for command, words in ((nn, "words; without any, one"), (analogies, "a b c, or king - man + woman; without any, one of these")):
         command.add_argument("words", nargs="*", metavar="word", help=f"{words} a line from standard input")
@@ -54,14 +58,15 @@ def count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    from w2v import commands  # after parsing, so that --help answers at once
+    from w2v import commands, durable  # after parsing, so that --help answers at once
 
     try:
         return commands.run(options)
     except commands.ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {durable.in_words(error)}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what `head` has read enough of ends without a word
     sys.exit(main())

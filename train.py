@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(files, assignments, args, signals)
         except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
-            said = durable.in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
-            torchrun.say(error, said)
+            torchrun.say(error, durable.in_words(error))
             return 3 if isinstance(error, MemoryError) else 2
         except torchrun.RankLost as error:
             torchrun.say(error, str(error))
@@ -40,7 +39,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
-    from w2v import forecast, metrics, opening, plan, runfolder, trainer  # heavy, so only once the config is known to be right
+    from w2v import forecast, metrics, opening, plan, runfolder, trainer, trial  # heavy, so only once the config is known to be right
 
     if hardware.asked(args):
         return forecast.tell(config, args)
@@ -60,7 +59,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         with planned.budget.explained():
             sampler, pipeline = plan.build(planned)
     if args.dry_run and ranks.size == 1:
-        print(trainer.expected(config, planned.corpus.raw_words, sampler, pipeline))
+        print(trial.expected(config, planned.corpus.raw_words, sampler, pipeline))
     if args.dry_run:
         return
     if folder is None:

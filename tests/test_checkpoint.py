@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from w2v import checkpoint, shards
-from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest, load_table, save_table
+from w2v import checkpoint, shards, tablefile
+from w2v.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.table import Table
@@ -40,7 +40,7 @@ def same(saved, loaded):
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("what", [{}, {"step": "row"}, {"dtype": torch.bfloat16}], ids=str)
 def test_round_trip_in_shards(tmp_path, monkeypatch, room, what):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "FILE_BYTES", 1000)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
     saved, loaded = two_tables(**what), two_tables(**what)
     keeper = Checkpoints(tmp_path, saved, room)
@@ -57,7 +57,7 @@ def test_round_trip_in_shards(tmp_path, monkeypatch, room, what):
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_what_a_gpu_machine_wrote_is_read_without_one_and_the_other_way(tmp_path, monkeypatch, room, aligned):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "FILE_BYTES", 1000)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
     saved, alike, loaded = two_tables(aligned=aligned), two_tables(aligned=True), two_tables(aligned=not aligned)
     for table, other in zip(saved, alike, strict=True):
@@ -86,7 +86,7 @@ def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
 @pytest.mark.parametrize("room, at_once", [(NONE, 6), (PART, 5), (1000, 4), (ALL, 0)])
 def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_path, monkeypatch, room, at_once):
     """What has no room is on disk when `save` returns; then all rows change before the copies of the others are written."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 500)  # three files for each table
+    monkeypatch.setattr(shards, "FILE_BYTES", 500)  # three files for each table
     tables, go, finish = two_tables(), threading.Event(), Checkpoints._finish
     before = [table.records_VR.clone() for table in tables]
     monkeypatch.setattr(Checkpoints, "_finish", lambda *args: go.wait(10) and finish(*args))
@@ -109,7 +109,7 @@ def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_p
     "room, broken, behind", [(NONE, "input", False), (PART, "output", False), (PART, "input-00000", True), (ALL, "output", True)]
 )
 def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(tmp_path, monkeypatch, room, broken, behind):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    monkeypatch.setattr(shards, "FILE_BYTES", 500)
     write_shard, keeper = shards._write_shard, Checkpoints(tmp_path, two_tables(), room)
     keeper.save({"step": 1})
     keeper.wait()
@@ -198,8 +198,8 @@ def test_nothing_is_unpickled(tmp_path):
 @pytest.mark.parametrize("step", ["table", "row"])
 def test_one_table_in_one_file(tmp_path, step):
     saved, loaded = random_table(step=step), random_table(step=step)
-    assert save_table(saved, tmp_path / "tables") == tmp_path / "tables" / "input.safetensors"
-    load_table(loaded, tmp_path / "tables")
+    tablefile.save(saved, tmp_path / "tables" / "input.safetensors")
+    tablefile.load(loaded, tmp_path / "tables" / "input.safetensors")
     assert all(torch.equal(saved[name], loaded[name]) for name in saved.columns)
     assert saved.scalars == loaded.scalars
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["input.safetensors"]
@@ -207,9 +207,9 @@ def test_one_table_in_one_file(tmp_path, step):
 
 @pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}])
 def test_one_table_of_another_model_is_refused_and_nothing_is_loaded(tmp_path, other):
-    save_table(random_table(), tmp_path)
+    tablefile.save(random_table(), tmp_path / "input.safetensors")
     table = random_table(**other)
     before = table.records_VR.clone()
-    with pytest.raises(ValueError, match=r"input.safetensors holds .*weight 9x5.* but this model has .*; use the config"):
-        load_table(table, tmp_path)
+    with pytest.raises(ValueError, match=r"input.safetensors holds .*weight 9x5.* but the table has .*; make one like the file"):
+        tablefile.load(table, tmp_path / "input.safetensors")
     assert torch.equal(table.records_VR, before)

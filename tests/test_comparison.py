@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_folders_without_runs_are_left_out_and_said(runs, caplog):
     assert len(comparison.find([runs], "metrics.jsonl")) == 5
     with pytest.raises(comparison.ComparisonError, match="adam9 does not exist; name run folders"):
         comparison.find([runs / "adam1", runs / "adam9"])
+
+
+def test_latest_is_the_run_that_wrote_such_a_file_last(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(comparison.ComparisonError, match="no folder in runs holds scores.json; train first"):
+        comparison.find(["latest"])
+    (tmp_path / "runs").symlink_to(runs)
+    for age, name in enumerate(("sgd", "rmsprop", "adam1", "adam2", "adam3")):
+        os.utime(runs / name / "scores.json", (1e9 - age, 1e9 - age))
+        os.utime(runs / name / "metrics.jsonl", (1e9 + age, 1e9 + age))
+    assert comparison.find(["latest"]) == [Path("runs/sgd")]
+    assert comparison.find(["latest"], "metrics.jsonl") == [Path("runs/adam3")]
 
 
 def test_curves_end_with_the_final_scores(runs):

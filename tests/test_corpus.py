@@ -220,7 +220,7 @@ def test_wikipedia_dump_is_converted_once_with_the_words_of_gensims_wikicorpus(t
 
     path = tmp_path / "xwiki-1-pages-articles.xml.bz2"
     path.write_bytes(dump(("A", 0, ARTICLE), ("Talk:A", 1, ARTICLE), ("Stub", 0, "short"), ("B", 0, ARTICLE + " more")))
-    with caplog.at_level(logging.INFO, "w2v.sources"):
+    with caplog.at_level(logging.INFO, "w2v"):
         [text] = locate(str(path), tmp_path / "data")
         assert locate(str(path), tmp_path / "data") == [text]
     assert caplog.text.count("converting the Wikipedia dump") == 1

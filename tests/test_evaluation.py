@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evaluate
-from w2v import evaluation, export
+from w2v import evaluation, export, nearest
+from w2v.questions import read_questions
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,10 +147,10 @@ def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, mon
     path = write_questions(tmp_path / "q.txt", sections)
     expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
     asked = []
-    doubtful = evaluation._answers_as_gensim
-    monkeypatch.setattr(evaluation, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
-    monkeypatch.setattr(evaluation, "QUESTIONS", 7)
-    monkeypatch.setattr(evaluation, "WORDS", {"cpu": 11})
+    doubtful = nearest._answers_as_gensim
+    monkeypatch.setattr(nearest, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
+    monkeypatch.setattr(nearest, "QUESTIONS", 7)
+    monkeypatch.setattr(nearest, "WORDS", {"cpu": 11})
     assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
     assert len(asked) < 0.05 * expected.total.counted
 
@@ -166,8 +168,8 @@ def test_strided_half_and_grad_vectors_score_as_plain_ones(tmp_path):
 
 def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
     words, vectors, sections = planted(n_pairs=5)
-    seen, block = [], evaluation._answer_block
-    monkeypatch.setattr(evaluation, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
+    seen, block = [], nearest._answer_block
+    monkeypatch.setattr(nearest, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
     torch.set_float32_matmul_precision("high")
     try:
         evaluation.analogies(words, vectors, write_questions(tmp_path / "q.txt", sections))
@@ -177,7 +179,7 @@ def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
 
 
 def test_sections_totals_and_google_questions():
-    sections = evaluation.read_questions(None)
+    sections = read_questions(None)
     assert len(sections) == 14 and sum(len(asked) for _, asked in sections) == 19_544
     score = evaluation.analogies(["Athens", "Greece", "Oslo", "Norway", "Bern"], np.eye(5, dtype=np.float32))
     assert (score.total.counted, score.total.skipped) == (2, 19_542)
@@ -277,6 +279,21 @@ def test_words_from_standard_input_end_with_it_and_a_bad_one_is_passed_over(run,
     assert len(out.splitlines()) == 11 and err.startswith("error: 'a0x0 b0x0' is not 3 words, nor a sum") and err.count("\n") == 1
 
 
+def test_who_sits_at_a_terminal_is_told_what_is_waited_for(run, capsys, monkeypatch):
+    terminal = io.StringIO("b0x1\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert evaluate.main(["nn", str(run[0])]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("b0x1\n") and err == "a question a line; Ctrl-D ends\n"
+
+
+def test_what_nobody_reads_any_more_ends_without_a_word():
+    asked = subprocess.Popen([sys.executable, "evaluate.py", "score", "-h"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    asked.stdout.close()
+    assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+
+
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
     folder, questions = run
     for argv, message in [
@@ -284,7 +301,8 @@ def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
         (["analogies", str(folder), "b0x1", "b0x2"], "error: 'b0x1 b0x2' is not 3 words"),
         (["score", str(tmp_path / "runs" / "two")], "does not exist"),
         (["score", str(folder), "--questions", str(folder)], "cannot be read"),
-        (["export", str(folder), "--kv", "--to", str(questions)], "error:"),
+        (["export", str(folder), "--kv", "--to", str(questions)], f"error: {questions}: File exists; check the folder"),
+        (["card", str(folder)], f"error: {folder} is not the whole folder of a finished run (FileNotFoundError"),
     ]:
         assert evaluate.main(argv) == 2
         err = capsys.readouterr().err
@@ -293,6 +311,12 @@ def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
         with pytest.raises(SystemExit) as stop:
             evaluate.main(argv)
         assert stop.value.code == 2
+
+
+def test_asking_needs_no_torch(run):
+    code = f"import sys, evaluate; evaluate.main(['nn', {str(run[0])!r}, 'b0x1']); print({{'torch'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("b0x1") and done.stdout.endswith("set()\n")
 
 
 def test_help_needs_neither_torch_nor_gensim():

@@ -126,6 +126,8 @@ def test_the_comparison_program_refuses_before_it_trains(common, tmp_path, capsy
     arguments = [str(tmp_path / "good.yaml"), str(tmp_path / "bad.yaml"), "--to", str(tmp_path / "out"), "--set", *common]
     assert experiments.main(arguments) == 2
     assert "error: optimizer.name=Adafactor" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert experiments.main([str(tmp_path / "good.yaml"), "--to", str(tmp_path / "bad.yaml" / "out"), "--set", *common]) == 2
+    assert "bad.yaml/out/good-seed1: Not a directory; check the folder" in capsys.readouterr().err
 
 
 def test_the_comparison_program_leaves_what_it_says(common, tmp_path, capsys):

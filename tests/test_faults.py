@@ -291,7 +291,7 @@ def test_a_disk_that_is_full_when_ids_are_written(tmp_path, capsys):
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path, capsys, monkeypatch, copies):
     monkeypatch.setattr(plan.budget, "free_disk_bytes", lambda folder: 1 << 50)
     monkeypatch.setattr(Budget, "copies", copies)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(shards, "FILE_BYTES", 1 << 20)
     given_ = arguments_for(tmp_path, BIG)
     with mounted(tmp_path / "small", 12 << 20) as small:  # a checkpoint is 5 MB, and three find no room
         status, error = said(capsys, train, *given_, f"run.dir={small}", "train.epochs=4", "train.batch_size=4096")

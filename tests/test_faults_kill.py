@@ -71,8 +71,8 @@ def two_tables():
 
 def saves_at_each_step(folder):
     """Each table has four files, of which three of all eight are copied; all numbers are that of the step."""
-    shards.SHARD_BYTES, tables = 8 << 10, two_tables()
-    keeper = Checkpoints(folder, tables, 3 * shards.SHARD_BYTES)
+    shards.FILE_BYTES, tables = 8 << 10, two_tables()
+    keeper = Checkpoints(folder, tables, 3 * shards.FILE_BYTES)
     for step in itertools.count(1):
         for table in tables:
             table.records_VR.fill_(step)
@@ -80,7 +80,7 @@ def saves_at_each_step(folder):
 
 
 def test_kill_while_a_part_is_written_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 8 << 10)
+    monkeypatch.setattr(shards, "FILE_BYTES", 8 << 10)
     rng, steps, halves = random.Random(KILLS), [], 0
     for folder in [tmp_path / str(number) for number in range(2 * KILLS)]:
         process = PROCESSES.Process(target=saves_at_each_step, args=(folder,))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from types import SimpleNamespace
 
@@ -10,11 +11,34 @@ import torch
 
 from w2v import loggers
 from w2v.config import ConfigError, RunConfig
-from w2v.metrics import Metrics
+from w2v.metrics import Metrics, log, log_to_console, log_to_file
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_messages_that_nobody_reads_any_more_do_not_end_training(monkeypatch, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", gone)
+        patched.setattr(log, "handlers", [])
+        log_to_console()
+        with log_to_file(tmp_path / "train.log"):
+            for number in range(3):
+                log.info(f"message {number}")
+    kept = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(" INFO ")[1] for line in kept] == ["message 0", "message 1", "message 2"]
+
+
+def test_messages_reach_a_file_at_once(monkeypatch, tmp_path):
+    with open(tmp_path / "said", "w") as file, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", file)
+        patched.setattr(log, "handlers", [])
+        log_to_console()
+        log.info("message")
+        assert (tmp_path / "said").read_text() == "message\n"
 
 
 def test_loss_is_the_mean_over_pairs_since_the_last_line(tmp_path):

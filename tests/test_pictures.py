@@ -96,6 +96,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys, monkeypatch):
         (["plot", str(tmp_path / "vectors.kv")], "no metrics.jsonl in"),
         (["plot", str(tmp_path / "gone")], "gone does not exist"),
         (["plot", str(empty)], "metrics.jsonl of empty is empty"),
+        (["map", str(tmp_path), "--by", "pca", "--to", str(empty)], f"{empty} is a folder; name a file, such as {empty}/picture.png"),
     ):
         assert evaluate.main(argv) == 2
         said = capsys.readouterr().err

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.test_cached import HostLink
-from w2v import checkpoint, optim, runfolder, settings
-from w2v import trainer as trainer_module
+from w2v import checkpoint, optim, pace, runfolder, settings
 from w2v.batch import Position
 from w2v.checkpoint import CheckpointError, latest
 from w2v.config import ConfigError
@@ -160,13 +159,14 @@ def test_the_counts_of_fused_training_go_on(tmp_path):
     assert content(again)[1] == content(whole)[1] and again.metrics.step == STEPS
 
 
-def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path):
+def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "HELD_SECONDS", float("inf"))  # a slow disk would put the next one off
     more = ["optimizer.name=Adam"]
     whole = trained(tmp_path / "whole", *more, "run.checkpoint_minutes=0")
     assert latest(tmp_path / "whole" / "checkpoints") is None
     often = make(tmp_path / "often", *more, "run.checkpoint_minutes=1e-9", place="tight")
     save = often.checkpoints.save
-    often.checkpoints.save = lambda state, wait: save(state, wait=True)  # as none falls due while the one before is written
+    often.checkpoints.save = lambda state: save(state, wait=True)  # as none falls due while the one before is written
     often.train()
     assert_same(often, whole)
     assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18]
@@ -196,7 +196,7 @@ class Clock:
 def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(tmp_path, monkeypatch, caplog, held, at, said):
     """A step takes a minute, a checkpoint is due after 10.5, and an epoch has 50 steps."""
     clock, saved = Clock(), []
-    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     trainer = make(tmp_path, "run.checkpoint_minutes=10.5", "train.epochs=2")
     step = trainer.pipeline.step
 
@@ -204,7 +204,7 @@ def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(tmp_path, mo
         clock.now += 60
         return step(planned, lr)
 
-    def slow_save(state, wait):
+    def slow_save(state):
         clock.now += held
         saved.append(state["step"])
 

@@ -2,6 +2,7 @@
 in the few rooms that may make them; files stay short."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun"},
-    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace"},
+    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
-    {"ingest", "machine", "pipeline", "fleet"},
+    {"ingest", "machine", "pipeline", "fleet", "tablefile"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
-    {"plan", "trainer", "runfolder", "embedding", "baseline", "asking"},
+    {"plan", "trainer", "trial", "runfolder", "embedding", "baseline", "asking"},
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
@@ -76,6 +77,14 @@ def test_each_room_is_in_the_table_and_imports_only_from_lower_layers(path: Path
     assert room in LAYER, f"{path.name} is no room of the design; give it a layer in LAYERS or move it"
     package = ".".join(path.relative_to(ROOT).parent.parts)
     assert not misplaced(room, path.read_text(encoding="utf-8"), package)
+
+
+def test_the_page_on_architecture_has_the_same_lines() -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    lines = [set(re.findall("`(\\w+)/?`", line.split("|")[1])) for line in section.splitlines() if line.startswith("| `")]
+    assert lines == LAYERS[:-1]
+    said = re.search(r"GPU calls .*? alone", section, re.DOTALL)[0]
+    assert {f"w2v/{file}" for file in re.findall(r"`([\w/]+\.py)`", said)} == GPU_CALLERS
 
 
 @each_file

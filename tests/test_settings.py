@@ -193,7 +193,8 @@ def test_a_missing_file_comes_with_the_nearest(tmp_path: Path, monkeypatch: pyte
     assert refusal(files=(missing,)) == f"config file {missing} does not exist; did you mean {near}?"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert refusal(files=(Path("nowhere.yaml"),)) == "config file nowhere.yaml does not exist"
+    remedy = "name a .yaml file, or set a key with section.key=value"
+    assert refusal(files=(Path("nowhere.yaml"),)) == f"config file nowhere.yaml does not exist; {remedy}"
 
 
 def test_saved_settings_load_back(tmp_path: Path) -> None:

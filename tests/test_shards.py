@@ -54,7 +54,7 @@ def loaded(ranks, folder, **what):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 600)
+    monkeypatch.setattr(shards, "FILE_BYTES", 600)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
 
 

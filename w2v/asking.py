@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from w2v.evaluation import EvaluationError, quiet
+from w2v.evaluation import quiet
+from w2v.questions import EvaluationError
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors

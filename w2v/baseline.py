@@ -68,11 +68,11 @@ def train(
         seconds = time.monotonic() - began - callback.away
     keyed = export.keyed_vectors(vocab.words, vocab.counts, trained.wv.vectors[order])
     export.save(keyed, folder, ("kv",))
-    similarities = [evaluation.similarity(vocab.words, keyed.vectors, name) for name in evaluation.PAIR_SETS]
     last = state(epochs, seconds)
     took = {"held_out_loss": last["held_out_loss"], "words": last["words"], "seconds": seconds, "bytes_gpu": 0,
             "bytes_host": trained.wv.vectors.nbytes + trained.syn1neg.nbytes}  # fmt: skip
-    scores = evaluation.as_dict(evaluation.analogies(vocab.words, keyed.vectors), similarities) | took
+    found = evaluation.analogies(vocab.words, keyed.vectors), evaluation.similarities(vocab.words, keyed.vectors)
+    scores = evaluation.as_dict(*found) | took
     (folder / "scores.json").write_text(json.dumps(scores, indent=1), encoding="utf-8")
 
 

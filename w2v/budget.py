@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from w2v.table import RowState, record_width
+from w2v.table import FILE_BYTES, RowState, record_width
 
 PROGRAM_BYTES, CUDA_BYTES = 400 << 20, 2 << 30  # of CPU memory: torch, numba and what allocators keep; CUDA's context and libraries
 GPU_RESERVE = 2 << 30  # of GPU memory: pages, gradients and CUDA itself
 RING_BYTES = 48 << 20  # pinned by the staged link
 LEAST_COPIED = 256 << 20  # less is on the disk in the tenths of a second that a CPU can wait for it
-COPIED_BYTES = 1 << 30  # a file of a checkpoint, which is copied whole or not at all
 SPARE = 1 / 16  # of the free CPU memory, which copies leave to the cache of files and to what nobody has counted
 UNLIMITED = 1 << 60  # what limits say that are none
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
@@ -100,7 +99,7 @@ class Budget:
             return 0
         cached = job.shard_bytes if job.in_files else 0  # they are quick where the cache of files has room for them
         room = self.free["host"] * (1 - SPARE) - sum(job.needs()["host"].values()) - cached
-        return job.shard_bytes if room >= job.shard_bytes else max(0, int(room) // COPIED_BYTES * COPIED_BYTES)
+        return job.shard_bytes if room >= job.shard_bytes else max(0, int(room) // FILE_BYTES * FILE_BYTES)
 
     @property
     def _worth_copying(self) -> bool:

@@ -8,14 +8,22 @@ from pathlib import Path
 import yaml
 
 from w2v import durable
+from w2v.questions import ASKED, PAIR_SETS
 from w2v.vocab import HEADER
 
-NAMES = {"wordsim353": "WordSim-353", "simlex999": "SimLex-999"}
+
+class CardError(ValueError):
+    """A folder of which nothing can be said; the message is one line that names it and the remedy."""
 
 
 def write(folder: Path) -> Path:
     """Write README.md of a finished run: corpus, vocabulary, scores, hardware, settings, and how to load it."""
-    durable.replace(folder / "README.md", describe(folder))
+    try:
+        text = describe(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CardError(f"{folder} is not the whole folder of a finished run ({reason}); name another, or train it again") from None
+    durable.replace(folder / "README.md", text)
     return folder / "README.md"
 
 
@@ -33,7 +41,7 @@ def describe(folder: Path) -> str:
             for part in ("total", "semantic", "syntactic")]  # fmt: skip
     for name, score in scores["similarity"].items():
         rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
-        rows.append(f"| {NAMES[name]} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
+        rows.append(f"| {PAIR_SETS[name][0]} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
     return f"""# Word vectors of {corpus["path"]}
 
 {words:,} words of {model["vector_size"]} dimensions, trained by skip-gram with negative sampling and {optimizer["name"]}.
@@ -61,8 +69,8 @@ vectors.most_similar({_first_word(folder)!r})
 |---|---|---|---|
 {chr(10).join(rows)}
 
-Analogies are Google's, answered among the 300,000 most frequent words, by gensim's protocol; those of words outside the vocabulary are not
-counted. Similarity is Spearman's correlation with human judgement.
+Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol; those of words outside the vocabulary are
+not counted. Similarity is Spearman's correlation with human judgement.
 
 ## Settings
 

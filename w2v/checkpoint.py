@@ -269,38 +269,3 @@ def _fitting(files: Mapping[str, Tensor], room: int) -> dict[str, Tensor]:
 def _memory_like(records_VR: Tensor) -> Tensor:
     nbytes = records_VR.numel() * records_VR.element_size()
     return host_memory(nbytes).view(records_VR.dtype).view(records_VR.shape)
-
-
-def save_table(table: Table, folder: Path) -> Path:
-    """Write `<name>.safetensors`: "weight" [V, D], the optimizer's states [V, D] or [V, 1], and its scalars; in the table's dtype.
-
-    Written aside and renamed, so that no half-written file is ever seen under its name.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{table.name}.safetensors"
-    fields = {name: table[name].cpu().contiguous() for name in table.columns}
-    save_file(fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
-    return path
-
-
-def load_table(table: Table, folder: Path) -> None:
-    """Fill the table from the file that `save_table` wrote; its fields and shapes must be the same."""
-    from safetensors.torch import load_file
-
-    path = folder / f"{table.name}.safetensors"
-    fields = load_file(path)
-    expected = {name: table[name].shape for name in table.columns} | {f"scalar.{name}": v.shape for name, v in table.scalars.items()}
-    found = {name: value.shape for name, value in fields.items()}
-    if found != expected:
-        raise ValueError(f"{path} holds {_shape_list(found)}, but this model has {_shape_list(expected)}; use the config it was saved with")
-    for name in table.columns:
-        table[name].copy_(fields[name])
-    for name, value in table.scalars.items():
-        value.copy_(fields[f"scalar.{name}"])
-
-
-def _shape_list(shapes: dict) -> str:
-    return ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in sorted(shapes.items()))

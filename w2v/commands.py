@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from w2v import asking, card, comparison, evaluation, export, pictures
-from w2v.evaluation import EvaluationError
+from w2v.questions import EvaluationError
 
-ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, OSError)
+ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
 SIGNS = {"+", "-"}
 
 
@@ -73,7 +73,7 @@ def draw_map(options: Namespace) -> int:
 
 
 def plot(options: Namespace) -> int:
-    runs = comparison.find((export.find(run).parent if run == "latest" else run for run in options.runs), "metrics.jsonl")
+    runs = comparison.find(options.runs, "metrics.jsonl")
     print(pictures.curves(runs, Path(options.to) if options.to else runs[0] / "curves.png"))
     return 0
 
@@ -96,6 +96,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
 def _answer(ask: Callable[[list[str]], list[tuple[str, float]]], given: Iterable[list[str]]) -> int:
     """Print the answers to each question given, or to each line of standard input; what cannot be asked is said and passed over."""
     failed = False
+    if not given and sys.stdin.isatty():
+        print("a question a line; Ctrl-D ends", file=sys.stderr)
     for words in given or filter(None, map(str.split, sys.stdin)):
         try:
             print(" ".join(words), *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)), sep="\n", flush=True)

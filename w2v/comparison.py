@@ -102,13 +102,14 @@ FIGURES = {
 
 
 def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
-    """The run folders with that file, which finished ones have, that the paths name: themselves, or those inside them.
+    """The run folders with that file, which finished ones have, that the paths name: themselves, or those inside them; or with `latest`
+    the one in `runs` that has written it last.
 
     Says which paths lead to none, and raises `ComparisonError` if none does or one does not exist.
     """
     found: list[Path] = []
     without: list[str] = []
-    for path in map(Path, paths):
+    for path in (_latest(file) if str(path) == "latest" else Path(path) for path in paths):
         inside = [path] if (path / file).is_file() else sorted(named.parent for named in path.glob(f"*/{file}"))
         if not (inside or path.exists()):
             raise ComparisonError(f"{path} does not exist; name run folders, or folders of such")
@@ -119,6 +120,13 @@ def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
     if without:
         log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
     return list(dict.fromkeys(found))
+
+
+def _latest(file: str) -> Path:
+    written = max(Path("runs").glob(f"*/{file}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if written is None:
+        raise ComparisonError(f"no folder in runs holds {file}; train first, or name run folders")
+    return written.parent
 
 
 def read(folder: Path) -> Run:

@@ -100,7 +100,6 @@ class TransferConfig:
     )
     gpu_bytes: str = key("auto", "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.")
     steps_per_page: int = key(0, "Steps whose rows come to the GPU together: more move fewer rows and need more GPU memory; 0 is auto.")
-
     table_dir: str = key("", "Folder for files that hold the tables while the run lasts, for those larger than memory; empty: in memory.")
 
     def __post_init__(self) -> None:

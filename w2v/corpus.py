@@ -24,7 +24,7 @@ BATCH_WORDS = 1 << 18  # encoded at a time
 LONGEST_WORD = 10_000  # characters; what is longer is no text
 ESCAPED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" marks undecodable bytes
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("w2v")
 
 
 def sentences(files: Iterable[Path], lowercase: bool, max_sentence_length: int, warn: bool = True) -> Iterator[list[str]]:
@@ -124,7 +124,7 @@ class BadLines:
 
     def warn(self) -> None:
         if self.count:
-            logger.warning("%d lines are not UTF-8, first %s; their undecodable bytes became U+FFFD", self.count, self.first)
+            log.warning("%d lines are not UTF-8, first %s; their undecodable bytes became U+FFFD", self.count, self.first)
 
 
 def bad_lines(text: str) -> list[int]:

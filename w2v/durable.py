@@ -80,8 +80,10 @@ def naming(path: str | Path) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, error.strerror or f"{error}; is the disk full?", str(path)) from None
 
 
-def in_words(error: OSError) -> str:
-    """What went wrong, where, and what to do, on one line."""
+def in_words(error: Exception) -> str:
+    """What went wrong, on one line; and where and what to do, which an `OSError` does not say itself."""
+    if not isinstance(error, OSError):
+        return " ".join(str(error).split())
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "make room there" if full else "check the folder and its permissions, or take another one"
     return f"{' '.join(str(error.filename).split())}: {error.strerror or error}; {remedy}"

@@ -12,7 +12,6 @@ nothing is written.
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -22,11 +21,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from w2v import tablefile
 from w2v.batch import Page
-from w2v.checkpoint import load_table, save_table
 from w2v.config import OptimizerConfig
 from w2v.optim import RowOptimizer
 from w2v.rowfile import NPY_TYPES, open_npy, rows_of, save_npy
@@ -34,7 +32,6 @@ from w2v.table import Init, Storage, Table, normal
 from w2v.transfer.apart import TableApart, engine_between
 
 Ids = Tensor | np.ndarray | Sequence[int]  # of any shape, int32 or int64, on any device; an id may occur more than once
-SAFETENSORS_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class _Rows:
@@ -87,7 +84,7 @@ class _Rows:
         """
         self.flush()
         if _ending(path) == ".safetensors":
-            save_table(self._named_after(path), Path(path).parent)
+            tablefile.save(self.table, Path(path))
         elif not self.table.is_in(path):
             save_npy(path, self.table["weight"])
 
@@ -101,9 +98,7 @@ class _Rows:
         self._engine.flush()
         dtype, shape = self.table.dtype, (self.table.rows, self.table.dim)
         if _ending(path) == ".safetensors":
-            if (found := _safetensors_dtype(path)) != SAFETENSORS_NAMES[dtype]:
-                raise ValueError(f"{path} holds {found}, but the table is {dtype}; make the table with the dtype of the file")
-            load_table(self._named_after(path), Path(path).parent)
+            tablefile.load(self.table, Path(path))
             return
         rows_VD, wanted = open_npy(path), np.dtype(NPY_TYPES.get(dtype, np.float32))
         if rows_VD.shape != shape or rows_VD.dtype != wanted:
@@ -136,12 +131,6 @@ class _Rows:
         if shared and min(shared) < self.table.rows:
             raise ValueError(f"row {min(shared)} is also in another page in flight; step or release that page first")
         return rows_U, slots
-
-    def _named_after(self, path: str | Path) -> Table:
-        """The same table under the file's name, which is what a checkpoint goes by."""
-        table = copy.copy(self.table)
-        table.name = Path(path).stem
-        return table
 
 
 class RowStore(_Rows):
@@ -285,11 +274,3 @@ def _ending(path: str | Path) -> str:
     if ending not in (".npy", ".safetensors"):
         raise ValueError(f"{path} has the ending {ending!r}; choose .npy for the weights, or .safetensors for weights and state")
     return ending
-
-
-def _safetensors_dtype(path: str | Path) -> str:
-    try:
-        with safe_open(path, "pt") as file:
-            return file.get_slice("weight").get_dtype()
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file of a table: {' '.join(str(error).split())}") from None

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from w2v import baseline, comparison, evaluation, export, heldout, metrics, opening, plan, settings
+from w2v import baseline, comparison, durable, evaluation, export, heldout, metrics, opening, plan, settings
 from w2v.config import Config
 from w2v.corpus import Corpus
 from w2v.trainer import Trainer
@@ -197,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.to or folder_to_use(Path(config.run.dir))
         print(compare(configs, options.seeds, folder, options.gensim_alpha if options.gensim else None))
         print(f"\nin {folder}: table.txt, table.md, table.csv, curves.png where matplotlib is installed, and a folder for each run")
-    except (ValueError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, MemoryError, OSError) as error:
+        print(f"error: {durable.in_words(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -84,14 +84,16 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
             yield block_nD
 
 
-def save_rows(words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path) -> None:
+def save_rows(
+    words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path, keep: int = 0
+) -> np.ndarray:
     """Write vectors.kv and vectors.bin of V words, by falling count, whose vectors come a block at a time and are never all in memory.
 
-    As `save` writes them, but without gensim. What goes wrong is raised once all blocks have come.
+    As `save` writes them, but without gensim; gives the first `keep` vectors. What goes wrong is raised once all blocks have come.
     """
     try:
         _check_words(words)
-        row_of, large = _row_of(words), len(words) * dim >= LARGE
+        row_of, large, kept_ND = _row_of(words), len(words) * dim >= LARGE, np.empty((min(keep, len(words)), dim), np.float32)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside, contextlib.ExitStack() as files:
@@ -107,10 +109,12 @@ def save_rows(words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterat
                     rows.write(block_nD.data)
                     named = zip(words[first : first + len(block_nD)], block_nD, strict=True)
                     binary.writelines(f"{word} ".encode() + row_D.tobytes() for word, row_D in named)
+                    kept_ND[first : first + len(block_nD)] = block_nD[: max(0, len(kept_ND) - first)]
                     first += len(block_nD)
             files.close()
             _replace_kv(part, folder)
             os.replace(binary_part, folder / binary_part.name)
+        return kept_ND
     finally:
         for _ in blocks:  # the other ranks send all of them
             pass

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from w2v.budget import Budget, Job
 from w2v.hardware import Hardware
+from w2v.questions import ASKED
 
 MOST_RANKS = 4096
-SCORED_WORDS = 300_000  # whose vectors are read from their file
 WORD_BYTES = 180  # of CPU memory, for a word of the vocabulary and what is known of it
 DRAW_BYTES, CLAIM_BYTES, ASK_BYTES = 12, 8, 16  # of GPU memory for a word: to draw it, to number its rows, and to ask others for these
 PLACE_BYTES = 10  # of GPU memory for a row of the shard, when rows are paged
@@ -47,8 +47,8 @@ class Share(Job):
         """Bytes of a rank by place and purpose; of the disk, those of a host."""
         needs = Job.needs(replace(self, words=self.rows, batch_size=-(-self.batch_size // self.ranks)))
         needs["host"]["vocabulary"] = WORD_BYTES * self.words
-        if self.ranks > 1:  # vectors are written block by block, and read from their file
-            needs["host"]["vectors"] = 4 * min(self.words, SCORED_WORDS) * self.vector_size
+        if self.ranks > 1:  # vectors are written block by block, and those kept that are scored
+            needs["host"]["vectors"] = 4 * min(self.words, ASKED) * self.vector_size
         needs["gpu"]["text, vocabulary"] = self.known_bytes
         if self.engine != "resident":
             needs["gpu"]["places"] = 2 * PLACE_BYTES * self.rows

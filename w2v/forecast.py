@@ -23,6 +23,7 @@ from w2v.hardware import Hardware, whole
 from w2v.machine import Machine
 from w2v.optim import RowOptimizer
 from w2v.traffic import Spectrum, Traffic
+from w2v.transfer.slots import no_room
 
 WORDS_A_ROW = 20  # of a text after Zipf's law of which only the rows are given
 SLOT_BYTES = 24  # of GPU memory for a row that has room there, besides its record
@@ -125,10 +126,7 @@ class Forecast:
             return Rows(touched, stepped, 0.0, 1, True)
         steps = self.config.transfer.steps_per_page or traffic.steps_of_page(self.centers, self.slots, self.ranks)
         if (needed := self._page_rows(steps)) > self.slots:
-            raise ConfigError(
-                f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but {needed:,.0f} are needed at once; "
-                "raise it, or lower train.batch_size, transfer.steps_per_page or model.negative_pool"
-            )
+            raise no_room(self.slots, needed)
         read = traffic.read(traffic.touched(self.centers, self.ranks, steps), slots) / self.ranks / steps
         return Rows(touched, stepped, read, steps, self._page_rows(2 * steps) <= self.slots)
 

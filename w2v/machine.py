@@ -35,11 +35,10 @@ class Machine:
     @classmethod
     def here(cls, ranks: Ranks = ALONE) -> Machine:
         """This computer, or this rank's share of it where several ranks train together here, each with a GPU of its own."""
-        if torch.cuda.is_available() and ranks.local_size > 1:
-            if ranks.local_size > torch.cuda.device_count():
-                many = f"{ranks.local_size} ranks on a machine of {torch.cuda.device_count()} GPUs"
-                raise ConfigError(f"{many}; start one a GPU: --nproc-per-node {torch.cuda.device_count()}, or set CUDA_VISIBLE_DEVICES=")
-            torch.cuda.set_device(ranks.local_rank)
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < ranks.local_size:
+            many = f"{ranks.local_size} ranks on a machine of {gpus} GPUs"
+            raise ConfigError(f"{many}; start one a GPU: --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES=")
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
         gpu, free, cupy = "", 0, ""
         if torch.cuda.is_available():

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,11 @@ def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
 
 class _AboveTheBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
+        try:
+            tqdm.write(self.format(record))
+            sys.stdout.flush()  # into a file or a pipe at once, too
+        except BrokenPipeError:  # who read it has ended, which is no reason to end training; train.log has it all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Diverged(ValueError):

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 PANELS = (
     ("loss", "loss of a positive pair", "words"), ("held_out_loss", "held-out loss of a positive pair", "words"),
@@ -73,6 +72,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> Path:
     """The most frequent words by meaning in two dimensions, each a dot; a name is left out where a more frequent word's stands."""
+    import torch
+
     vectors_ND = torch.from_numpy(np.array(kv.vectors[:words], np.float32))
     if len(vectors_ND) < 4:
         raise PictureError(f"a map of {len(vectors_ND)} words shows nothing; take 4 or more")
@@ -91,6 +92,8 @@ def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> 
 
 def principal(values_ND: Tensor, dimensions: int) -> Tensor:
     """The first principal components: float32 [N, dimensions]; zero beyond D."""
+    import torch
+
     left, size, _ = torch.linalg.svd(values_ND - values_ND.mean(0), full_matrices=False)
     found = (left * size)[:, :dimensions]
     return torch.nn.functional.pad(found, (0, dimensions - found.shape[1]))
@@ -98,6 +101,8 @@ def principal(values_ND: Tensor, dimensions: int) -> Tensor:
 
 def tsne(values_ND: Tensor) -> Tensor:
     """Places [N, 2] by exact t-SNE (van der Maaten and Hinton, JMLR 2008), begun from the principal components: no chance is in it."""
+    import torch
+
     near_NN = _affinities(torch.cdist(values_ND, values_ND).square())
     place_N2 = principal(values_ND, 2)
     place_N2 = place_N2 / place_N2.std().clamp(min=1e-9) * 1e-2
@@ -117,6 +122,8 @@ def tsne(values_ND: Tensor) -> Tensor:
 
 def _affinities(square_NN: Tensor) -> Tensor:
     """Shares of neighbourhood, symmetric and of sum 1, with each point's width such that its perplexity is as wanted."""
+    import torch
+
     size = len(square_NN)
     target = float(np.log(min(PERPLEXITY, (size - 1) / 3)))
     low_N1, high_N1 = torch.zeros(size, 1), torch.full((size, 1), 1e6)
@@ -158,6 +165,8 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, file: Path) -> Path:
+    if file.is_dir():
+        raise PictureError(f"{file} is a folder; name a file, such as {file / 'picture.png'}")
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.part")
     figure.savefig(aside, dpi=120, format="png")

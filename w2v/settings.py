@@ -124,7 +124,8 @@ def _read(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The dotted names of a YAML file with their values, `${...}` unresolved."""
     if not Path(path).is_file():
         near = difflib.get_close_matches(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")], n=1, cutoff=0.5)
-        raise ConfigError(f"config file {path} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
+        remedy = f"did you mean {near[0]}?" if near else "name a .yaml file, or set a key with section.key=value"
+        raise ConfigError(f"config file {path} does not exist; {remedy}")
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:

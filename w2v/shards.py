@@ -24,9 +24,8 @@ from torch.nn.functional import pad
 
 from w2v import durable
 from w2v.ranks import Ranks
-from w2v.table import padded
+from w2v.table import FILE_BYTES, padded
 
-SHARD_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
@@ -96,7 +95,7 @@ def read(folder: Path, entries: Entries, tables: Mapping[str, tuple[int, Tensor]
 
 def _parts(table: str, rows: int, row_bytes: int, rank: int, ranks: int) -> list[Part]:
     """The files of a rank's shard of so many rows."""
-    at_once = max(1, SHARD_BYTES // row_bytes)
+    at_once = max(1, FILE_BYTES // row_bytes)
     starts = range(0, rows, at_once)
     whose = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
     return [

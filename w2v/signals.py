@@ -21,7 +21,7 @@ class Signals:
     def __enter__(self) -> Signals:
         self._process = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script
                 self._before[number] = signal.signal(number, self._receive)
         return self
 

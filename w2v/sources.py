@@ -29,7 +29,7 @@ PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
 CODECS = {".zst": "backports.zstd", ".lz4": "lz4"}  # packages that smart_open needs for these endings
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of the text8.gz that never changes; gensim-data publishes no other digest of it
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("w2v")
 
 
 class CorpusError(ValueError):
@@ -147,7 +147,7 @@ def _convert(dump: Path, target: Path) -> Path:
             for title, text, number in wikicorpus.extract_pages(file, ("0",)):
                 yield text, title, number
 
-    logger.info("converting the Wikipedia dump %s to %s, once; a full dump takes hours", dump, target)
+    log.info("converting the Wikipedia dump %s to %s, once; a full dump takes hours", dump, target)
     source = pages()
     with aside_of(target) as aside:
         with open(aside, "w", encoding="utf-8") as out, multiprocessing.Pool(initializer=_may_be_ended) as pool:

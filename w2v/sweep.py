@@ -30,7 +30,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from w2v import comparison, evaluation, metrics, plan, settings
+from w2v import comparison, durable, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
 
@@ -254,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"\n{results.ranking(identity(configs[0]))}\n")
             if best:
                 print(f"best by the sum of its scores, to be {path}:\n\n{as_yaml(best)}\n")
-    except (ValueError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, MemoryError, OSError) as error:
+        print(f"error: {durable.in_words(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -24,6 +24,7 @@ from w2v.rowfile import NPY_TYPES, RowFile
 ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
 CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}  # numbers initialised at a time: few kernels to launch, or all in a core's cache
 TOUCH_BYTES = 64 << 20  # memory that one thread makes exist at a time
+FILE_BYTES = 1 << 30  # of records at most in a file of a checkpoint, which is copied whole or not at all
 
 Storage = Literal["cpu", "cuda", "pinned", "mmap"]
 Init = Callable[[Tensor], Tensor]  # row numbers [n] -> weights [n, D]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,9 @@ from w2v.heldout import HeldOut
 from w2v.machine import return_freed_memory
 from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
+from w2v.pace import Pace
 from w2v.pipeline import FAULTS, Pipeline
+from w2v.questions import ASKED
 from w2v.ranks import ALONE, Ranks
 from w2v.sampler import Sampler
 from w2v.signals import Signals
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("w2v")
 AGREED_AHEAD = 8  # batches for which ranks agree before the first of them is used
-HELD_SECONDS = 1.0  # that a checkpoint may hold training up without a word
-HELD_SHARE = 0.1  # of the time, at most, for checkpoints by time that hold it up for longer
-TRIAL_WARMUP, TRIAL_SECONDS = 3, 3.0  # steps and seconds of a dry run
 
 
 class Trainer:
@@ -57,7 +55,6 @@ class Trainer:
         self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint}
         self._moved_before = [0, 0, 0, 0]
         self._agreed: deque[tuple[int, int]] = deque()  # the wishes of all ranks, for each batch that was drawn
-        self._saves = 0
         self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         ranks.same(self._text)
@@ -67,10 +64,10 @@ class Trainer:
         self._loggers = loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
         log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
         self._link_rate = pipeline.link_rate()
-        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, self._bytes_moved, self._waited, self._link_rate)
+        link = self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate
+        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, *link)
         self._first_step, self._before = self.metrics.step, self.metrics.seconds
-        self._saved_at = time.monotonic()
-        self._held, self._held_in_all, self._held_said = 0.0, 0.0, HELD_SECONDS / 2  # seconds without training, for checkpoints
+        self._pace = Pace(run.checkpoint_minutes)
 
     def __enter__(self) -> Trainer:
         return self
@@ -95,7 +92,7 @@ class Trainer:
                     status, save = self._agreed.popleft() if self._agreed else self._wishes()
                     if status:
                         self._stop(lr, planned.batch.after, status)
-                    if save > self._saves:
+                    if save > self._pace.saves:
                         self._save(lr, planned.batch.after)
                 if epoch + 1 < epochs:
                     if run.score_epochs or self.held_out:
@@ -110,8 +107,7 @@ class Trainer:
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
-        if self._held_in_all > HELD_SECONDS:
-            log.info(f"checkpoints held training up for {self._held_in_all:.1f} s in all")
+        self._pace.sum_up()
         if self._ranks.size > 1:
             for rank, carried in enumerate(self._ranks.gather(self._carried())):
                 log.info(f"rank {rank}    {carried}")
@@ -150,9 +146,7 @@ class Trainer:
 
     def _wishes(self) -> tuple[int, int]:
         """The status to stop with, 0 to go on; and the number of the checkpoint that is due, if one is, counted from 1 in this run."""
-        minutes = self.config.run.checkpoint_minutes
-        due = minutes > 0 and time.monotonic() - self._saved_at >= max(60 * minutes, self._held / HELD_SHARE)
-        return self._signals.status, self._saves + 1 if due else 0
+        return self._signals.status, self._pace.saves + 1 if self._pace.due else 0
 
     def _moved(self) -> list[int]:
         """How many rows were used, came over the link and went back, and how many steps had; before a resume too."""
@@ -174,19 +168,15 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """On the analogies, found by the first rank for all."""
-        weights, accuracy = self._asked(), 0.0
+        inputs, accuracy = self.pipeline.inputs, 0.0
+        blocks = export.in_order(inputs, self._ranks, ASKED)
         with self._ranks.together():
             if self._ranks.rank == 0:
+                weights = np.concatenate(list(blocks)) if self._ranks.size > 1 else inputs["weight"]
                 accuracy = evaluation.analogies(self.vocab.words[: len(weights)], weights).total.accuracy
+            else:
+                deque(blocks, 0)
         return accuracy
-
-    def _asked(self) -> Tensor | np.ndarray:
-        """The vectors that are scored, of the most frequent words; where there are several ranks, all have to ask, for the first."""
-        weights = self.pipeline.inputs["weight"]
-        if self._ranks.size == 1:
-            return weights
-        blocks = list(export.in_order(self.pipeline.inputs, self._ranks, evaluation.ASKED))
-        return np.concatenate(blocks) if blocks else weights
 
     def _held_out_loss(self) -> float | None:
         shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
@@ -196,11 +186,11 @@ class Trainer:
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
 
     def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        return self._scored(self._asked())
+        return self._scored(self.pipeline.inputs["weight"])
 
     def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
         words = self.vocab.words[: len(weights)]
-        return evaluation.analogies(words, weights), [evaluation.similarity(words, weights, name) for name in evaluation.PAIR_SETS]
+        return evaluation.analogies(words, weights), evaluation.similarities(words, weights)
 
     def took(self) -> dict[str, Any]:
         """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""
@@ -216,16 +206,14 @@ class Trainer:
         took = self.took()
         self.pipeline.finish()
         return_freed_memory()
-        blocks, inputs = export.in_order(self.pipeline.inputs, self._ranks), self.pipeline.inputs
+        inputs, kept = self.pipeline.inputs, ASKED if self._ranks.size > 1 else 0
+        blocks = export.in_order(inputs, self._ranks)
         with self._ranks.together():
             if self._ranks.rank == 0:
-                export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder)
+                most_frequent = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept)
+                self._report(most_frequent if kept else inputs["weight"], took)
             else:
                 deque(blocks, 0)
-        weights = self._asked()
-        with self._ranks.together():
-            if self._ranks.rank == 0:
-                self._report(weights, took)
 
     def _report(self, weights: Tensor | np.ndarray, took: dict[str, Any]) -> None:
         """Write all else that the vectors come with: words, checksums, scores and the model card; and say where it is."""
@@ -251,10 +239,6 @@ class Trainer:
         engine, table = self.pipeline.engine, self.pipeline.inputs
         return (engine.rows_read + engine.rows_written) * table.width * table.dtype.itemsize
 
-    def _waited(self) -> float:
-        """Seconds for the link, so far."""
-        return self.pipeline.engine.waited
-
     def _look(self) -> None:
         """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""
         self.checkpoints.raise_failure()
@@ -276,28 +260,18 @@ class Trainer:
 
     def _stop(self, lr: float, position: Position, status: int) -> None:
         log.info(f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once")
-        self._save(lr, position, wait=True)
+        self.pipeline.engine.flush()
+        self.checkpoints.save(self._state(lr, position), wait=True)
         log.info(f"go on with   python train.py --resume {self.folder}")
         raise SystemExit(status)
 
-    def _save(self, lr: float, position: Position, wait: bool = False) -> None:
-        """Write a checkpoint, unless the last one is still being written and need not be waited for."""
-        if not wait and any(self._ranks.gather(self.checkpoints.busy)):
+    def _save(self, lr: float, position: Position) -> None:
+        """Write a checkpoint, unless the last one is still being written."""
+        if any(self._ranks.gather(self.checkpoints.busy)):
             return
-        began = time.monotonic()
-        self.pipeline.engine.flush()
-        self.checkpoints.save(self._state(lr, position), wait)
-        self._saved_at, self._saves = time.monotonic(), self._saves + 1
-        if not wait:
-            self._note_held(self._saved_at - began)
-
-    def _note_held(self, seconds: float) -> None:
-        """Count the time that a checkpoint took from training, and say it where it is long, and again when it has doubled."""
-        self._held, self._held_in_all = seconds if seconds > HELD_SECONDS else 0.0, self._held_in_all + seconds
-        if self._held > 2 * self._held_said:
-            self._held_said, apart = self._held, self._held / HELD_SHARE / 60
-            later = f"; the next by time comes {apart:.1f} minutes later" if apart > self.config.run.checkpoint_minutes else ""
-            log.info(f"saving    this checkpoint held training up for {seconds:.1f} s{later}")
+        with self._pace.saving():
+            self.pipeline.engine.flush()
+            self.checkpoints.save(self._state(lr, position))
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)
@@ -324,19 +298,3 @@ class Trainer:
             self._moved_before = state["rows"]
         log.info(f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text")
         return state["metrics"]
-
-
-def expected(config: Config, raw_words: int, sampler: Sampler, pipeline: Pipeline) -> str:
-    """How long the run would take, found by training for some seconds what is then thrown away."""
-    lr, begun, at_first, steps = learning_rate(config.optimizer, 0.5), 0.0, 0.0, 0
-    for steps, planned in enumerate(pipeline.ahead(sampler.epoch()), start=1):
-        float(pipeline.step(planned, lr).loss)  # waits for the device
-        if steps == TRIAL_WARMUP:
-            begun, at_first = time.monotonic(), planned.batch.epochs_done
-        if steps > TRIAL_WARMUP and time.monotonic() - begun > TRIAL_SECONDS:
-            break
-    if steps <= TRIAL_WARMUP:
-        return f"time      unknown: an epoch has {steps} steps, too few to tell"
-    rate = (planned.batch.epochs_done - at_first) * raw_words / (time.monotonic() - begun)
-    seconds = config.train.epochs * raw_words / rate
-    return f"time      about {seconds:.0f} s of training: {rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"

@@ -37,7 +37,7 @@ def train_once(config: Config, opened: Opened) -> Figures:
         "loss": (trainer.metrics.loss, ""),
         **{name: (100 * getattr(score, part).accuracy, "%") for name, part in
            [("analogies", "total"), ("semantic", "semantic"), ("syntactic", "syntactic")]},
-        **{name: (evaluation.similarity(words, vectors, name).spearman or 0.0, "") for name in evaluation.PAIR_SETS},
+        **{found.name: (found.spearman or 0.0, "") for found in evaluation.similarities(words, vectors)},
         **steps.link(steps.Moved.by(pipeline), pipeline, trained, seconds),
         **memory,
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from w2v.batch import Held, Page
@@ -12,6 +13,12 @@ from w2v.table import Table
 
 class Engine(Protocol):
     """What a training step asks for."""
+
+    pages: bool  # whether rows have to be prefetched before they are held
+    rows_used: int  # by pages so far, each page's counted once
+    rows_read: int  # that crossed the link to the GPU, so far
+    rows_written: int  # that went back
+    waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
 
     def prefetch(self, marks_TV: Tensor) -> None:
         """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them."""
@@ -29,14 +36,10 @@ class Engine(Protocol):
     def hold(self, table: Table) -> Held:
         """Where the records lie that were prefetched, for kernels that work on them in place."""
 
-    pages: bool  # whether rows have to be prefetched before they are held
-    rows_used: int  # by pages so far, each page's counted once
-    rows_read: int  # that crossed the link to the GPU, so far
-    rows_written: int  # that went back
-    waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
-
     def flush(self) -> None:
-        """Return when the tables hold everything that was written back."""
+        """Return when the tables hold everything that was written back; here, when the GPU has done all that it was given."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class Link(Protocol):

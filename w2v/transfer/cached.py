@@ -21,7 +21,7 @@ from torch import Tensor
 
 from w2v.table import Table
 from w2v.transfer import Link, streams
-from w2v.transfer.slots import InSlots
+from w2v.transfer.slots import InSlots, no_room
 
 
 class Cached(InSlots):
@@ -48,7 +48,7 @@ class Cached(InSlots):
         self._join()
         marks_TV, self._waiting = self._waiting, None
         if not self._bring(marks_TV, in_use=self._plan):
-            raise self._no_room(int(marks_TV.sum()))
+            raise no_room(self.slots, int(marks_TV.sum()))
 
     def _bring(self, marks_TV: Tensor, in_use: int) -> bool:
         """Give each marked row a slot and start the moves; False, with all as it was, where there is no room.

@@ -16,7 +16,7 @@ from w2v.kernels import cache, cuda
 from w2v.table import Table
 from w2v.transfer import streams
 from w2v.transfer.mapped import Mapped
-from w2v.transfer.slots import InSlots
+from w2v.transfer.slots import InSlots, no_room
 
 
 class CachedMapped(InSlots):
@@ -85,4 +85,4 @@ class CachedMapped(InSlots):
         """Raise the error of a plan that found no room, if one is known by now."""
         refused = max(int(orders.noticed[1]) for orders in self._orders)
         if refused:
-            raise self._no_room(self.slots + refused)
+            raise no_room(self.slots, self.slots + refused)

@@ -43,7 +43,3 @@ class Paged(Engine):
 
     def hold(self, table: Table) -> Held:
         raise NotImplementedError("no row stays on the GPU: give the kernels room with transfer.gpu_bytes")
-
-    def flush(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from w2v.batch import Held, Page
@@ -26,7 +25,3 @@ class Resident(Engine):
 
     def hold(self, table: Table) -> Held:
         return Held(table.records_VR, None)
-
-    def flush(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()

@@ -78,8 +78,10 @@ class InSlots(Engine):
         if self._arrived:
             streams.current().wait_event(self._arrived)
 
-    def _no_room(self, needed: int) -> ConfigError:
-        return ConfigError(
-            f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but {needed:,} are needed at once; "
-            "raise it, or lower train.batch_size, transfer.steps_per_page or model.negative_pool"
-        )
+
+def no_room(slots: int, needed: float) -> ConfigError:
+    """Where a page needs more rows than there are slots."""
+    return ConfigError(
+        f"transfer.gpu_bytes has room for {slots:,} rows on the GPU, but {needed:,.0f} are needed at once; "
+        "raise it, or lower train.batch_size, transfer.steps_per_page or model.negative_pool"
+    )

@@ -1,5 +1,6 @@
 """The kernels that numba compiles for the CPU against the plain ones, which specify them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -245,3 +246,23 @@ print(cpu.inversion(torch.tensor([0.5, 1.0]))(torch.tensor([0.7])).item())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "1\n", done.stderr
+
+
+def test_numba_gets_what_kernels_from_the_disk_can_do_without_when_it_is_needed(tmp_path):
+    """20 and 17 MiB of every run: a runtime of numba's own, compiled, and scipy.linalg."""
+    kernel = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import numba, numpy as np
+from numba.core.runtime import rtsys
+from w2v.kernels import text
+def there(): return rtsys.library._made.cache_info().currsize, 'scipy.linalg' in sys.modules
+print(text.last_break(np.frombuffer(b'a b', np.uint8)), *there())
+"""
+    users = """
+vector = np.array([2.0, 1.0])
+print(numba.njit(lambda: np.dot(vector, vector))(), *there())
+"""
+    for code, said in ((kernel, "2 1 False\n"), (kernel + users, "2 0 False\n5.0 1 True\n")):  # compiled, then found on the disk
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert done.stdout == said, done.stderr

@@ -26,7 +26,7 @@ from w2v import durable
 from w2v.ranks import Ranks
 from w2v.table import FILE_BYTES, padded
 
-CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a time
+CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
 Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"

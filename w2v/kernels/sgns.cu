@@ -102,9 +102,10 @@ extern "C" __global__ void skipgram(
     for (long long center = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; center < centers; center += warps) {
         if (!batch.has_context(center)) continue;
         for (int start = 0; start < TARGETS; start += GROUP) {
-            // Lane t looks target t up; all lanes then share it.
+            // Lane t looks target t up; all lanes then share it. Where there is none, the center is read, and counts for nothing.
             const int mine = start + lane < TARGETS && lane < GROUP ? batch.target(center, start + lane) : -1;
-            const long long my_slot = mine < 0 ? 0 : slot_out ? slot_out[mine] : mine;
+            const int read = mine < 0 ? words[first + center] : mine;
+            const long long my_slot = slot_out ? slot_out[read] : read;
             const long long my_number = mine < 0 ? -1 : number_out[mine];
             Row target[TAKEN], grad_target[TAKEN];
 #pragma unroll

@@ -38,6 +38,7 @@ from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Sampler
 from w2v.sharded import ShardedPipeline
 from w2v.table import Table, uniform
+from w2v.traffic import Spectrum, Traffic
 from w2v.transfer.cached_mapped import CachedMapped
 from w2v.vocab import Vocab
 
@@ -104,7 +105,8 @@ class Shares(Steps):
         engine = CachedMapped(tables, int(room * 2 * tables[0].rows), self.device, uses_TV[:, ranks.rank :: ranks.size].contiguous())
         del share_V, counts_V, kept_V, uses_TV
         torch.cuda.empty_cache()
-        kind, steps_per_page = FusedPipeline if ranks.size == 1 else ShardedPipeline, config.transfer.steps_per_page or 1
+        kind, traffic = FusedPipeline if ranks.size == 1 else ShardedPipeline, Traffic(Spectrum.zipf(rows, words), model)
+        steps_per_page = config.transfer.steps_per_page or traffic.steps_of_page(batch // ranks.size, engine.slots, ranks.size)
         self.pipeline = kind(*tables, engine, optimizer, self.device, steps_per_page, ranks=ranks, rows=rows)
         self._ahead = self.pipeline.ahead(batch for _ in count() for batch in sampler.epoch())
 

@@ -14,7 +14,7 @@ from w2v.config import ModelConfig
 from w2v.vocab import keep_probabilities
 
 ALONE, GROUPS = 1 << 16, 2000  # so many of Zipf's words are groups of their own, the others are in about so many
-MOST_STEPS = 8  # of a page: more spare the CPU nothing that could be noticed
+MOST_STEPS = 8  # of a page, a power of two: more spare the CPU nothing that could be noticed
 # Words come in clumps, so that a step meets fewer different ones than chance would draw: as if each occurrence were so many. Measured on
 # Wikipedia in steps of 16,384 and 65,536 centers.
 CLUMPS = 1.65
@@ -79,10 +79,10 @@ class Traffic:
         return float((chance_TG * self.words_G).sum())
 
     def steps_of_page(self, centers: float, slots: float, ranks: int = 1) -> int:
-        """How many steps can share a page, so that a rank has room in its `slots` for the rows of a page and of the next; at least 1."""
+        """How many steps can share a page, 1, 2, 4 or 8, so that a rank has room in its `slots` for the rows of a page and of the next."""
         steps = MOST_STEPS
         while steps > 1 and self.rows(self.touched(centers, ranks, 2 * steps)) / ranks > slots:
-            steps -= 1
+            steps //= 2
         return steps
 
     def read(self, chance_TG: np.ndarray, slots: float) -> float:

@@ -98,7 +98,7 @@ def test_kill_while_a_part_is_written_behind(tmp_path, monkeypatch):
     print(f"{len(steps)} kills after steps {steps}, {halves} of them while a checkpoint was written")
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number, status):
     more = [*arguments, f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.epochs=200", "run.log_seconds=1000"]
     process = programs.start(*more)

@@ -19,7 +19,7 @@ from w2v.optim import RowOptimizer
 from w2v.traffic import CLUMPS, Spectrum
 
 ROOT = Path(__file__).parent.parent
-COMMIT = "db18a62"
+COMMIT = "af7e212"
 GIB = 1 << 30
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% negative_pool="
 TEXT8 = ROOT / "configs" / "text8.yaml"
@@ -50,20 +50,23 @@ def wiki100(*assignments, optimizer):
 
 
 def compare(foretold, figures):
-    """Rows within 2 %, words/s within 8 %, which is what docs/planning.md says."""
+    """Rows within 3 %, words/s within 8 %, which is what docs/planning.md says."""
     seconds, _ = foretold.slowest
     assert foretold.words / seconds == pytest.approx(figures["words/s"], rel=0.08)
     if "read" in figures:
-        assert foretold.rows.read / foretold.words == pytest.approx(figures["read"], rel=0.02)
-        assert foretold.rows.stepped / foretold.words == pytest.approx(figures["stepped"], rel=0.02)
+        assert foretold.rows.read / foretold.words == pytest.approx(figures["read"], rel=0.03)
+        assert foretold.rows.stepped / foretold.words == pytest.approx(figures["stepped"], rel=0.03)
 
 
 @pytest.mark.parametrize(
     "case, more",
     [
-        ("65536", ["transfer.steps_per_page=1"]),
-        ("65536 transfer.steps_per_page=4", ["transfer.steps_per_page=4"]),
-        ("65536 train.batch_size=131072", ["transfer.steps_per_page=1", "train.batch_size=131072"]),
+        ("65536", []),
+        ("65536 transfer.steps_per_page=1", ["transfer.steps_per_page=1"]),
+        (
+            "65536 transfer.steps_per_page=1 train.batch_size=131072",
+            ["transfer.steps_per_page=1", "train.batch_size=131072"],
+        ),
         ("32768 transfer.steps_per_page=2 model.negative_pool=32768", ["transfer.steps_per_page=2", "model.negative_pool=32768"]),
     ],
 )
@@ -74,7 +77,7 @@ def test_measured_runs_on_zipfs_words(measured, case, more):
     assert foretold.slowest[1] == "link"
     gpu, host = foretold.budget.job.needs()["gpu"], foretold.budget.job.needs()["host"]
     counted = gpu["text, vocabulary"] - foretold.share.text_bytes + gpu["places"] + SLOT_BYTES * foretold.slots
-    assert counted < figures["gpu memory besides"] * GIB < counted + GPU_RESERVE
+    assert counted < figures["gpu memory besides rows and ids"] * GIB < counted + GPU_RESERVE
     assert figures["host memory"] * GIB == pytest.approx(host["program"] + host["tables"], rel=0.05)  # the bench has no list of words
 
 
@@ -84,7 +87,6 @@ def test_measured_runs_on_zipfs_words(measured, case, more):
 def test_measured_runs_on_wikipedia(measured, optimizer, precision, engine):
     name, _, share = engine.partition(":")
     more = [f"train.precision={precision}", f"transfer.engine={name}", f"transfer.gpu_bytes={share or 'auto'}"]
-    more += ["transfer.steps_per_page=1"] if share else []
     compare(wiki100(*more, optimizer=optimizer), measured["train", f"wiki100 {optimizer} {engine} {precision} seeds=3"])
 
 
@@ -121,13 +123,15 @@ def test_traffic_between_ranks():
 def test_limits_follow_the_machine():
     paged = ["transfer.engine=mapped", "transfer.gpu_bytes=10%"]
     slow, fast = (forecast(*paged, ranks=2, machine=f"link={link}") for link in (10, 20))
-    assert slow.slowest[1] == "link" and slow.limits["link"] == pytest.approx(2 * fast.limits["link"])
+    assert slow.slowest[1] == "link" and slow.limits["link"] == pytest.approx(2 * fast.limits["link"], rel=0.05)  # but for addresses
+    few, many = (forecast(*paged, ranks=2, machine=f"memory={memory}").limits["link"] for memory in (20, 100))
+    assert few == slow.limits["link"] and many == forecast(*paged, ranks=2).limits["link"], "links of a host share its memory"
     assert forecast(ranks=8, machine="gpus=1,network=1").slowest[1] == "network"
     assert forecast("train.batch_size=1000", *paged, rows=1_000_000).slowest[1] == "launching"
     fast, slow = (wiki100("transfer.engine=resident", f"model.vector_size={size}", optimizer="adam") for size in (128, 1280))
     assert slow.slowest[1] == "computing" and slow.slowest[0] == pytest.approx(10 * fast.slowest[0], rel=0.01)
     before = wiki100("transfer.engine=mapped", "transfer.gpu_bytes=50%", optimizer="adam")
-    after = replace(before, hardware=Hardware.parse("words=180.5"))
+    after = replace(before, hardware=Hardware.parse("words=190"))
     assert after.limits["computing"] == pytest.approx(2 * before.limits["computing"]) and after.limits["link"] == before.limits["link"]
     assert not before.rows.together, "two pages have no room, so rows move between the steps"
     assert before.slowest[0] == sum(seconds for what, seconds in before.limits.items() if what != "launching")
@@ -223,7 +227,7 @@ def test_without_a_dry_run_nothing_starts(capsys, flag):
 
 def test_defaults_of_the_machine():
     assert Hardware.parse("") == Hardware() and math.isinf(Hardware().disk)
-    parsed = Hardware.parse("gpus=8,gpu=80GiB,host=2TB,disk=1TiB,link=64,peers=450,network=50,words=700")
+    parsed = Hardware.parse("gpus=8,gpu=80GiB,host=2TB,disk=1TiB,link=64,memory=300,peers=450,network=50,words=700")
     assert (parsed.gpus, parsed.gpu, parsed.host, parsed.disk) == (8, 80 << 30, 2 * 10**12, 1 << 40)
-    assert (parsed.link, parsed.peers, parsed.network, parsed.words) == (64, 450, 50, 700)
+    assert (parsed.link, parsed.memory, parsed.peers, parsed.network, parsed.words) == (64, 300, 450, 50, 700)
     assert _described(Hardware(), assumed=False) == "" == _described(parsed, assumed=True)

@@ -28,11 +28,14 @@ from w2v.transfer.slots import no_room
 
 WORDS_A_ROW = 20  # of a text after Zipf's law of which only the rows are given
 SLOT_BYTES = 24  # of GPU memory for a row that has room there, besides its record
-SURVEY_SECONDS = 35e-12  # for a row of the shard, to plan a page
-STEP_LAUNCH, PAGE_LAUNCH, AGAIN_LAUNCH, EXCHANGE_LAUNCH = 310e-6, 280e-6, 200e-6, 300e-6  # seconds; the last is not measured
-PRODUCTS = 65_536 * 36 * 128 / 253e-6  # a second: centers times context rows times targets times dimensions
-MEMORY, MEMORY_BESIDE_MOVES = 3.5e12, 0.25e12  # bytes of rows that are stepped a second, and while others come and go
-UNIT = {"gpus": " a host", "link": " GB/s each way", "peers": " GB/s", "network": " GB/s", "words": " M/s"}  # of what is no size
+SURVEY_SECONDS = 17e-12  # for a row of the shard, to plan a page
+STRETCH, STRETCH_SECONDS = 2 << 20, 38e-9  # bytes of CPU memory that the GPU looks up at once; to look one up, both ways
+STEP_LAUNCH, PAGE_LAUNCH, AGAIN_LAUNCH, EXCHANGE_LAUNCH = 165e-6, 270e-6, 200e-6, 300e-6  # seconds; the last is not measured
+PRODUCTS = 65_536 * 36 * 128 / 243e-6  # a second: centers times context rows times targets times dimensions
+MEMORY, MEMORY_BESIDE_MOVES = 3.5e12, 1.9e12  # bytes of rows that are stepped a second, and while others come and go
+UNIT = {  # of what is no size
+    "gpus": " a host", "link": " GB/s each way", "memory": " GB/s each way", "peers": " GB/s", "network": " GB/s", "words": " M/s",
+}  # fmt: skip
 COMPUTING, MOVING = ("network", "GPU memory", "computing"), ("planning", "link")
 EXCHANGES, LATENCY = 3, 20e-6  # between ranks in a step: ids, weights, gradients; seconds
 
@@ -148,7 +151,10 @@ class Forecast:
         contexts, speed = model.window + 1 if model.shrink_windows else 2 * model.window, machine.words / Hardware.words
         stepped = rows.stepped * (2 * self.record_bytes + 8 * model.vector_size)  # bytes: records and gradients
         stepped += several * rows.touched * 24 * model.vector_size  # weights and gradients go through buffers
-        link, alone, slowed = rows.read * self.record_bytes / machine.link / 1e9, MEMORY * speed, MEMORY_BESIDE_MOVES * speed
+        alone, slowed = MEMORY * speed, MEMORY_BESIDE_MOVES * speed
+        apart = min(rows.read * rows.steps, self.share.shard_bytes / STRETCH)  # stretches in which the rows of a page are
+        rate = min(machine.link, machine.memory / self.share.on_host)
+        link = rows.read * self.record_bytes / rate / 1e9 + self.paged * apart * STRETCH_SECONDS / rows.steps
         beside = min(stepped / slowed, link * rows.together)  # seconds
         seconds_a_gigabyte = near / machine.peers + (1 - near) / machine.network
         page_launch = self.paged * (PAGE_LAUNCH + (not rows.together) * AGAIN_LAUNCH) / rows.steps

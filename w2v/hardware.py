@@ -34,10 +34,11 @@ class Hardware:
     gpu: int = 139 << 30  # bytes, of each
     host: int = 512 << 30  # bytes
     disk: float = math.inf  # bytes, of each host
-    link: float = 32.0  # GB/s of single records to the GPU, and as many from it at the same time
+    link: float = 41.5  # GB/s of single records to the GPU, and as many from it at the same time
+    memory: float = 95.0  # GB/s that the links of a host carry together, each way
     peers: float = 280.0  # GB/s that a GPU sends to those of its host
     network: float = 25.0  # GB/s that a GPU sends to those of other hosts
-    words: float = 361.0  # M words/s of configs/text8.yaml by Adam on one GPU that has all rows
+    words: float = 380.0  # M words/s of configs/text8.yaml by Adam on one GPU that has all rows
 
     @classmethod
     def parse(cls, text: str) -> Hardware:

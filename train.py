@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from w2v import durable, hardware, loggers, settings, torchrun
+from w2v import durable, environment, hardware, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk, 130 or 143 stopped by Ctrl-C or SIGTERM"
+    statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk, 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a closed terminal"
     parser = argparse.ArgumentParser(description=__doc__, epilog=statuses)
     parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help="config files, then keys that override them")
     parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")
@@ -66,7 +66,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         lock = runfolder.lock(folder, ranks)
     with lock as leads, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
         if leads:
-            runfolder.begin(folder, config, plan.environment(planned))
+            runfolder.begin(folder, config, environment.describe(planned.machine))
         held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies
         with trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks) as job:
             job.train()

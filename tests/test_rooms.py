@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment"},
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet", "tablefile"},

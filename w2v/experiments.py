@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from w2v import baseline, comparison, durable, evaluation, export, heldout, metrics, opening, plan, settings
+from w2v import baseline, comparison, durable, environment, evaluation, export, heldout, metrics, opening, plan, settings
 from w2v.config import Config
 from w2v.corpus import Corpus
 from w2v.trainer import Trainer
@@ -106,7 +106,7 @@ def compare(configs: dict[str, Config], seeds: Sequence[int], folder: Path, gens
                 _train(seeded, opened, run)
             runs[run] = comparison.read(run)
             log.info(f"{run.name:<24}  {_line(runs[run])}")
-    (folder / "env.txt").write_text(plan.environment(plan.make_plan(config, opened(config))), encoding="utf-8")
+    (folder / "env.txt").write_text(environment.describe(plan.make_plan(config, opened(config)).machine), encoding="utf-8")
     return comparison.write(list(runs.values()), folder)
 
 

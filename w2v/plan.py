@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 import w2v
-from w2v import budget, heldout, opening, settings, torchrun
+from w2v import budget, environment, heldout, opening, settings, torchrun
 from w2v.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
@@ -119,7 +116,7 @@ def join(config: Config) -> Ranks:
 
 def must_be_alike(config: Config) -> dict[str, Any]:
     """What all ranks have to agree about: program, libraries and settings."""
-    return {"the program's version": f"{w2v.__version__} ({commit()})", "torch": torch.__version__} | settings.as_dict(config)
+    return {"the program's version": f"{w2v.__version__} ({environment.commit()})", "torch": torch.__version__} | settings.as_dict(config)
 
 
 def make_plan(
@@ -282,26 +279,3 @@ def _compiled() -> tuple[type[Pipeline], Inversion]:
     from w2v.kernels.cpu import inversion
 
     return CompiledPipeline, inversion
-
-
-def environment(plan: Plan) -> str:
-    """Versions and hardware, for env.txt."""
-    packages = ["torch", "numpy", "numba", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x"]
-    lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {plan.machine}", f"commit {commit()}"]
-    for package in packages:
-        try:
-            lines.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return "\n".join(lines) + "\n"
-
-
-def commit() -> str:
-    """Of this program; W2V_COMMIT says it where there is no git."""
-    if "W2V_COMMIT" in os.environ:
-        return os.environ["W2V_COMMIT"]
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

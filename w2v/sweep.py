@@ -30,7 +30,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from w2v import comparison, durable, evaluation, metrics, plan, settings
+from w2v import comparison, durable, environment, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
 
@@ -115,7 +115,7 @@ class Results:
     def add(self, setting: Setting, seed: int, scores: dict[str, Any], device: str) -> None:
         """Append a line, at once."""
         command = " ".join(["python -m w2v.sweep", *(os.path.basename(arg) if os.path.isabs(arg) else arg for arg in sys.argv[1:])])
-        circumstances = [time.strftime("%Y-%m-%d"), plan.commit(), device, command]
+        circumstances = [time.strftime("%Y-%m-%d"), environment.commit(), device, command]
         values = [f"{value:.6g}" if isinstance(value, float) else value for value in map(scores.get, SCORES)]
         line = dict(zip(COLUMNS, [*setting, seed, *values, *circumstances], strict=True))
         fresh = not self.file.exists()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+
+from w2v import environment
 
 FILE = Path(__file__).with_name("results.csv")
 COLUMNS = "date benchmark case metric value unit device torch cupy commit command".split()
@@ -31,20 +32,19 @@ def append(benchmark: str, case: str, figures: dict[str, tuple[float, str]], fil
 
 
 def _circumstances() -> dict[str, str]:
-    """Date, hardware, versions, commit (W2V_COMMIT where there is no git) and command."""
+    """Date, hardware, versions, commit and command."""
     try:
         import cupy
 
         cupy_version = cupy.__version__
     except ImportError:
         cupy_version = ""
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FILE.parent)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "cupy": cupy_version,
-        "commit": os.environ.get("W2V_COMMIT") or described.stdout.strip(),
+        "commit": environment.commit(),
         "command": " ".join([_launcher(), os.path.relpath(sys.argv[0]), *(_shown(argument) for argument in sys.argv[1:])]),
     }
 

@@ -11,7 +11,7 @@ from w2v.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk, 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a closed terminal"
+    statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk; 130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
     parser = argparse.ArgumentParser(description=__doc__, epilog=statuses)
     parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help="config files, then keys that override them")
     parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")

@@ -153,6 +153,14 @@ def test_a_batch_size_is_kept_and_the_rate_goes_with_it(monkeypatch):
     assert (given.train.batch_size, given.optimizer.lr) == (25, 0.123)
 
 
+@pytest.mark.parametrize(
+    "how, warned", [({"alpha": 0.025, "batch_size": 64}, True), ({"alpha": 0.025, "optimizer": "SGD"}, False), ({}, False)]
+)
+def test_gensims_rate_for_another_optimizer_is_remarked_upon(how, warned, caplog):
+    Word2Vec(two_topics(), epochs=1, **SMALL, **how)
+    assert warned == ("alpha=0.025 is Adamax's learning rate here, and " in caplog.text)
+
+
 def test_callbacks_see_each_epoch():
     class Told(CallbackAny2Vec):
         def __init__(self):

@@ -34,6 +34,7 @@ from w2v.vocab import Vocab
 
 log = logging.getLogger("w2v")
 LOOK_SECONDS = 1.0  # between two looks at whether all numbers are finite
+FAR = 3  # times as large as a learning rate that suits, or as small, is one that is remarked upon
 CONFIGS = Path(__file__).parent.parent / "configs"
 TUNED, DESCENT = CONFIGS / "optimizers", CONFIGS / "cpu.yaml"  # settings of each optimizer; of gensim's own, without a GPU
 FURTHER = (  # keys that `settings` may hold: all that are not arguments
@@ -110,6 +111,9 @@ class Word2Vec(word2vec.Word2Vec):
             counts = np.array([self.wv.get_vecattr(word, "count") for word in self.wv.index_to_key], np.int64)
             vocab = Vocab(self.wv.index_to_key, counts, corpus.raw_words, len(counts))
             config = _fitted(config, vocab, self.batch_size, start_alpha is None)
+            if start_alpha is not None and self._tuned.exists():
+                suited = _fitted(self._config(model, epochs, self.seed, None, None), vocab, self.batch_size, True)
+                _warn_of_rate(config, suited)
             began = time.monotonic()
             trained = self._train_on(config, vocab, corpus, callbacks)
         self.total_train_time += time.monotonic() - began
@@ -122,7 +126,7 @@ class Word2Vec(word2vec.Word2Vec):
         own = [line for line in self.settings if not line.startswith(FURTHER)]
         if own:
             raise ConfigError(f"settings: {own[0]!r} is none that can be set here; those begin with {' '.join(FURTHER)}")
-        tuned = TUNED / f"{self.optimizer.lower()}.yaml"
+        tuned = self._tuned
         if alpha is None and not tuned.exists():
             raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha")
         config = settings.load([tuned] if tuned.exists() else [], self.settings)
@@ -134,6 +138,10 @@ class Word2Vec(word2vec.Word2Vec):
         train = replace(config.train, epochs=epochs, seed=seed, device=self.device)
         model = replace(model, negative_pool=config.model.negative_pool)
         return replace(config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train)
+
+    @property
+    def _tuned(self) -> Path:
+        return TUNED / f"{self.optimizer.lower()}.yaml"
 
     def _compiled(self, config: Config) -> bool:
         """Whether kernels for the CPU will train, which make SGD's steps as gensim does, one for each center."""
@@ -203,6 +211,14 @@ def _fitted(config: Config, vocab: Vocab, batch_size: int | None, fit_rate: bool
         oftener = min(TUNED_WORDS / len(vocab.words), max(1.0, config.train.batch_size / batch_size))
         fit = with_batch(config, batch_size, oftener)
     return fit if fit_rate else replace(fit, optimizer=config.optimizer)
+
+
+def _warn_of_rate(config: Config, suited: Config) -> None:
+    """Say so where the learning rate is far from the one that suits optimizer, batch and text, as gensim's is for most."""
+    name, lr, better = config.optimizer.name, config.optimizer.lr, suited.optimizer.lr
+    if not better / FAR <= lr <= better * FAR:
+        other = "" if name == "SGD" else ", or take optimizer='SGD'"
+        log.warning(f"alpha={lr:g} is {name}'s learning rate here, and {better:.2g} would suit it; leave alpha out{other}")
 
 
 def _look(pipeline: Pipeline, config: Config) -> float:

@@ -152,6 +152,7 @@ def test_optimizers_that_mix_rows_are_refused_with_those_that_work(name):
         ("Xyzzy", {}, "row-wise choices: ASGD"),
         ("Adam", {"beta": 0.5}, "optimizer.args.beta is not an argument of Adam; did you mean betas"),
         ("Adam", {"lr": 0.5}, "optimizer.args.lr is not an argument of Adam"),
+        ("RMSprop", {"betas": (0.5, 0.9)}, "optimizer.args.betas is not an argument of RMSprop; optimizer.args={} clears"),
         ("Adam", {"betas": [2, 3]}, "refused by Adam: Invalid beta"),
         ("SGD", {"momentum": 0.9, "dampening": 0.5}, "first step on more than the first state"),
     ],

@@ -263,7 +263,7 @@ def _arguments(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dic
     accepted = inspect.signature(cls).parameters
     for key in config.args:
         if key not in accepted or key in ("params", "lr"):
-            near = difflib.get_close_matches(key, set(accepted) - {"params", "lr"}, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key, set(accepted) - {"params", "lr"}, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "optimizer.args={} clears what a config file has set"
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
     args = dict(config.args, lr=config.lr)

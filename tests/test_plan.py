@@ -162,6 +162,17 @@ def test_plan_is_said_in_words(tmp_path):
     assert "kernels   plain torch, precision" in str(plain)
 
 
+def test_pages_serve_as_many_steps_as_there_is_room_for(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(" ".join(f"w{(7 * n + step * step) % 900}" for step in range(40)) for n in range(200)), encoding="utf-8")
+    planned = plan.make_plan(configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "vocab.min_count=1", "train.batch_size=50"))
+    both = 2 * len(planned.vocab.words)
+    found = [replace(planned, slots=slots).steps_per_page for slots in (both, both - 1, both // 2, both // 6, 0)]
+    assert found == sorted(found, reverse=True) and found[0] == 8 and found[2] in (2, 4) and found[-1] == 1
+    asked = settings.load([], ["transfer.steps_per_page=3"])
+    assert replace(planned, slots=0, config=replace(planned.config, transfer=asked.transfer)).steps_per_page == 3
+
+
 def test_a_trial_decides_between_the_links():
     trial = {"mapped": (40e9, 40e9), "staged": (10e9, 5e9)}
     chosen, reason = backends.choose_engine(configured(), WITH_GPU, GPU, 2**50, lambda: trial)

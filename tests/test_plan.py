@@ -128,6 +128,8 @@ def test_a_text_too_small_for_the_batch_is_warned_of(caplog):
     assert not caplog.text
     plan.warn_of_few_steps(configured("model.sample=0", "train.epochs=10", "train.batch_size=4000"), vocab)
     assert "train.batch_size=4000 leaves 25 optimizer steps, too few to learn from; try train.batch_size=100" in caplog.text
+    plan.warn_of_few_steps(configured("model.sample=1e-6", "train.epochs=1", "train.batch_size=1"), vocab)
+    assert "train.batch_size=1 leaves " in caplog.text and "too few to learn from; more text is needed" in caplog.text
 
 
 @pytest.mark.parametrize(

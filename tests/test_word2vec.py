@@ -227,9 +227,10 @@ def test_what_is_not_supported_is_said_in_one_line(wrong, words):
     assert "\n" not in str(caught.value)
 
 
-def test_text_without_known_words_is_refused(model):
-    with pytest.raises(ValueError, match="no line of the text has two words of the vocabulary"):
-        model.train([["x", "y"]], total_examples=1, epochs=1)
+def test_text_without_known_words_trains_nothing_as_in_gensim(model, caplog):
+    before = model.wv.vectors.copy()
+    assert model.train([["x", "y"]], total_examples=1, epochs=3) == (0, 6)
+    assert "no line of the text has two words of the vocabulary (2 words read)" in caplog.text and np.array_equal(model.wv.vectors, before)
 
 
 def test_importing_w2v_stays_light():

@@ -54,6 +54,12 @@ def sentences(files: Iterable[Path], lowercase: bool, max_sentence_length: int, 
         bad.warn()
 
 
+class NoKnownWords(CorpusError):
+    """A text has nothing to train on."""
+
+    raw_words = 0  # that were read
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The ids of a text, memory-mapped and read-only: sentence s is ids[offsets[s]:offsets[s + 1]]."""
@@ -66,7 +72,7 @@ class Corpus:
     def write(cls, folder: str | Path, encoded: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> Corpus:
         """Stream ids, lengths of sentences and counts of words read into `folder`, which appears whole or not at all.
 
-        It replaces an older one. A sentence's ids may begin in an earlier block than its length. Raises `CorpusError` without ids.
+        It replaces an older one. A sentence's ids may begin in an earlier block than its length. Raises `NoKnownWords` without ids.
         """
         raw_words, end = 0, 0
         with aside_of(Path(folder)) as aside:
@@ -78,7 +84,10 @@ class Corpus:
                     offsets_file.write(end + np.cumsum(lengths))
                     raw_words, end = raw_words + words, end + int(lengths.sum())
             if not end:
-                raise CorpusError(f"no line of the text has two words of the vocabulary ({raw_words} words read); a line is a sentence")
+                read = f"({raw_words} words read)"
+                nothing = NoKnownWords(f"no line of the text has two words of the vocabulary {read}; a line is a sentence")
+                nothing.raw_words = raw_words
+                raise nothing
             sizes = {name: (aside / name).stat().st_size for name in ("ids.bin", "offsets.bin")}
             (aside / "corpus.json").write_text(json.dumps({"format": FORMAT, "raw_words": raw_words, "bytes": sizes}), encoding="utf-8")
         return cls.open(folder)

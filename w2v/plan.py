@@ -138,7 +138,8 @@ def make_plan(
     if len(vocab.words) > MOST_WORDS:
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
         raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")
-    warn_of_few_steps(config, vocab)
+    if not (device.type == "cpu" and optimizer.descends):  # each center a step of its own
+        warn_of_few_steps(config, vocab)
     warn_of_small_eps(config, optimizer)
     words = ranks.rows(len(vocab.words))
     if not words:
@@ -188,10 +189,10 @@ def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
     train = config.train
     centers = expected_centers(config, vocab)
     if centers < FEWEST_STEPS * train.batch_size:
-        log.warning(
-            f"train.batch_size={train.batch_size} leaves {centers / train.batch_size:.0f} optimizer steps, too few to learn from; "
-            f"try train.batch_size={max(1, int(centers / (10 * FEWEST_STEPS)))} with a smaller optimizer.lr"
-        )
+        smaller = max(1, int(centers / (10 * FEWEST_STEPS)))
+        remedy = f"try train.batch_size={smaller} with a smaller optimizer.lr" if smaller < train.batch_size else "more text is needed"
+        steps = centers / train.batch_size
+        log.warning(f"train.batch_size={train.batch_size} leaves {steps:.0f} optimizer steps, too few to learn from; {remedy}")
 
 
 def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:

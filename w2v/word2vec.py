@@ -24,7 +24,7 @@ from gensim.models.callbacks import CallbackAny2Vec
 from w2v import metrics, plan, settings
 from w2v.backends import choose_device, choose_kernels
 from w2v.config import Config, ConfigError, ModelConfig, require
-from w2v.corpus import Corpus, encoded
+from w2v.corpus import Corpus, NoKnownWords, encoded
 from w2v.experiments import TUNED_WORDS, fitted, with_batch
 from w2v.machine import Machine
 from w2v.optim import RowOptimizer, learning_rate
@@ -107,7 +107,11 @@ class Word2Vec(word2vec.Word2Vec):
         config = self._config(model, epochs, self.seed + self.train_count, start_alpha, self.min_alpha)
         sentences = word2vec.LineSentence(corpus_file) if corpus_iterable is None else corpus_iterable
         with TemporaryDirectory(prefix="w2v-") as folder:
-            corpus = Corpus.write(Path(folder, "ids"), encoded(map(list, sentences), self.wv.key_to_index))
+            try:
+                corpus = Corpus.write(Path(folder, "ids"), encoded(map(list, sentences), self.wv.key_to_index))
+            except NoKnownWords as nothing:  # which gensim trains on too, in vain
+                log.warning(f"{nothing}; nothing is trained")
+                return 0, nothing.raw_words * epochs
             counts = np.array([self.wv.get_vecattr(word, "count") for word in self.wv.index_to_key], np.int64)
             vocab = Vocab(self.wv.index_to_key, counts, corpus.raw_words, len(counts))
             config = _fitted(config, vocab, self.batch_size, start_alpha is None)

@@ -125,7 +125,7 @@ class Forecast:
     def rows(self) -> Rows:
         """Raises `ConfigError` where the rows of a page have no room in what transfer.gpu_bytes says."""
         traffic, slots = self._traffic, self.ranks * self.slots
-        touched, stepped = traffic.rows(traffic.touched(self.centers)), traffic.rows(traffic.touched(self.centers, self.ranks)) / self.ranks
+        touched, stepped = traffic.page_rows(self.centers), traffic.page_rows(self.centers, self.ranks)
         if not self.paged:
             return Rows(touched, stepped, 0.0, 1, True)
         steps = self.config.transfer.steps_per_page or traffic.steps_of_page(self.centers, self.slots, self.ranks)
@@ -201,13 +201,12 @@ class Forecast:
 
     @cached_property
     def _traffic(self) -> Traffic:
-        model = self.config.model
-        return Traffic(self.spectrum, replace(model, negative_pool=-(-model.negative_pool // self.ranks)))
+        return Traffic.of_rank(self.spectrum, self.config.model, self.ranks)
 
     def _page_rows(self, steps: int = 0) -> float:
         """Of a rank's shards, that so many steps touch, or the steps of a page at least."""
         steps = steps or self.config.transfer.steps_per_page or 1
-        return self._traffic.rows(self._traffic.touched(self.centers, self.ranks, steps)) / self.ranks
+        return self._traffic.page_rows(self.centers, self.ranks, steps)
 
     def _lighter(self) -> dict[str, Callable]:
         return {name: RowOptimizer(replace(self.config.optimizer, name=name, args={})).states for name in plan.LIGHTER}

@@ -88,10 +88,9 @@ class Plan:
         config, size = self.config, self.ranks.size
         if config.transfer.steps_per_page:
             return config.transfer.steps_per_page
-        if self.slots == 2 * self.ranks.rows(len(self.vocab.words)):
-            return MOST_STEPS
-        model = replace(config.model, negative_pool=-(-config.model.negative_pool // size))
-        traffic = Traffic(Spectrum.of(self.vocab.counts), model)
+        if self.slots in (0, 2 * self.ranks.rows(len(self.vocab.words))):  # what is true of any text need not be worked out
+            return MOST_STEPS if self.slots else 1
+        traffic = Traffic.of_rank(Spectrum.of(self.vocab.counts), config.model, size)
         return traffic.steps_of_page(-(-config.train.batch_size // size), self.slots, size)
 
     def _kernels(self) -> str:

@@ -6,7 +6,7 @@ Words that occur equally often, or nearly so, stand together in G groups, so tha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,6 +64,11 @@ class Traffic:
         self.kept = float((kept_G * self.words_G).sum())  # of the text, by subsampling
         self._center_G, self._noise_G = kept_G / self.kept, noise_G / (noise_G * self.words_G).sum()
 
+    @classmethod
+    def of_rank(cls, spectrum: Spectrum, model: ModelConfig, ranks: int) -> Traffic:
+        """That of the steps in which so many ranks share out the model's pool of noise words."""
+        return cls(spectrum, replace(model, negative_pool=-(-model.negative_pool // ranks)))
+
     def touched(self, centers: float, ranks: int = 1, steps: int = 1) -> np.ndarray:
         """The chance that at least one of so many steps, in each of which so many ranks draw a batch, touches a row: float64 [2, G]."""
         noise = centers * self._model.negative
@@ -78,10 +83,14 @@ class Traffic:
         """How many rows of both tables that is."""
         return float((chance_TG * self.words_G).sum())
 
+    def page_rows(self, centers: float, ranks: int = 1, steps: int = 1) -> float:
+        """How many rows of each rank's shards so many steps touch."""
+        return self.rows(self.touched(centers, ranks, steps)) / ranks
+
     def steps_of_page(self, centers: float, slots: float, ranks: int = 1) -> int:
         """How many steps can share a page, 1, 2, 4 or 8, so that a rank has room in its `slots` for the rows of a page and of the next."""
         steps = MOST_STEPS
-        while steps > 1 and self.rows(self.touched(centers, ranks, 2 * steps)) / ranks > slots:
+        while steps > 1 and self.page_rows(centers, ranks, 2 * steps) > slots:
             steps //= 2
         return steps
 

@@ -22,6 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from w2v.questions import in_gensim
+
 FORMAT = 1  # of the ids on disk; a new number makes old caches stale
 BLOCK_BYTES = 1 << 20  # read at a time
 STILL_NS = 2_000_000_000  # a file changed more recently may change again within one tick of its clock
@@ -169,11 +171,9 @@ def _may_be_ended() -> None:
 
 def _enwiki_sample(data_dir: Path) -> Path:
     """106 articles of the English Wikipedia that come with gensim."""
-    from gensim.test.utils import datapath
-
     target = data_dir / "enwiki-sample.txt"
-    dump = datapath("enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2")
-    return target if target.is_file() else _convert(Path(dump), target)
+    dump = in_gensim("enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2")
+    return target if target.is_file() else _convert(dump, target)
 
 
 def _text8(data_dir: Path) -> Path:

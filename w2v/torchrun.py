@@ -66,7 +66,8 @@ def say(error: Exception, words: str) -> None:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """A signal ends the process at once in the block, which has nothing to save, even while it waits for a rank that is gone."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in heeded}
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 import evaluate
 from tests.test_evaluation import kv_of, planted, write_questions
-from w2v import export
+from w2v import export, vectorfile
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +27,7 @@ def run(tmp_path):
 
 def test_sums_are_taken_as_words_or_quoted_or_from_standard_input(run, capsys, monkeypatch):
     folder = run[0]
-    one, two, three, *_ = export.load(folder).index_to_key
+    one, two, three, *_ = vectorfile.load(folder).index_to_key
     sum_ = f"{one} - {two} + {three}"
     answers = []
     for argv, lines in (([*sum_.split()], ""), ([sum_], ""), ([], f"{sum_}\n")):

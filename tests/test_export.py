@@ -7,12 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from gensim.models import KeyedVectors, Word2Vec
-from gensim.utils import SaveLoad
+from gensim.models import KeyedVectors
 
 import evaluate
 from tests.threaded import checked, together
-from w2v import export
+from w2v import export, vectorfile
 from w2v.table import Table
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
@@ -33,7 +32,7 @@ def test_keyed_vectors_keep_order_counts_and_memory():
 
 
 def test_keyed_vectors_refuse_what_does_not_match():
-    with pytest.raises(export.VectorsError, match="'a' occurs twice"):
+    with pytest.raises(vectorfile.VectorsError, match="'a' occurs twice"):
         export.keyed_vectors(["a", "b", "a"], np.ones(3), np.ones((3, 2)))
     with pytest.raises(ValueError, match=r"2 words, 3 counts and vectors of shape \(3, 2\)"):
         export.keyed_vectors(["a", "b"], np.ones(3), np.ones((3, 2)))
@@ -47,7 +46,7 @@ def test_gensim_loads_all_three_and_most_similar_agrees(kv, tmp_path):
         KeyedVectors.load_word2vec_format(str(paths[1]), binary=True),
         KeyedVectors.load_word2vec_format(str(paths[2])),
     ]
-    for other in [*loaded, *(export.load(path) for path in paths)]:
+    for other in [*loaded, *(vectorfile.load(path) for path in paths)]:
         assert other.index_to_key == WORDS
         np.testing.assert_allclose(other.vectors, kv.vectors, rtol=1e-6)
         for word in WORDS:
@@ -65,17 +64,17 @@ def test_large_arrays_go_beside_and_stale_ones_go_away(kv, tmp_path, monkeypatch
     monkeypatch.setattr(KeyedVectors, "save", lambda self, path: save(self, path, sep_limit=10))
     export.save(kv, tmp_path, ["kv"])
     assert sorted(os.listdir(tmp_path)) == ["vectors.kv", "vectors.kv.vectors.npy"]
-    assert np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+    assert np.array_equal(vectorfile.load(tmp_path).vectors, kv.vectors)
     kv.vectors = kv.vectors + 1
     export.save(kv, tmp_path, ["kv"])
-    assert np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+    assert np.array_equal(vectorfile.load(tmp_path).vectors, kv.vectors)
     (tmp_path / "vectors.kv.vectors.npy").rename(tmp_path / "gone.npy")
-    with pytest.raises(export.VectorsError, match="vectors.kv.vectors.npy"):
-        export.load(tmp_path)
+    with pytest.raises(vectorfile.VectorsError, match="vectors.kv.vectors.npy"):
+        vectorfile.load(tmp_path)
     (tmp_path / "gone.npy").rename(tmp_path / "vectors.kv.vectors.npy")
     monkeypatch.setattr(KeyedVectors, "save", save)
     export.save(kv, tmp_path, ["kv"])
-    assert os.listdir(tmp_path) == ["vectors.kv"] and np.array_equal(export.load(tmp_path).vectors, kv.vectors)
+    assert os.listdir(tmp_path) == ["vectors.kv"] and np.array_equal(vectorfile.load(tmp_path).vectors, kv.vectors)
 
 
 @pytest.mark.parametrize("name", export.FORMATS)
@@ -119,55 +118,17 @@ def test_old_vectors_are_never_paired_with_new_side_files(kv, tmp_path, monkeypa
 def test_words_with_white_space_go_to_kv_only(tmp_path, word):
     kv = export.keyed_vectors(["the", word], np.array([2, 1]), np.eye(2))
     for formats in (("kv", "bin"), ("txt",)):
-        with pytest.raises(export.VectorsError) as caught:
+        with pytest.raises(vectorfile.VectorsError) as caught:
             export.save(kv, tmp_path, formats)
         assert repr(word) in str(caught.value) and "use kv" in str(caught.value) and "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []
     export.save(kv, tmp_path, ["kv"])
-    assert export.load(tmp_path).index_to_key == ["the", word]
+    assert vectorfile.load(tmp_path).index_to_key == ["the", word]
 
 
 def test_unknown_format_is_named(kv, tmp_path):
-    with pytest.raises(export.VectorsError, match="unknown format 'text'; choose from kv bin txt"):
+    with pytest.raises(vectorfile.VectorsError, match="unknown format 'text'; choose from kv bin txt"):
         export.save(kv, tmp_path, ["text"])
-
-
-def test_find_takes_a_folder_a_file_or_latest(kv, tmp_path):
-    runs = tmp_path / "runs"
-    with pytest.raises(export.VectorsError, match="no folder in .*runs holds vectors.kv"):
-        export.find("latest", runs)
-    for age, name in [(100, "b-old"), (50, "a-new")]:
-        export.save(kv, runs / name)
-        stamp = 1_700_000_000 - age
-        os.utime(runs / name / "vectors.kv", (stamp, stamp))
-    (runs / "z-unfinished").mkdir()
-    assert export.find("latest", runs) == runs / "a-new" / "vectors.kv"
-    assert export.find(runs / "b-old") == runs / "b-old" / "vectors.kv"
-    assert export.find(runs / "b-old" / "vectors.bin").suffix == ".bin"
-    with pytest.raises(export.VectorsError, match="z-unfinished holds no vectors.kv"):
-        export.find(runs / "z-unfinished")
-    with pytest.raises(export.VectorsError, match="b-oldd does not exist; did you mean .*b-old"):
-        export.find(runs / "b-oldd")
-    (runs / "notes.md").write_text("x")
-    with pytest.raises(export.VectorsError, match="notes.md is not a vectors file that can be read; the endings are .kv .bin .txt .vec"):
-        export.find(runs / "notes.md")
-
-
-@pytest.mark.parametrize("ending", [".kv", ".bin", ".txt", ".vec"])
-@pytest.mark.parametrize("content", [b"", b"not vectors\nat all\n", b"5 3\nthe 1 2 3\n", b"\x80\x04garbage", pickle.dumps({"a": 1})])
-def test_other_content_gets_one_line(tmp_path, ending, content):
-    path = tmp_path / f"x{ending}"
-    path.write_bytes(content)
-    with pytest.raises(export.VectorsError) as caught:
-        export.load(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_whole_model_is_not_keyed_vectors(tmp_path):
-    model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
-    SaveLoad.save(model, str(tmp_path / "model.kv"))
-    with pytest.raises(export.VectorsError, match="holds a gensim Word2Vec, not KeyedVectors; save its .wv"):
-        export.load(tmp_path / "model.kv")
 
 
 def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
@@ -175,7 +136,7 @@ def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
     assert evaluate.main(["export", str(tmp_path / "run"), "--text", "--bin", "--to", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("vectors.txt", "vectors.bin")]
     assert evaluate.main(["export", str(tmp_path / "out" / "vectors.txt"), "--kv"]) == 0  # beside what was read
-    assert export.load(tmp_path / "out").index_to_key == WORDS
+    assert vectorfile.load(tmp_path / "out").index_to_key == WORDS
 
 
 def test_projector_files_hold_the_most_frequent_words(kv, tmp_path, capsys):
@@ -195,7 +156,7 @@ def test_safetensors_hold_the_vectors_and_a_list_the_words(kv, tmp_path):
     assert np.array_equal(load_file(tmp_path / "vectors.safetensors")["vectors"], kv.vectors)
     rows = [line.split("\t") for line in (tmp_path / "vectors.tsv").read_text().splitlines()]
     assert rows == [[word, str(kv.get_vecattr(word, "count"))] for word in WORDS]
-    with pytest.raises(export.VectorsError, match="white space"):
+    with pytest.raises(vectorfile.VectorsError, match="white space"):
         export.save_safetensors(export.keyed_vectors(["a b", "c"], np.ones(2), np.eye(2)), tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -232,7 +193,7 @@ def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(
     for name in set(names) - {"vectors.kv"}:
         assert (tmp_path / name).read_bytes() == (tmp_path / "gensim" / name).read_bytes()
     theirs = KeyedVectors.load(str(tmp_path / "gensim" / "vectors.kv"))
-    for loaded in (export.load(tmp_path), KeyedVectors.load(str(tmp_path / "vectors.kv"))):
+    for loaded in (vectorfile.load(tmp_path), KeyedVectors.load(str(tmp_path / "vectors.kv"))):
         assert vars(loaded).keys() == vars(theirs).keys()
         loaded.most_similar("w2")  # works out the norms
         again = pickle.loads(pickle.dumps(loaded))

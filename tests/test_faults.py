@@ -15,7 +15,7 @@ import pytest
 
 import evaluate
 import train
-from w2v import export, plan, shards
+from w2v import plan, shards, vectorfile
 from w2v.budget import Budget
 from w2v.checkpoint import latest
 
@@ -212,7 +212,7 @@ def test_vectors_of_a_run_may_be_exported_again_but_not_changed_unseen(finished,
     before = (finished / "vectors.sha256").read_text()
     assert [line.split("  ")[1] for line in before.splitlines()] == ["vectors.bin", "vectors.kv"]
     assert evaluate.main(["export", str(finished), "--bin", "--kv"]) == 0
-    assert export.load(finished).index_to_key and (finished / "vectors.sha256").exists()
+    assert vectorfile.load(finished).index_to_key and (finished / "vectors.sha256").exists()
     capsys.readouterr()
     with changed(finished / "vectors.bin", flipped):
         assert said(capsys, evaluate, "nn", finished / "vectors.bin", "a")[0] == 2
@@ -229,8 +229,8 @@ class Evil:
 def test_pickles_run_no_code(tmp_path):
     victim = tmp_path / "victim"
     (tmp_path / "x.kv").write_bytes(pickle.dumps(Evil(victim)))
-    with pytest.raises(export.VectorsError, match=r"x.kv is no plain KeyedVectors file: it names \w+.mkdir, which could run any code"):
-        export.load(tmp_path / "x.kv")
+    with pytest.raises(vectorfile.VectorsError, match=r"x.kv is no plain KeyedVectors file: it names \w+.mkdir, which could run any code"):
+        vectorfile.load(tmp_path / "x.kv")
     assert not victim.exists()
 
 
@@ -238,7 +238,7 @@ def test_nothing_of_the_program_unpickles_or_evaluates():
     for path in [*(ROOT / "w2v").rglob("*.py"), ROOT / "train.py", ROOT / "evaluate.py"]:
         source = path.read_text()
         assert not [word for word in ("pickle.load", "torch.load", "allow_pickle=True", " eval(", " exec(", "yaml.load(") if word in source]
-        assert "pickle" not in source or path.name in ("export.py", "kvfile.py") or "unpickle" in source
+        assert "pickle" not in source or path.name in ("vectorfile.py", "kvfile.py") or "unpickle" in source
 
 
 def test_a_dry_run_says_what_it_takes_and_leaves_nothing(tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gensim.models import word2vec
 
-from w2v import Word2Vec, export
+from w2v import Word2Vec, export, vectorfile
 
 # gensim asks for this package, which it does not install, for tests of its warnings alone, and those are left out.
 sys.modules.setdefault("testfixtures", types.SimpleNamespace(log_capture=lambda: lambda test: test))
@@ -66,4 +66,4 @@ class TestGensimsKeyedVectors(test_keyedvectors.TestKeyedVectors):
         self.vectors = export.keyed_vectors(self.vectors.index_to_key, np.array(counts), self.vectors.vectors)
         with tempfile.TemporaryDirectory() as folder:
             export.save(self.vectors, folder)
-            self.vectors = export.load(folder)
+            self.vectors = vectorfile.load(folder)

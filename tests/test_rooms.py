@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment"},
-    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest"},
+    {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest", "vectorfile"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet", "tablefile"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},

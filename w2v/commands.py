@@ -8,10 +8,10 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from w2v import asking, card, comparison, evaluation, export, pictures
+from w2v import asking, card, comparison, evaluation, export, pictures, vectorfile
 from w2v.questions import EvaluationError
 
-ERRORS = (EvaluationError, export.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
+ERRORS = (EvaluationError, vectorfile.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
 SIGNS = {"+", "-"}
 
 
@@ -21,13 +21,13 @@ def run(options: Namespace) -> int:
 
 
 def score(options: Namespace) -> int:
-    scores = evaluation.scores(export.load(options.run), options.questions, options.restrict_vocab, options.scorer == "gensim")
+    scores = evaluation.scores(vectorfile.load(options.run), options.questions, options.restrict_vocab, options.scorer == "gensim")
     print(json.dumps(evaluation.as_dict(*scores), indent=1) if options.json else evaluation.report(*scores))
     return 0
 
 
 def nn(options: Namespace) -> int:
-    kv = export.load(options.run)
+    kv = vectorfile.load(options.run)
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if len(words) != 1:
@@ -38,7 +38,7 @@ def nn(options: Namespace) -> int:
 
 
 def analogies(options: Namespace) -> int:
-    kv = export.load(options.run)
+    kv = vectorfile.load(options.run)
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if SIGNS.intersection(words):
@@ -57,8 +57,8 @@ def analogies(options: Namespace) -> int:
 
 
 def write(options: Namespace) -> int:
-    path = export.find(options.run)
-    kv, folder = export.load(path), Path(options.to or path.parent)
+    path = vectorfile.find(options.run)
+    kv, folder = vectorfile.load(path), Path(options.to or path.parent)
     written = export.save(kv, folder, options.formats) if options.formats else []
     written += export.save_safetensors(kv, folder) if options.safetensors else []
     written += export.save_projector(kv, folder, options.projector) if options.projector else []
@@ -67,8 +67,8 @@ def write(options: Namespace) -> int:
 
 
 def draw_map(options: Namespace) -> int:
-    path = export.find(options.run)
-    print(pictures.word_map(export.load(path), Path(options.to or path.parent / "map.png"), options.words, options.by))
+    path = vectorfile.find(options.run)
+    print(pictures.word_map(vectorfile.load(path), Path(options.to or path.parent / "map.png"), options.words, options.by))
     return 0
 
 
@@ -84,7 +84,7 @@ def compare(options: Namespace) -> int:
 
 
 def describe(options: Namespace) -> int:
-    print(card.write(export.find(options.run).parent))
+    print(card.write(vectorfile.find(options.run).parent))
     return 0
 
 

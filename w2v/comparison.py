@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from w2v import durable
+
 log = logging.getLogger("w2v")
 SHOWN = {"optimizer.name": "optimizer", "optimizer.lr": "lr", "train.batch_size": "batch", "train.epochs": "epochs"}
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # what may differ between runs of one row
@@ -123,7 +125,7 @@ def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
 
 
 def _latest(file: str) -> Path:
-    written = max(Path("runs").glob(f"*/{file}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    written = durable.newest(Path("runs"), file)
     if written is None:
         raise ComparisonError(f"no folder in runs holds {file}; train first, or name run folders")
     return written.parent

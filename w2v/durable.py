@@ -54,6 +54,11 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def newest(folder: Path, name: str) -> Path | None:
+    """Of the files of that name in the folders of a folder the one that was written last; None without any."""
+    return max(folder.glob(f"*/{name}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+
+
 @contextlib.contextmanager
 def turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
     """Lets one process at a time into the block, of those that name the same folder; `waits` is called where another is in."""

@@ -51,10 +51,10 @@ def _create(config: Config) -> Path:
 def find(run: str, runs: str | Path) -> Path:
     """The folder that `run` names: itself, or with `latest` the one in `runs` that was begun last."""
     if run == "latest":
-        begun = sorted(Path(runs).glob("*/config.yaml"), key=lambda path: (path.stat().st_mtime_ns, path))
-        if not begun:
+        begun = durable.newest(Path(runs), "config.yaml")
+        if begun is None:
             raise RunFolderError(f"--resume latest finds no run in {runs}; name a run folder, or where they are with run.dir=FOLDER")
-        return begun[-1].parent
+        return begun.parent
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise RunFolderError(f"--resume {run}: no run was begun there, as it holds no config.yaml; name a folder of {runs}, or latest")

@@ -169,9 +169,9 @@ def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path, monkeypatch):
     often.checkpoints.save = lambda state: save(state, wait=True)  # as none falls due while the one before is written
     often.train()
     assert_same(often, whole)
-    assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18]
+    assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18, 50]
     by_epoch = trained(tmp_path / "epochs", *more)
-    assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [3, 0, 0]
+    assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [3, 0, 0, 0]
     assert_same(by_epoch, whole)
 
 

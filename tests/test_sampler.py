@@ -91,16 +91,26 @@ def test_noise_follows_its_distribution(pool, draw):
     batches = list(s.epoch())
     drawn = torch.cat([b.negatives_BK.flatten() for b in batches])
     counts = np.bincount(drawn, minlength=5)
-    # Draws from a pool repeat its members, so their spread is that of the pools' sizes.
-    scale = 1 if not pool else 1 / (1 + 256 * 5 / pool)
-    assert chisquare(counts * scale, noise * counts.sum() * scale).pvalue > 1e-3
+    assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
     assert not torch.cat([expand(b).negative_mask_BK for b in batches])[drawn.view(-1, 5) == 0].any()
 
 
 @DRAWS
-def test_pool_bounds_the_noise_words_of_a_step(draw):
-    s = sampler([np.zeros(4_000, dtype=int)], 10_000, batch_size=1_000, negative_pool=32, draw=draw)
-    assert all(len(b.negatives_BK.unique()) <= 32 for b in s.epoch())
+@pytest.mark.parametrize("steps", [1, 3])
+def test_pool_bounds_the_noise_words_of_its_steps(draw, steps):
+    s = sampler([np.zeros(5_000, dtype=int)], 10_000, batch_size=100, negative_pool=32, negative_pool_steps=steps, draw=draw)
+    drawn = [set(batch.negatives_BK.unique().tolist()) for _ in range(2) for batch in s.epoch()]
+    pools = [set().union(*drawn[begin : min(begin + steps, epoch + 50)]) for epoch in (0, 50) for begin in range(epoch, epoch + 50, steps)]
+    assert len(drawn) == 100 and all(28 <= len(pool) <= 32 for pool in pools)
+    assert all(len(pool & other) < 8 for pool, other in zip(pools, pools[1:], strict=False))
+
+
+@DRAWS
+def test_pool_has_each_word_as_often_as_it_should(draw):
+    noise = np.array([1, 2, 5, 8]) / 16
+    s = sampler([np.zeros(64, dtype=int)], 4, batch_size=64, noise=noise, negative=1_000, negative_pool=16, draw=draw)
+    counts = np.bincount(next(s.epoch()).negatives_BK.flatten(), minlength=4)
+    assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
 
 
 def corpus():
@@ -122,13 +132,14 @@ def test_same_seed_same_batches_and_epochs_differ(draw):
     assert not equal(epoch_0, epoch_1) and not equal(epoch_0, list(other.epoch()))
 
 
-def test_position_resumes_anywhere():
+@pytest.mark.parametrize("pool", [{}, {"negative_pool": 8, "negative_pool_steps": 5}])
+def test_position_resumes_anywhere(pool):
     keep = np.full(30, 0.7)
-    whole = sampler(corpus(), 30, 4, keep=keep)
+    whole = sampler(corpus(), 30, 4, keep=keep, **pool)
     seen = [(whole.position, batch) for _ in range(2) for batch in whole.epoch()]
     assert len({position.chunk for position, _ in seen}) > 3
     for number in range(0, len(seen) - 1, 37):
-        resumed = sampler(corpus(), 30, 4, keep=keep)
+        resumed = sampler(corpus(), 30, 4, keep=keep, **pool)
         resumed.position = seen[number][0]
         rest = [batch for _ in range(2 - resumed.position.epoch) for batch in resumed.epoch()]
         assert equal(rest, [batch for _, batch in seen[number + 1 :]])
@@ -142,7 +153,7 @@ def test_position_resumes_anywhere():
 )  # fmt: skip
 def test_the_kernel_draws_what_plain_torch_draws(key, centers, noise, widest, pool, words, shrinks):
     cdf_V = torch.rand(words, generator=torch.Generator().manual_seed(words), dtype=torch.float64).cumsum(0)
-    args = key, centers, 1 if shrinks else widest, widest, noise, pool
+    args = key, centers, 1 if shrinks else widest, widest, noise, pool, key ^ 1
     for ours, plain in zip(cuda.draw(*args, (cdf_V / cdf_V[-1]).cuda()), reference.draw(*args, cdf_V / cdf_V[-1]), strict=True):
         assert torch.equal(ours.cpu(), plain)
 
@@ -151,7 +162,7 @@ def test_progress_reaches_each_epoch_exactly():
     s = sampler(corpus(), 30, 16)
     shares = [batch.epochs_done for batch in s.epoch()]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1.0
-    assert s.position == Position(1, 0, 0)
+    assert s.position == Position(1)
     assert [batch.epochs_done for batch in s.epoch()][-1] == 2.0
 
 

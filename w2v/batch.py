@@ -21,6 +21,7 @@ class Position(NamedTuple):
     epoch: int = 0
     chunk: int = 0
     batch: int = 0
+    drawn: int = 0  # batches of the epoch before it
 
 
 class Batch(NamedTuple):

@@ -62,7 +62,8 @@ class ModelConfig:
     window: int = key(5, "Largest distance, in words, between a center and its context words.")
     shrink_windows: bool = key(True, "Draw each center's window from 1..window, so that near words weigh more.")
     negative: int = key(5, "Noise words drawn for each center.")
-    negative_pool: int = key(0, "Draw a step's noise words from a fresh pool of this many, so that fewer rows are touched; 0: no pool.")
+    negative_pool: int = key(0, "Pick noise words from a pool of this many, drawn before, so that fewer rows are touched; 0: no pool.")
+    negative_pool_steps: int = key(1, "Steps that pick from the same pool before a fresh one is drawn.")
     sample: float = key(1e-4, "Threshold of the frequency above which words are subsampled; 0 keeps every word.")
     ns_exponent: float = key(0.75, "Noise words are drawn in proportion to count ** ns_exponent.")
 
@@ -71,6 +72,7 @@ class ModelConfig:
         require(self.window >= 1, "model.window", self.window, "at least 1")
         require(self.negative >= 1, "model.negative", self.negative, "at least 1 (skip-gram here learns from negatives only)")
         require(self.negative_pool >= 0, "model.negative_pool", self.negative_pool, "0 or more")
+        require(self.negative_pool_steps >= 1, "model.negative_pool_steps", self.negative_pool_steps, "at least 1")
         require(0 <= self.sample < 1, "model.sample", self.sample, "from 0 to below 1")
         require(math.isfinite(self.ns_exponent), "model.ns_exponent", self.ns_exponent, "a finite number")
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from w2v.batch import Batch, Position
 from w2v.config import ModelConfig
+from w2v.kernels.reference import spread
 from w2v.ranks import ALONE, Ranks
 
 Span = tuple[int, int]  # of sentences: the first, and the one after the last
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
-Draw = Callable[[int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
+Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
 BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
 
@@ -57,7 +58,7 @@ class Sampler:
 
     def epoch(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the epoch; the position moves on as each is drawn."""
-        epoch, first_chunk, first_batch = self.position
+        epoch, first_chunk, first_batch, drawn = self.position
         chunks, words = self._chunks(epoch), len(self._ids_N)
         ahead = sum(self._words(*chunk) for chunk in chunks)  # words that are not read yet
         for number, chunk in enumerate(chunks):
@@ -67,9 +68,10 @@ class Sampler:
             words_n, sentences_n = self._subsample(chunk, epoch, number)
             cuts, raw_words = _even_cuts(len(words_n), self._batch_size), self._words(*chunk)
             for batch in range(first_batch, len(cuts) - 1):
-                windows_B, negatives_BK = self._windows_and_noise(cuts[batch + 1] - cuts[batch], epoch, number, batch + 1)
+                windows_B, negatives_BK = self._windows_and_noise(cuts[batch + 1] - cuts[batch], epoch, number, batch, drawn)
+                drawn += 1
                 left = ahead + raw_words * (1 - (batch + 1) / (len(cuts) - 1))
-                self.position = Position(epoch, number, batch + 1)
+                self.position = Position(epoch, number, batch + 1, drawn)
                 window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
                 yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after, self._pool)
             first_batch = 0
@@ -103,7 +105,7 @@ class Sampler:
         then = copy.copy(self)
         then._stand_for(rank, len(states))
         then.go_on(states)
-        epoch, number, batch = then.position
+        epoch, number, batch, _ = then.position
         chunks = then._chunks(epoch)
         if batch:
             _, sentences_n = then._subsample(chunks[number], epoch, number)
@@ -154,7 +156,7 @@ class Sampler:
         device, begin, end = self._keep_V.device, offsets[0], offsets[-1]
         ids_N = self._ids_N  # on the GPU or, when they take too much of it, not
         words_n = ids_N[begin:end] if isinstance(ids_N, Tensor) else torch.from_numpy(_copied(ids_N, begin, end)).to(device)
-        kept_n = torch.rand(len(words_n), generator=self._seeded(epoch, number, 0), device=device) < self._keep_V.index_select(0, words_n)
+        kept_n = torch.rand(len(words_n), **self._seeded(self._key(epoch, number, 0))) < self._keep_V.index_select(0, words_n)
         edges = torch.from_numpy(offsets - begin).to(device)
         numbers = torch.arange(last - first, dtype=torch.int32, device=device)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
@@ -166,24 +168,24 @@ class Sampler:
         del kept_n, kept  # what is held here is held on top of all else that a run without a GPU takes
         return words_n, torch.repeat_interleave(numbers, places[1:] - places[:-1], output_size=len(words_n))
 
-    def _windows_and_noise(self, size: int, *draw: int) -> tuple[Tensor, Tensor]:
+    def _windows_and_noise(self, size: int, epoch: int, chunk: int, batch: int, drawn: int) -> tuple[Tensor, Tensor]:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""
         model, lowest = self._model, 1 if self._model.shrink_windows else self._model.window
+        key = self._key(epoch, chunk, batch + 1)
+        pool_key = self._key(epoch, -1, drawn // model.negative_pool_steps) if self._pool else 0
         if self._draw:
-            return self._draw(self._key(*draw), size, lowest, model.window, model.negative, self._pool, self._noise_cdf_V)
-        generator = self._seeded(*draw)
-        windows_B = torch.randint(lowest, model.window + 1, (size,), generator=generator, device=generator.device, dtype=torch.int32)
-        return windows_B, self._noise(size, generator)
+            return self._draw(key, size, lowest, model.window, model.negative, self._pool, pool_key, self._noise_cdf_V)
+        shape = size, model.negative
+        pool = self._invert(spread(torch.rand(self._pool, dtype=torch.float64, **self._seeded(pool_key)))) if self._pool else None
+        seeded = self._seeded(key)
+        windows_B = torch.randint(lowest, model.window + 1, (size,), dtype=torch.int32, **seeded)
+        if pool is None:
+            return windows_B, self._invert(torch.rand(shape, dtype=torch.float64, **seeded))
+        return windows_B, pool[torch.randint(self._pool, shape, **seeded)]
 
-    def _noise(self, size: int, generator: torch.Generator) -> Tensor:
-        """Noise words int32 [size, K] by inversion of their cumulative distribution, or picked from a fresh pool drawn so."""
-        shape, pool = (size, self._model.negative), self._pool
-        uniform = torch.rand((pool,) if pool else shape, generator=generator, device=generator.device, dtype=torch.float64)
-        drawn = self._invert(uniform)
-        return drawn[torch.randint(pool, shape, generator=generator, device=generator.device)] if pool else drawn
-
-    def _seeded(self, epoch: int, chunk: int, draw: int) -> torch.Generator:
-        return self._generator.manual_seed(self._key(epoch, chunk, draw) >> 1)
+    def _seeded(self, key: int) -> dict[str, Any]:
+        """What has torch draw on this device, with that seed."""
+        return {"generator": self._generator.manual_seed(key >> 1), "device": self._keep_V.device}
 
     def _key(self, epoch: int, chunk: int, draw: int) -> int:
         where = (self._seed, epoch, chunk, draw, self._rank) if self._rank else (self._seed, epoch, chunk, draw)

@@ -50,12 +50,15 @@ def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slo
         launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
 
 
-def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, pool_key: int, cdf_V: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The draws of reference.draw by one kernel."""
     windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
     negatives_BK = torch.empty(centers, noise, dtype=torch.int32, device=cdf_V.device)
     blocks, (words,) = enough_blocks(centers * (1 + noise)), cdf_V.shape
-    launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, pool, cdf_V, words, windows_B, negatives_BK)
+    pooled = pool, signed(pool_key)
+    launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, *pooled, cdf_V, words, windows_B, negatives_BK)
     return windows_B, negatives_BK
 
 

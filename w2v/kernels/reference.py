@@ -24,21 +24,27 @@ class SkipgramResult(NamedTuple):
     grad_output_VD: Tensor
 
 
-def draw(key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, cdf_V: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, pool_key: int, cdf_V: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """How far each center's window reaches, int32 [B], and its noise words, int32 [B, K], the same on every device for the same key.
 
-    Noise words are drawn by inversion of their cumulative distribution; if `pool` is not 0, that many are, and those of the centers picked
-    from them. key: 64 bits, unsigned.
+    Noise words are drawn by inversion of their cumulative distribution; if `pool` is not 0, that many are, `spread` over it, and those of the
+    centers picked from them. key, pool_key: 64 bits, unsigned; batches with the same pool and its key share it.
     """
 
-    def bits(begin: int, end: int) -> Tensor:  # 53 of them, for the numbers of the batch's draws in this range
+    def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them, for the numbers of draws in this range
         return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
 
-    every = centers * (1 + noise)
-    windows_B, own = lowest + bits(0, centers) % (widest - lowest + 1), bits(centers, every)
-    uniform = (bits(every, every + pool)[own % pool] if pool else own).double() / 2**53
+    windows_B, own = lowest + bits(key, 0, centers) % (widest - lowest + 1), bits(key, centers, centers * (1 + noise))
+    uniform = spread(bits(pool_key, 0, pool).double() / 2**53)[own % pool] if pool else own.double() / 2**53
     drawn = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True).clamp_(max=len(cdf_V) - 1)
     return windows_B.int(), drawn.view(centers, noise)
+
+
+def spread(uniform_S: Tensor) -> Tensor:
+    """Numbers from [0, 1), each made one of its own S-th part: a stratified sample, by which frequent words are drawn as often as they should."""
+    return (torch.arange(len(uniform_S), device=uniform_S.device) + uniform_S) / len(uniform_S)
 
 
 def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:

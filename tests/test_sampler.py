@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +102,7 @@ def test_pool_bounds_the_noise_words_of_its_steps(draw, steps):
     drawn = [set(batch.negatives_BK.unique().tolist()) for _ in range(2) for batch in s.epoch()]
     pools = [set().union(*drawn[begin : min(begin + steps, epoch + 50)]) for epoch in (0, 50) for begin in range(epoch, epoch + 50, steps)]
     assert len(drawn) == 100 and all(28 <= len(pool) <= 32 for pool in pools)
-    assert all(len(pool & other) < 8 for pool, other in zip(pools, pools[1:], strict=False))
+    assert all(len(pool & other) < 8 for pool, other in pairwise(pools))
 
 
 @DRAWS

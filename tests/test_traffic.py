@@ -20,7 +20,10 @@ from w2v.transfer.cached import Cached
 
 CPU = torch.device("cpu")
 ROWS, CENTERS = 20_000, 2_000
-MODELS = [ModelConfig(sample=1e-3), ModelConfig(sample=1e-3, negative_pool=1500), ModelConfig(sample=0, negative=2, window=1)]
+MODELS = [
+    ModelConfig(sample=1e-3), ModelConfig(sample=1e-3, negative_pool=1500), ModelConfig(sample=0, negative=2, window=1),
+    ModelConfig(sample=1e-3, negative_pool=20_000, negative_pool_steps=4),
+]  # fmt: skip
 
 
 class InMemory:
@@ -58,9 +61,9 @@ def test_rows_that_the_samplers_batches_touch(text, model):
     assert expected == pytest.approx([inputs, outputs], rel=0.01)
 
 
-@pytest.mark.parametrize("ranks, steps", [(4, 1), (1, 3), (2, 2)])
-def test_rows_of_several_ranks_and_steps(text, ranks, steps):
-    model = MODELS[1]
+@pytest.mark.parametrize("model, ranks, steps", [(1, 4, 1), (1, 1, 3), (1, 2, 2), (3, 1, 2), (3, 1, 4), (3, 1, 8)])
+def test_rows_of_several_ranks_and_steps(text, model, ranks, steps):
+    model = MODELS[model]
     batches = list(islice(sampler(text, model).epoch(), 24))
     slots = [skipgram.find_slots(skipgram.expand(batch), ROWS) for batch in batches]
     groups = [slots[start : start + ranks * steps] for start in range(0, 24, ranks * steps)]
@@ -70,9 +73,15 @@ def test_rows_of_several_ranks_and_steps(text, ranks, steps):
     assert traffic.rows(traffic.touched(centers, ranks, steps)) == pytest.approx(found, rel=0.01)
 
 
-@pytest.mark.parametrize("slots, steps, warm_up", [(30_000, 1, 150), (12_000, 1, 20), (8_000, 1, 20), (12_000, 2, 10)])
-def test_rows_that_the_engine_brings(text, slots, steps, warm_up, one_thread):
-    model, optimizer = MODELS[0], RowOptimizer(OptimizerConfig())
+@pytest.mark.parametrize(
+    "model, slots, steps, warm_up",
+    [
+        (0, 30_000, 1, 150), (0, 12_000, 1, 20), (0, 8_000, 1, 20), (0, 12_000, 2, 10),
+        (3, 20_000, 1, 40), (3, 9_000, 1, 20), (3, 20_000, 2, 72), (3, 16_000, 4, 20),
+    ],
+)  # fmt: skip
+def test_rows_that_the_engine_brings(text, model, slots, steps, warm_up, one_thread):
+    model, optimizer = MODELS[model], RowOptimizer(OptimizerConfig())
     inputs, outputs = (Table(name, ROWS, 4, optimizer.states(4), optimizer.scalars, "cpu") for name in ("input", "output"))
     vocab = text[0]
     kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
@@ -80,7 +89,7 @@ def test_rows_that_the_engine_brings(text, slots, steps, warm_up, one_thread):
     engine = Cached(InMemory(), [inputs, outputs], slots, CPU, torch.from_numpy(uses_TV))
     pipeline = Pipeline(inputs, outputs, engine, optimizer, CPU, steps)
     pages, before, sizes = (warm_up, warm_up + 40), [], []
-    batches = (batch for seed in range(3) for batch in sampler(text, model, seed).epoch())
+    batches = (batch for seed in range(3) for batch in islice(sampler(text, model, seed).epoch(), 144))  # whole pages
     for number, planned in enumerate(pipeline.ahead(batches)):
         if number % steps == 0 and number // steps in pages:
             before.append(engine.rows_read)
@@ -89,13 +98,13 @@ def test_rows_that_the_engine_brings(text, slots, steps, warm_up, one_thread):
         pipeline.step(planned, 0.01)
         sizes.append(len(planned.batch.windows_B))
     traffic = Traffic(spectrum(text), model)
-    expected = traffic.read(traffic.touched(np.mean(sizes), steps=steps), slots)
+    expected = traffic.read(np.mean(sizes), slots, steps=steps)
     found = (before[1] - before[0]) / (pages[1] - pages[0])
-    assert found == pytest.approx(expected, rel=0.02), (found, expected)
+    assert found == pytest.approx(expected, rel=0.025), (found, expected)
 
 
 def test_groups_of_words_stand_for_the_words():
-    rows, words, model = 1_000_000, 20_000_000, ModelConfig(negative_pool=8192)
+    rows, words, model = 300_000, 6_000_000, ModelConfig(negative_pool=8192, negative_pool_steps=2)
     grouped = Spectrum.zipf(rows, words)
     share_V = 1 / np.arange(1, rows + 1)
     single = Spectrum(np.maximum(1, words * share_V / share_V.sum()), np.ones(rows))
@@ -104,7 +113,7 @@ def test_groups_of_words_stand_for_the_words():
     for one in (grouped, single):
         traffic = Traffic(one, model)
         page = traffic.touched(65_536, ranks=2)
-        found.append([traffic.kept, traffic.rows(page), traffic.read(page, 300_000)])
+        found.append([traffic.kept, traffic.rows(page), traffic.read(65_536, 100_000, ranks=2)])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
@@ -116,7 +125,7 @@ def test_no_array_is_as_long_as_a_large_vocabulary(rows):
     traffic = Traffic(spectrum, ModelConfig())
     touched = [traffic.rows(traffic.touched(centers)) for centers in (1, 1000, 65_536)]
     assert touched == sorted(touched) and touched[-1] <= min(2 * rows, 7 * 65_536)
-    assert traffic.read(traffic.touched(1000), 2 * rows) == pytest.approx(0, abs=1e-3)
+    assert traffic.read(1000, 2 * rows) == pytest.approx(0, abs=1e-3)
 
 
 def test_words_in_clumps_are_fewer(text):
@@ -125,7 +134,6 @@ def test_words_in_clumps_are_fewer(text):
     clumped, scattered = (Traffic(one, ModelConfig()) for one in (Spectrum.of(counts), spectrum(text)))
     assert (clumped.touched(CENTERS) <= scattered.touched(CENTERS)).all()
     assert clumped.rows(clumped.touched(CENTERS)) < 0.99 * scattered.rows(scattered.touched(CENTERS))
-
 
 
 @given(st.integers(1, 20_000), st.floats(0, 2 * ROWS), st.integers(1, 4))

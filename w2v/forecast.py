@@ -131,8 +131,8 @@ class Forecast:
         steps = self.config.transfer.steps_per_page or traffic.steps_of_page(self.centers, self.slots, self.ranks)
         if (needed := self._page_rows(steps)) > self.slots:
             raise no_room(self.slots, needed)
-        read = traffic.read(traffic.touched(self.centers, self.ranks, steps), slots) / self.ranks / steps
-        return Rows(touched, stepped, read, steps, self._page_rows(2 * steps) <= self.slots)
+        read = traffic.read(self.centers, slots, self.ranks, steps) / self.ranks / steps
+        return Rows(touched, stepped, read, steps, traffic.rows_of_two(self.centers, self.ranks, steps) <= self.slots)
 
     @cached_property
     def sent(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from w2v.vocab import keep_probabilities
 
 ALONE, GROUPS = 1 << 16, 2000  # so many of Zipf's words are groups of their own, the others are in about so many
 MOST_STEPS = 8  # of a page, a power of two: more spare the CPU nothing that could be noticed
+OFFSETS = 8  # at which a word may begin in its part of a spread pool
 # Words come in clumps, so that a step meets fewer different ones than chance would draw: as if each occurrence were so many. Measured on
 # Wikipedia in steps of 16,384 and 65,536 centers.
 CLUMPS = 1.65
@@ -70,14 +71,23 @@ class Traffic:
         return cls(spectrum, replace(model, negative_pool=-(-model.negative_pool // ranks)))
 
     def touched(self, centers: float, ranks: int = 1, steps: int = 1) -> np.ndarray:
-        """The chance that at least one of so many steps, in each of which so many ranks draw a batch, touches a row: float64 [2, G]."""
-        noise = centers * self._model.negative
-        if pool := self._model.negative_pool:
-            noise = pool * -math.expm1(-noise / pool)  # words of the pool that are picked
-        text_G = _ever(self._center_G, ranks * centers / self._clumps)  # a center's neighbours are centers too
-        noise_G = _ever(self._noise_G, ranks * noise)
-        chance_TG = np.stack([text_G, 1 - (1 - text_G) * (1 - noise_G)])
-        return 1 - (1 - chance_TG) ** steps
+        """The chance that at least one of so many steps, in each of which so many ranks draw a batch, touches a row: float64 [2, G].
+
+        Where there are pools of noise words, the first of the steps begins one.
+        """
+        no_text_G = self._no_text(centers, ranks, steps)
+        return 1 - np.stack([no_text_G, no_text_G * self._no_noise(centers, ranks, steps)])
+
+    def _no_text(self, centers: float, ranks: int, steps: int) -> np.ndarray:
+        return 1 - _ever(self._center_G, steps * ranks * centers / self._clumps)  # a center's neighbours are centers too
+
+    def _no_noise(self, centers: float, ranks: int, steps: int) -> np.ndarray:
+        drawn, pool = centers * self._model.negative, self._model.negative_pool
+        if not pool:
+            return 1 - _ever(self._noise_G, steps * ranks * drawn)
+        sharing = max(1, min(steps, self._model.negative_pool_steps))
+        picked = -math.expm1(-sharing * drawn / pool)  # of the words of a pool
+        return _never_of_spread(pool * self._noise_G, picked) ** (ranks * steps / sharing)
 
     def rows(self, chance_TG: np.ndarray) -> float:
         """How many rows of both tables that is."""
@@ -87,31 +97,56 @@ class Traffic:
         """How many rows of each rank's shards so many steps touch."""
         return self.rows(self.touched(centers, ranks, steps)) / ranks
 
+    def rows_of_two(self, centers: float, ranks: int = 1, steps: int = 1) -> float:
+        """How many rows of each rank's shards two pages of so many steps touch."""
+        return self.rows(1 - (1 - self.touched(centers, ranks, steps)) ** 2) / ranks
+
     def steps_of_page(self, centers: float, slots: float, ranks: int = 1) -> int:
         """How many steps can share a page, 1, 2, 4 or 8, so that a rank has room in its `slots` for the rows of a page and of the next."""
         steps = MOST_STEPS
-        while steps > 1 and self.page_rows(centers, ranks, 2 * steps) > slots:
+        while steps > 1 and self.rows_of_two(centers, ranks, steps) > slots:
             steps //= 2
         return steps
 
-    def read(self, chance_TG: np.ndarray, slots: float) -> float:
-        """How many rows come over the link for a page that touches rows with that chance; as many go back.
+    def read(self, centers: float, slots: float, ranks: int = 1, steps: int = 1) -> float:
+        """How many rows come over the links of all ranks, which have so many `slots` together, for a page; as many go back.
 
-        The GPU has the rows of the page, those of the page before if both have room, and in what is left of `slots` those that are used
+        A GPU has the rows of the page, those of the page before if both have room, and in what is left of `slots` those that are used
         most. Of the others, rows come that were not touched by the page before, nor, if there was room for two, by the one before that.
         """
+        pages = 2 if ranks * self.rows_of_two(centers, ranks, steps) <= slots else 1
+        served = max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0  # pages, by a pool
+
+        def missed(pages: int) -> np.ndarray:  # the chance that so many pages, of one pool where it serves them, draw no such word as noise
+            return self._no_noise(centers, ranks, pages * steps)
+
+        no_text_G = self._no_text(centers, ranks, steps)
+        gone, coming = np.zeros((2, 2, len(no_text_G)))  # untouched by the last pages; and touched by this one
+        gone[0], coming[0] = no_text_G**pages, no_text_G**pages * (1 - no_text_G)
+        for same in range(pages + 1):  # how many of the last pages had the pool of this one
+            share = max(0.0, min(1.0, served - same) if same < pages else served - pages) / served
+            other = share * no_text_G**pages * missed(pages - same)
+            gone[1] += other * missed(same)
+            coming[1] += other * (missed(same) - no_text_G * missed(same + 1))
         uses_TG = np.stack([self._center_G, self._center_G + self._model.negative * self._noise_G])
         order = np.argsort(-uses_TG, axis=None, kind="stable")
-        chance, words = chance_TG.flatten()[order], np.tile(self.words_G, 2)[order]
-        gone = 1 - chance
-        if (words * (1 - gone**2)).sum() <= slots:
-            gone = gone**2
+        gone, coming, words = gone.flatten()[order], coming.flatten()[order], np.tile(self.words_G, 2)[order]
         left = slots - (words * (1 - gone)).sum()  # for rows that stay; each frees the room that it took now and then
         taken = words * gone
         stay = np.clip((left - np.cumsum(taken) + taken) / np.maximum(taken, 1e-30), 0, 1)
-        return float((words * (1 - stay) * chance * gone).sum())
+        return float((words * (1 - stay) * coming).sum())
 
 
 def _ever(share_G: np.ndarray, draws: float) -> np.ndarray:
     """The chance to be drawn at least once."""
     return -np.expm1(draws * np.log1p(-np.minimum(share_G, 1 - 1e-12)))
+
+
+def _never_of_spread(members_G: np.ndarray, picked: float) -> np.ndarray:
+    """The chance that a word is picked by none, of a spread pool that has so many members of it in the mean and that chance to pick each.
+
+    A word begins anywhere in one of the pool's parts, has the rest of it, then whole parts, and some of a last one.
+    """
+    first = np.minimum((np.arange(OFFSETS)[:, None] + 0.5) / OFFSETS, members_G)
+    whole, last = np.divmod(members_G - first, 1)
+    return ((1 - picked * first) * (1 - picked) ** whole * (1 - picked * last)).mean(0)

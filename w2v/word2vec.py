@@ -140,7 +140,7 @@ class Word2Vec(word2vec.Word2Vec):
         if self.optimizer_args is not None:
             optimizer = replace(optimizer, args=self.optimizer_args)
         train = replace(config.train, epochs=epochs, seed=seed, device=self.device)
-        model = replace(model, negative_pool=config.model.negative_pool)
+        model = replace(model, negative_pool=config.model.negative_pool, negative_pool_steps=config.model.negative_pool_steps)
         return replace(config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train)
 
     @property

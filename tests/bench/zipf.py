@@ -30,7 +30,8 @@ from w2v.vocab import Vocab
 ROOT = Path(__file__).parents[2]
 CONFIGS = [ROOT / "configs/text8.yaml", ROOT / "configs/optimizers/adam.yaml"]
 SETTINGS = """
-corpus.path=zipf vocab.min_count=1 model.negative_pool=65536 transfer.engine=mapped transfer.gpu_bytes=10% run.checkpoint_minutes=0
+corpus.path=zipf vocab.min_count=1 model.negative_pool=65536 model.negative_pool_steps=8 transfer.engine=mapped transfer.gpu_bytes=10%
+run.checkpoint_minutes=0
 """.split()
 SENTENCE = 1000  # words, about an article's
 
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(str(error))
     engine = planned.engine + (f":{config.transfer.gpu_bytes}" if planned.engine in backends.LINKS else "")
     case = f"{args.vocabulary} words of a text of {opened[1].raw_words}, exponent {args.exponent:g}, {config.optimizer.name} "
-    case += f"{config.train.precision} {engine} negative_pool={config.model.negative_pool}"
+    case += f"{config.train.precision} {engine} negative_pool={config.model.negative_pool} for {config.model.negative_pool_steps} steps"
     case = " ".join([case, *args.set])
     results.append("zipf", case, figures | {"generated in": (generated, "s")}, args.results)
     results.append("stages", f"zipf {case}", measured, args.results)

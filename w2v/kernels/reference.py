@@ -29,8 +29,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """How far each center's window reaches, int32 [B], and its noise words, int32 [B, K], the same on every device for the same key.
 
-    Noise words are drawn by inversion of their cumulative distribution; if `pool` is not 0, that many are, `spread` over it, and those of the
-    centers picked from them. key, pool_key: 64 bits, unsigned; batches with the same pool and its key share it.
+    Noise words are drawn by inversion of their cumulative distribution; if `pool` is not 0, that many are, `spread` over it, and those of
+    the centers picked from them. key, pool_key: 64 bits, unsigned; batches with the same pool and pool_key pick from the same words.
     """
 
     def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them, for the numbers of draws in this range
@@ -43,7 +43,7 @@ def draw(
 
 
 def spread(uniform_S: Tensor) -> Tensor:
-    """Numbers from [0, 1), each made one of its own S-th part: a stratified sample, by which frequent words are drawn as often as they should."""
+    """S numbers from [0, 1), each moved to an S-th part of its own: a stratified sample, which has each word as often as it should."""
     return (torch.arange(len(uniform_S), device=uniform_S.device) + uniform_S) / len(uniform_S)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from w2v import durable, environment, hardware, loggers, settings, torchrun
@@ -75,4 +74,4 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
 
 
 if __name__ == "__main__":
-    sys.exit(torchrun.recorded(main)())
+    torchrun.end(torchrun.recorded(main)())

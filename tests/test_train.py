@@ -113,6 +113,33 @@ def test_help_needs_no_torch():
     assert "vector_size: 100" in done.stdout
 
 
+ENDING = """
+import atexit, sys
+from w2v import torchrun
+class Part:
+    def __del__(self):
+        print("taken apart")
+sys.modules["torch"] = part = Part()
+atexit.register(print, "at exit")
+torchrun.end(int(sys.argv[1]))
+"""
+
+
+def ended(status, output):
+    command = [sys.executable, "-c", ENDING, str(status)]
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_success_ends_at_once_and_yet_does_what_is_to_be_done():
+    done, failed = ended(0, subprocess.PIPE), ended(3, subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, "at exit\n")
+    assert (failed.returncode, failed.stdout) == (3, "at exit\ntaken apart\n")
+    with open("/dev/full", "w") as full:
+        unsaid = ended(0, full)
+    assert unsaid.returncode == 120 and "No space left" in unsaid.stderr  # as Python has it
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["resident", "mapped"])
 @pytest.mark.parametrize("optimizer", ["Adam", "NAdam"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import durable, environment, hardware, loggers, settings, torchrun
+from w2v import ahead, durable, environment, hardware, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -37,10 +37,13 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
-    from w2v import forecast, metrics, opening, plan, runfolder, trainer, trial  # heavy, so only once the config is known to be right
-
     if hardware.asked(args):
+        from w2v import forecast  # heavy, as those below, so only once the config is known to be right
+
         return forecast.tell(config, args)
+    with ahead.reading(config, args.resume):
+        from w2v import metrics, opening, plan, runfolder, trainer, trial
+
     ranks = plan.join(config)
     metrics.log_to_console(quiet=ranks.rank > 0)
     if folder := runfolder.begun(args.resume, config.run.dir, ranks):
@@ -48,8 +51,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         with ranks.together():
             config = runfolder.resumed(folder, files, assignments)
     ranks.same(plan.must_be_alike(config))
-    with durable.naming(config.corpus.data_dir):
-        opened = opening.open_together(config, ranks)
+    opened = opening.open_together(config, ranks)
     with ranks.together():
         planned = plan.make_plan(config, opened, folder, ranks)
         metrics.log.info(str(planned))

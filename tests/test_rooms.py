@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment"},
+    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment", "host"},
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest", "vectorfile"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet", "tablefile"},
     {"backends", "opening", "checkpoint", "cpu", "sharded", "metrics", "evaluation", "export", "heldout", "comparison", "pictures", "card"},
-    {"plan", "trainer", "trial", "runfolder", "embedding", "baseline", "asking"},
+    {"plan", "trainer", "trial", "runfolder", "embedding", "baseline", "asking", "ahead"},
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},

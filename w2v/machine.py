@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import os
 from dataclasses import dataclass
@@ -12,11 +10,9 @@ import torch
 
 from w2v import budget
 from w2v.config import ConfigError
+from w2v.host import cores
 from w2v.ranks import ALONE, Ranks
 from w2v.table import pinning_is_limited
-
-MMAP_THRESHOLD, ARENA_MAX = -3, -8  # of malloc.h
-LARGE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,6 @@ class Machine:
         return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
 
 
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def why_no_numba() -> str:
     """Why numba cannot be imported; empty where it can."""
     try:
@@ -79,18 +70,3 @@ def _cupy_cuda() -> str:
     except ImportError:
         return ""
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def keep_memory_whole() -> None:
-    """Have the C library, where it is glibc, give large arrays memory of their own, which the system has back when they are freed, and
-    keep one heap for all threads: else freed arrays leave holes that nothing fills, in each heap."""
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(MMAP_THRESHOLD, LARGE)
-        libc.mallopt(ARENA_MAX, 1)
-
-
-def return_freed_memory() -> None:
-    """Have the C library return what is free to the system, where it is glibc, which keeps most of it otherwise."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

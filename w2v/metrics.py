@@ -12,12 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from tqdm import tqdm
 
 from w2v.loggers import Logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("w2v")
 TRIAL_SECONDS = 2.0  # of training, which tell how long it will take

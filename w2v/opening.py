@@ -6,15 +6,19 @@ import logging
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from w2v import durable, sources
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus, read_plainly
-from w2v.machine import cores, keep_memory_whole, return_freed_memory
-from w2v.ranks import Ranks
+from w2v.host import cores, keep_memory_whole, return_freed_memory
 from w2v.vocab import Vocab
 
+if TYPE_CHECKING:
+    from w2v.ranks import Ranks
+
 log = logging.getLogger("w2v")
+WHOLE = "vocab.tsv"  # which is written last
 
 
 def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
@@ -27,12 +31,19 @@ def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
 
 def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     """The corpus as ids and its vocabulary, from the cache when text and settings are those of an earlier run."""
+    folder, vocab = read(config)
+    return Vocab.load(folder / WHOLE) if vocab is None else vocab, Corpus.open(folder)
+
+
+def read(config: Config) -> tuple[Path, Vocab | None]:
+    """The cache of the corpus, made now where there is none of this text and these settings; and the vocabulary, if it was."""
     keep_memory_whole()  # before the first large array
     text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
-    files = sources.locate(text.path, data_dir)
+    with durable.naming(data_dir):
+        files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
     folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
-    vocab, whole = None, folder / "vocab.tsv"
+    vocab, whole = None, folder / WHOLE
     if not whole.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +52,7 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
             raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
-    return Vocab.load(whole) if vocab is None else vocab, Corpus.open(folder)
+    return folder, vocab
 
 
 def _read(files: list[Path], folder: Path, config: Config) -> Vocab:
@@ -54,6 +65,6 @@ def _read(files: list[Path], folder: Path, config: Config) -> Vocab:
     else:
         log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
         vocab = read_plainly(files, folder, config.corpus, config.vocab)
-    vocab.save(folder / "vocab.tsv")
+    vocab.save(folder / WHOLE)
     return_freed_memory()
     return vocab

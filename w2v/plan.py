@@ -21,8 +21,9 @@ from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
 from w2v.heldout import HeldOut
+from w2v.host import cores, return_freed_memory
 from w2v.kernels import cuda
-from w2v.machine import Machine, cores, return_freed_memory, why_no_numba
+from w2v.machine import Machine, why_no_numba
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks

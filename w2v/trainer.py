@@ -18,7 +18,7 @@ from w2v.checkpoint import CheckpointError, Checkpoints
 from w2v.config import Config, ConfigError
 from w2v.evaluation import AnalogyScore, SimilarityScore
 from w2v.heldout import HeldOut
-from w2v.machine import return_freed_memory
+from w2v.host import return_freed_memory
 from w2v.metrics import Diverged, Metrics
 from w2v.optim import learning_rate
 from w2v.pace import Pace

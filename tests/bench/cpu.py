@@ -76,9 +76,9 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     import torch
 
     torch_took = {f"{kind} without torch": before[kind] - value for kind, value in _memory().items()}
-    from w2v import evaluation, export, machine, plan, ranks, settings, trainer
+    from w2v import evaluation, export, host, plan, ranks, settings, trainer
 
-    assert torch.get_num_threads() == machine.cores()
+    assert torch.get_num_threads() == host.cores()
     clock = Clock()
     files = [str(ROOT / entry) for entry in arguments if "=" not in entry]
     here = [f"corpus.path={corpus}", f"corpus.data_dir={folder}", "train.device=cpu", f"train.epochs={epochs}"]
@@ -88,7 +88,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     sampler, pipeline = plan.build(planned)
     trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder).train()
     pipeline.finish()
-    machine.return_freed_memory()
+    host.return_freed_memory()
     clock.done("training")
     vectors = pipeline.inputs["weight"]
     accuracy = evaluation.analogies(planned.vocab.words, vectors).total.accuracy

@@ -30,8 +30,8 @@ from tests.bench.steps import Moved, Steps
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
 from w2v import settings, torchrun
 from w2v.config import Config
+from w2v.host import cores
 from w2v.kernels import cuda
-from w2v.machine import cores
 from w2v.optim import RowOptimizer
 from w2v.pipeline import FusedPipeline
 from w2v.ranks import ALONE, Joined, Ranks

@@ -116,7 +116,7 @@ class RowOptimizer:
         step, own = table.scalars.get("step"), table.columns.get("step")
         if step is not None:
             step += 1
-        return float(step or 0), own.start if own else -1, self._formula.hyper._replace(lr=lr)
+        return float(step or 0), own.start if own else -1, cuda.Hyper(float(lr), *self._formula.hyper[1:])
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:
@@ -151,8 +151,8 @@ def _fused_formula(cls: type[torch.optim.Optimizer], args: dict[str, Any]) -> Fo
     given = {key: parameter.default for key, parameter in accepted.items() if key != "params"} | args
     if cls not in FUSED or any(given[key] for key in given.keys() - FUSED_TAKES - NO_MATTER):
         return None
-    betas = [beta for key in FUSED[cls] for beta in (given[key] if key == "betas" else [given[key]])]
-    hyper = cuda.Hyper(**{key: given[key] for key in ("lr", "eps", "weight_decay", "lr_decay") if key in given})
+    betas = [float(beta) for key in FUSED[cls] for beta in (given[key] if key == "betas" else [given[key]])]
+    hyper = cuda.Hyper(**{key: float(given[key]) for key in ("lr", "eps", "weight_decay", "lr_decay") if key in given})
     for number, beta in enumerate(betas, start=1):
         log = math.log(beta) if beta else -math.inf
         hyper = hyper._replace(**{f"beta{number}": beta, f"rest{number}": 1 - beta, f"log_beta{number}": log})

@@ -210,12 +210,12 @@ class FusedPipeline(Pipeline):
 
 def most_rows(batch: Batch) -> tuple[int, int]:
     """How many rows of the input and of the output table the batch may touch."""
-    centers, drawn = batch.windows_B.shape[0], batch.negatives_BK.numel()
-    return centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
+    centers, noise = batch.negatives_BK.shape
+    return centers + 2 * batch.window, centers + min(centers * noise, batch.pool or centers * noise)
 
 
 def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:
     """Claims of tables of so many rows with room for so many of them: those given, if they have it."""
-    if claims and all(claim.rows_U.shape[0] >= min(rows, some) for claim, some in zip(claims, most, strict=True)):
+    if claims and claims[0].room >= min(rows, most[0]) and claims[1].room >= min(rows, most[1]):
         return claims
     return cuda.Claims(rows, most[0], dim, device), cuda.Claims(rows, most[1], dim, device)

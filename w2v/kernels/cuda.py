@@ -65,14 +65,15 @@ def draw(
 class Claims:
     """The rows of a table that the batch at hand touches, `most` at most, with a gradient of each; all on the GPU.
 
-    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32; pairs_U: int32, how many pairs
-    a gradient sums, where they are counted.
+    room: for how many rows; number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32;
+    pairs_U: int32, how many pairs a gradient sums, where they are counted.
     """
 
     def __init__(self, rows: int, most: int, dim: int, device: torch.device):
         self.number_V = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.rows_U = torch.empty(min(rows, most), dtype=torch.int32, device=device)
-        self.grad_UD = torch.zeros(len(self.rows_U), dim, device=device)
+        self.room = min(rows, most)
+        self.rows_U = torch.empty(self.room, dtype=torch.int32, device=device)
+        self.grad_UD = torch.zeros(self.room, dim, device=device)
         self.pairs_U = torch.zeros_like(self.rows_U)
 
 
@@ -182,12 +183,12 @@ def step_rows(
     launch(
         "optim.cu", "step", made_for, enough_blocks(32 * claims.rows_U.shape[0]),
         held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
-        claims.number_V, dim, step_column, float(step), cap, signed(noise), *map(float, hyper), *guard,
+        claims.number_V, dim, step_column, float(step), cap, signed(noise), *hyper, *guard,
     )  # fmt: skip
 
 
 class Hyper(NamedTuple):
-    """What the formulas in optim.cu take, in the order of their struct; `rest` is 1 - beta."""
+    """What the formulas in optim.cu take, in the order of their struct, each a float as `launch` has it; `rest` is 1 - beta."""
 
     lr: float
     eps: float = 0.0
@@ -229,13 +230,14 @@ def launch(
     A tensor is passed as the pointer to its data, None as a null pointer. Integers are for parameters of any width, floats for those of 4
     bytes.
     """
-    device = torch.cuda.current_device()
+    device = torch._C._cuda_getDevice()  # torch's public ways to it and to its stream look up more than this
     if getattr(_thread, "device", None) != device:
         torch.cuda.current_stream().query()  # gives this thread the device's context, without which the driver launches nothing
         _thread.device = device
-    values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    # By its type, as isinstance takes twice as long to find that a number is no tensor.
+    values: list[Any] = [arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args]
     queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
-    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
+    _compiled(device, source, kernel, **defines)(blocks, values, queue)
 
 
 _thread = threading.local()
@@ -260,22 +262,23 @@ class Launcher:
                 self._memory = ctypes.create_string_buffer(self._layout.size)
                 start = ctypes.addressof(self._memory)
                 self._pointers = (ctypes.c_void_p * len(values))(*range(start, start + self._layout.size, 8))
+                self._parameters = ctypes.addressof(self._pointers)
             self._layout.pack_into(self._memory, 0, *values)
-            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._parameters, 0)
 
 
 @functools.cache
-def _compiled(source: str, kernel: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Launcher:
+def _compiled(device: int, source: str, kernel: str, **defines: int | str) -> Launcher:
     """For the current `device`; the module stays loaded with it."""
-    function = _module(source, defines, device).get_function(kernel).kernel
+    function = _module(device, source, **defines).get_function(kernel).kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
     return Launcher(function.ptr, driver.launchKernel)
 
 
 @functools.cache
-def _module(source: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Any:
+def _module(device: int, source: str, **defines: int | str) -> Any:
     import cupy
 
-    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines))
+    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines.items()))
     return cupy.RawModule(code=(KERNELS / source).read_text(), options=options)

@@ -103,12 +103,13 @@ class RowOptimizer:
         return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap
 
     def step_in_place(
-        self, table: Table, held: Held, claims: cuda.Claims, count: Tensor, stepped: Tensor, lr: float, guard: cuda.Guard
-    ) -> None:
-        """The same step by a fused kernel, on the `count` claimed rows, which it adds to those `stepped`."""
-        step, column, hyper = self.next_step(table, lr)
-        cap, noise = self.occurrence_cap, table.next_noise()
-        cuda.step_rows(self.formula, len(self._wide), held, claims, count, stepped, step, column, hyper, cap, noise, guard)
+        self, tables: tuple[Table, Table], held: tuple[Held, Held], claims: tuple[cuda.Claims, cuda.Claims],
+        claimed: tuple[Tensor, Tensor], stepped: Tensor, lr: float, guard: cuda.Guard,
+    ) -> None:  # fmt: skip
+        """The same step of two tables of one shape by a fused kernel, on so many claimed rows of each, which it adds to those `stepped`."""
+        (step, column, hyper), _ = (self.next_step(table, lr) for table in tables)
+        cap, noise = self.occurrence_cap, (tables[0].next_noise(), tables[1].next_noise())
+        cuda.step_rows(self.formula, len(self._wide), held, claims, claimed, stepped, step, column, hyper, cap, noise, guard)
 
     def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
         """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""

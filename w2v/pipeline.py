@@ -194,9 +194,8 @@ class FusedPipeline(Pipeline):
     def _step_rows(self, held: tuple[Held, Held], claims: Both, claimed: tuple[Tensor, Tensor], loss: Tensor, lr: float) -> None:
         """The optimizer's step of the claimed rows of both tables, which ends the claims."""
         self.steps += 1
-        for number, table in enumerate((self.inputs, self.outputs)):
-            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
-            self.optimizer.step_in_place(table, held[number], claims[number], claimed[number], self._rows_stepped, lr, guard)
+        guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2)
+        self.optimizer.step_in_place((self.inputs, self.outputs), held, claims, claimed, self._rows_stepped, lr, guard)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]

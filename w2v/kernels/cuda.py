@@ -156,8 +156,8 @@ def skipgram(
 class Guard(NamedTuple):
     """What keeps numbers that are not finite out of the tables; loss: float64, fault: int64, both on the GPU.
 
-    A step whose `loss` is not finite sets `fault` to `step` + 1, and one that would write a row which is not sets it to `step` + `bit`,
-    unless it is set already; from then on no row is written.
+    A step whose `loss` is not finite sets `fault` to `step` + 1, and one that would write a row which is not sets it to `step` + `bit`, or
+    twice that bit for the output table, unless it is set already; from then on no row is written.
     """
 
     loss: Tensor
@@ -167,23 +167,24 @@ class Guard(NamedTuple):
 
 
 def step_rows(
-    formula: str, states: int, held: Held, claims: Claims, count: Tensor, stepped: Tensor, step: float, step_column: int, hyper: Hyper,
-    cap: int, noise: int, guard: Guard,
+    formula: str, states: int, held: tuple[Held, Held], claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stepped: Tensor,
+    step: float, step_column: int, hyper: Hyper, cap: int, noise: tuple[int, int], guard: Guard,
 ) -> None:  # fmt: skip
-    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
+    """One optimizer step of the claimed rows of both tables, their `step`th, which ends the claims and zeroes gradients and their pairs.
 
-    count, stepped: int64, how many rows are claimed, and those of all steps, to which they are added.
+    claimed, stepped: int64, how many rows are claimed of each table, and those of all steps, to which they are added.
 
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
-    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16, unsigned.
+    scaled by cap / pairs, if cap is not 0. `noise` are the seeds, mixed, of rounding to bfloat16, unsigned.
     """
-    dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
-    wide = 1 if dim % 4 else 4
-    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": wide}
+    (inputs, slot_in), (outputs, slot_out) = held
+    (of_inputs, of_outputs), (_, dim), (_, row_width) = claims, claims[0].grad_UD.shape, inputs.shape
+    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[inputs.dtype], "WIDE": 1 if dim % 4 else 4}
     launch(
-        "optim.cu", "step", made_for, enough_blocks(32 * claims.rows_U.shape[0]),
-        held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
-        claims.number_V, dim, step_column, float(step), cap, signed(noise), *hyper, *guard,
+        "optim.cu", "step", made_for, enough_blocks(32 * (of_inputs.room + of_outputs.room)),
+        inputs, slot_in, of_inputs.grad_UD, of_inputs.pairs_U, of_inputs.rows_U, of_inputs.number_V, signed(noise[0]), claimed[0],
+        outputs, slot_out, of_outputs.grad_UD, of_outputs.pairs_U, of_outputs.rows_U, of_outputs.number_V, signed(noise[1]), claimed[1],
+        stepped, row_width, dim, step_column, step, cap, *hyper, *guard,
     )  # fmt: skip
 
 

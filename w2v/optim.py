@@ -114,10 +114,11 @@ class RowOptimizer:
     def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
         """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""
         assert self._formula is not None
-        step, own = table.scalars.get("step"), table.columns.get("step")
+        step, own, number = table.scalars.get("step"), table.columns.get("step"), 0.0
         if step is not None:
-            step += 1
-        return float(step or 0), own.start if own else -1, cuda.Hyper(float(lr), *self._formula.hyper[1:])
+            number = float(step) + 1
+            step.fill_(number)  # takes half the time of adding to it
+        return number, own.start if own else -1, cuda.Hyper(float(lr), *self._formula.hyper[1:])
 
     def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
         if weight_UD.device not in self._instances:

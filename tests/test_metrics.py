@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from w2v import loggers
 from w2v.config import ConfigError, RunConfig
-from w2v.metrics import Metrics, log, log_to_console, log_to_file
+from w2v.metrics import TOGETHER, Metrics, Total, log, log_to_console, log_to_file
 
 
 def lines(path):
@@ -82,6 +84,24 @@ def test_the_time_that_a_run_takes_is_told_once_without_what_its_first_step_wait
         "time      about 15 s of training: 0.2 M words/s at its beginning",
         " 20% of the words  0.042 Mw/s  loss 1.0000  lr 0.1  58 s left",
     ]
+
+
+@given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.booleans()), max_size=3 * TOGETHER), st.floats(0, 1e9))
+def test_a_sum_is_the_same_to_the_last_bit_however_often_it_is_read(numbers, start):
+    total, expected = Total(start), start
+    for number, read in numbers:
+        total.add(torch.tensor(number, dtype=torch.float64))
+        expected += number
+        if read:
+            assert total.read() == expected
+    assert total.read() == total.read() == expected
+
+
+def test_whole_numbers_are_summed_as_such():
+    total = Total()
+    for number in [2**60, *range(TOGETHER)]:
+        total.add(torch.tensor(number))
+    assert total.read() == 2**60 + sum(range(TOGETHER)) and isinstance(total.read(), int)
 
 
 def test_sums_do_not_saturate(tmp_path):

@@ -70,6 +70,7 @@ class Pipeline:
         self._largest = torch.tensor(largest, dtype=torch.float64, device=device)[:, None]
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
+        self._planned: torch.cuda.Event | None = None  # when the last page is
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
         if self._planning:
             torch.cuda.reset_peak_memory_stats(device)
@@ -142,7 +143,7 @@ class Pipeline:
                 self.engine.prefetch(self._marks(page))
             return page
         current = streams.current()
-        self._computed.append(current.record_event())
+        self._computed.append(current.record_event(self._computed.popleft() if len(self._computed) == 2 else None))
         with streams.on(self._planning):
             page = self._draw(batches)
             marks_TV = self._marks(page) if page and self.engine.pages else None
@@ -150,7 +151,8 @@ class Pipeline:
             self._planning.wait_event(self._computed[0])
             if marks_TV is not None:
                 self.engine.prefetch(marks_TV)
-        current.wait_stream(self._planning)
+        self._planned = self._planning.record_event(self._planned)
+        current.wait_event(self._planned)
         self._held.append(page)
         return page
 

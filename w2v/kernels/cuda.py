@@ -106,7 +106,7 @@ def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
-    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV)
+    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV.unbind())
 
 
 class Moves(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import ahead, durable, environment, hardware, loggers, settings, torchrun
+from w2v import ahead, console, durable, environment, hardware, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -42,10 +42,10 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
 
         return forecast.tell(config, args)
     with ahead.reading(config, args.resume):
-        from w2v import metrics, opening, plan, runfolder, trainer, trial
+        from w2v import opening, plan, runfolder, trainer, trial
 
     ranks = plan.join(config)
-    metrics.log_to_console(quiet=ranks.rank > 0)
+    console.log_to_console(quiet=ranks.rank > 0)
     if folder := runfolder.begun(args.resume, config.run.dir, ranks):
         lock = runfolder.lock(folder, ranks)
         with ranks.together():
@@ -54,7 +54,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     opened = opening.open_together(config, ranks)
     with ranks.together():
         planned = plan.make_plan(config, opened, folder, ranks)
-        metrics.log.info(str(planned))
+        console.log.info(str(planned))
         planned.budget.check()
         with planned.budget.explained():
             sampler, pipeline = plan.build(planned)
@@ -65,7 +65,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     if folder is None:
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
-    with lock as leads, planned.budget.explained(), durable.naming(folder), metrics.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
+    with lock as leads, planned.budget.explained(), durable.naming(folder), console.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
         if leads:
             runfolder.begin(folder, config, environment.describe(planned.machine))
         held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies

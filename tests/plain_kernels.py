@@ -44,7 +44,12 @@ def skipgram(batch, inputs, input_claims, outputs, output_claims, sums, counted=
 class InPlace(RowOptimizer):
     """Steps rows in place by the torch.optim class."""
 
-    def step_in_place(self, table, held, claims, count, stepped, lr, guard):
+    def step_in_place(self, tables, held, claims, claimed, stepped, lr, guard):
+        self._step_table(tables[0], held[0], claims[0], claimed[0], lr, guard)
+        self._step_table(tables[1], held[1], claims[1], claimed[1], lr, guard._replace(bit=2 * guard.bit))
+        stepped += sum(claimed)
+
+    def _step_table(self, table, held, claims, count, lr, guard):
         numbers = slice(int(count))
         rows = claims.rows_U[numbers].long()
         places = rows if held.slot_of_V is None else held.slot_of_V[rows].long()

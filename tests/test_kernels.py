@@ -209,46 +209,54 @@ OPTIMIZERS = [
 def steps_of_random_rows(name, args, step, device, fused, rows=70, dim=50, steps=20, dtype=torch.float32, cap=0):
     optimizer = RowOptimizer(OptimizerConfig(name=name, args=args, lr=0.05, step=step, occurrence_cap=cap), fused)
     assert optimizer.fused == fused
-    table = Table("input", rows, dim, optimizer.states(dim), optimizer.scalars, device, dtype)
-    g = torch.Generator().manual_seed(5)
-    table["weight"].copy_(torch.randn(rows, dim, generator=g))
-    claims = cuda.Claims(rows, rows, dim, torch.device(device))
+    tables = tuple(Table(key, rows, dim, optimizer.states(dim), optimizer.scalars, device, dtype) for key in ("input", "output"))
+    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    for table, g in zip(tables, generators, strict=True):
+        table["weight"].copy_(torch.randn(rows, dim, generator=g))
+    claims = tuple(cuda.Claims(rows, rows, dim, torch.device(device)) for _ in tables)
     stepped, expected = torch.zeros((), dtype=torch.int64, device=device), 0
     for number in range(steps):
-        touched = torch.nonzero(torch.rand(rows, generator=g) < 0.6).flatten()
-        grad, lr = torch.randn(len(touched), dim, generator=g).to(device), 0.05 * (1 - number / steps)
-        pairs = torch.randint(1, 40, (len(touched),), generator=g).to(device)
+        lr, touched = 0.05 * (1 - number / steps), []
+        for g, share in zip(generators, (0.6, 0.3), strict=True):
+            rows_U = torch.nonzero(torch.rand(rows, generator=g) < share).flatten()
+            grad_UD = torch.randn(len(rows_U), dim, generator=g).to(device)
+            touched.append((rows_U, grad_UD, torch.randint(1, 40, (len(rows_U),), generator=g).to(device)))
         if fused:
-            claims.pairs_U[: len(touched)] = pairs
-            claims.rows_U[: len(touched)], claims.grad_UD[: len(touched)] = touched.int(), grad
-            count, expected = torch.tensor(len(touched), device=device), expected + len(touched)
+            for its, (rows_U, grad_UD, pairs_U) in zip(claims, touched, strict=True):
+                its.rows_U[: len(rows_U)], its.grad_UD[: len(rows_U)], its.pairs_U[: len(rows_U)] = rows_U.int(), grad_UD, pairs_U
+            claimed = tuple(torch.tensor(len(rows_U), device=device) for rows_U, _, _ in touched)
+            expected += sum(map(int, claimed))
             guard = cuda.Guard(*(torch.zeros((), dtype=dtype, device=device) for dtype in (torch.float64, torch.int64)), number << 5, 8)
-            optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, stepped, lr, guard)
-            assert not claims.grad_UD.any() and (claims.number_V == -1).all() and stepped == expected
+            held = tuple(Held(table.records_VR, None) for table in tables)
+            optimizer.step_in_place(tables, held, claims, claimed, stepped, lr, guard)
+            assert not any(its.grad_UD.any() or (its.number_V != -1).any() for its in claims) and stepped == expected
         else:
-            page = Page(table, touched, table.records_VR[touched].float(), table.columns, grad, pairs)
-            optimizer.step(page, lr)
-            table.records_VR[touched] = table.encode(touched, page.records_UR)
-    return table
+            for table, (rows_U, grad_UD, pairs_U) in zip(tables, touched, strict=True):
+                page = Page(table, rows_U, table.records_VR[rows_U].float(), table.columns, grad_UD, pairs_U)
+                optimizer.step(page, lr)
+                table.records_VR[rows_U] = table.encode(rows_U, page.records_UR)
+    return tables
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", ["table", "row"])
 @pytest.mark.parametrize("name, args", OPTIMIZERS, ids=str)
 def test_fused_optimizers_equal_torchs(name, args, step):
-    ours, theirs = (steps_of_random_rows(name, args, step, device, fused) for device, fused in (("cuda", True), ("cpu", False)))
-    for field in theirs.columns:
-        torch.testing.assert_close(ours[field].cpu(), theirs[field], rtol=2e-5, atol=2e-6)
-    assert all(torch.equal(ours.scalars[key], value) for key, value in theirs.scalars.items())
+    pairs = (steps_of_random_rows(name, args, step, device, fused) for device, fused in (("cuda", True), ("cpu", False)))
+    for ours, theirs in zip(*pairs, strict=True):
+        for field in theirs.columns:
+            torch.testing.assert_close(ours[field].cpu(), theirs[field], rtol=2e-5, atol=2e-6)
+        assert all(torch.equal(ours.scalars[key], value) for key, value in theirs.scalars.items())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_fused_optimizers_cap_occurrences_as_plain_torch_does(name):
     cases = [("cuda", True, 16), ("cpu", False, 16), ("cpu", False, 0)]
-    ours, theirs, uncapped = (steps_of_random_rows(name, {}, "table", device, fused, cap=cap) for device, fused, cap in cases)
-    torch.testing.assert_close(ours["weight"].cpu(), theirs["weight"], rtol=2e-5, atol=2e-6)
-    assert (theirs["weight"] - uncapped["weight"]).abs().max() > 1e-3
+    cases = (steps_of_random_rows(name, {}, "table", device, fused, cap=cap) for device, fused, cap in cases)
+    for ours, theirs, uncapped in zip(*cases, strict=True):
+        torch.testing.assert_close(ours["weight"].cpu(), theirs["weight"], rtol=2e-5, atol=2e-6)
+        assert (theirs["weight"] - uncapped["weight"]).abs().max() > 1e-3
 
 
 @pytest.mark.gpu
@@ -258,30 +266,39 @@ def test_fused_optimizers_cap_occurrences_as_plain_torch_does(name):
 def test_fused_optimizers_round_as_encode_does(name, dtype, unit, dim):
     """One step gives the same bits but where float32 differs in its last; and after twenty the tables are still near."""
     args = (name, {}, "table")
-    one, other = (steps_of_random_rows(*args, device, device == "cuda", dim=dim, steps=1, dtype=dtype) for device in ("cuda", "cpu"))
-    same = one.records_VR.cpu() == other.records_VR
-    assert same.float().mean() > 0.999
-    many, others = (steps_of_random_rows(*args, device, device == "cuda", dim=dim, dtype=dtype) for device in ("cuda", "cpu"))
-    for field in others.columns:
-        torch.testing.assert_close(many[field].cpu().float(), others[field].float(), rtol=8 * unit, atol=8 * unit)
-    assert all(torch.equal(many.scalars[key], value) for key, value in others.scalars.items())
+    once = (steps_of_random_rows(*args, device, device == "cuda", dim=dim, steps=1, dtype=dtype) for device in ("cuda", "cpu"))
+    for one, other in zip(*once, strict=True):
+        same = one.records_VR.cpu() == other.records_VR
+        assert same.float().mean() > 0.999
+    often = (steps_of_random_rows(*args, device, device == "cuda", dim=dim, dtype=dtype) for device in ("cuda", "cpu"))
+    for many, others in zip(*often, strict=True):
+        for field in others.columns:
+            torch.testing.assert_close(many[field].cpu().float(), others[field].float(), rtol=8 * unit, atol=8 * unit)
+        assert all(torch.equal(many.scalars[key], value) for key, value in others.scalars.items())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("loss, grad, fault", [(1.0, 1.0, 0), (float("nan"), 1.0, 161), (float("inf"), 1.0, 161), (1.0, float("nan"), 168)])
-def test_fused_steps_write_nothing_that_is_not_finite(loss, grad, fault):
+def test_fused_steps_write_nothing_that_is_not_finite(loss, grad, fault, which):
+    """In either table; the first step has rows of that one alone. The second is sound, has rows of both, and comes too late."""
     optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1), True)
-    table = Table("input", 4, 5, optimizer.states(5), optimizer.scalars, "cuda")
-    table["weight"].fill_(1.0)
-    claims = cuda.Claims(4, 4, 5, torch.device("cuda"))
-    noted, count, stepped = (torch.tensor(value, device="cuda") for value in (0, 2, 0))
-    for number in (5, 6):  # the second step is sound, and comes too late
-        claims.rows_U[:2], claims.grad_UD[:2] = torch.tensor([1, 3], dtype=torch.int32), grad if number == 5 else 1.0
+    tables = tuple(Table(key, 4, 5, optimizer.states(5), optimizer.scalars, "cuda") for key in ("input", "output"))
+    claims = tuple(cuda.Claims(4, 4, 5, torch.device("cuda")) for _ in tables)
+    noted, stepped = (torch.tensor(0, device="cuda") for _ in range(2))
+    for table in tables:
+        table["weight"].fill_(1.0)
+    for number, claimed in ((5, [2 * (table == which) for table in range(2)]), (6, [2, 2])):
+        for its, count in zip(claims, claimed, strict=True):
+            its.rows_U[:count] = torch.tensor([1, 3], dtype=torch.int32)[:count]
+            its.grad_UD[:count] = grad if number == 5 else 1.0
         guard = cuda.Guard(torch.tensor(loss if number == 5 else 1.0, dtype=torch.float64, device="cuda"), noted, number << 5, 8)
-        optimizer.step_in_place(table, Held(table.records_VR, None), claims, count, stepped, 0.1, guard)
-    assert int(noted) == fault and not claims.grad_UD.any() and (claims.number_V == -1).all()
-    changed = (table.records_VR[:, :5] != 1.0).any(dim=1).tolist()
-    assert changed == ([False] * 4 if fault else [False, True, False, True])
+        held, counts = (Held(table.records_VR, None) for table in tables), (torch.tensor(count, device="cuda") for count in claimed)
+        optimizer.step_in_place(tables, tuple(held), claims, tuple(counts), stepped, 0.1, guard)
+    assert int(noted) == (fault + 8 if fault == 168 and which else fault) and int(stepped) == 6
+    assert not any(its.grad_UD.any() or (its.number_V != -1).any() for its in claims)
+    for table in tables:
+        assert (table.records_VR[:, :5] != 1.0).any(dim=1).tolist() == ([False] * 4 if fault else [False, True, False, True])
 
 
 WITHOUT = [

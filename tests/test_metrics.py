@@ -2,43 +2,21 @@
 
 import json
 import logging
-import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from w2v import loggers
 from w2v.config import ConfigError, RunConfig
-from w2v.metrics import Metrics, log, log_to_console, log_to_file
+from w2v.metrics import TOGETHER, Metrics, Total
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_messages_that_nobody_reads_any_more_do_not_end_training(monkeypatch, tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as gone, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", gone)
-        patched.setattr(log, "handlers", [])
-        log_to_console()
-        with log_to_file(tmp_path / "train.log"):
-            for number in range(3):
-                log.info(f"message {number}")
-    kept = (tmp_path / "train.log").read_text().splitlines()
-    assert [line.split(" INFO ")[1] for line in kept] == ["message 0", "message 1", "message 2"]
-
-
-def test_messages_reach_a_file_at_once(monkeypatch, tmp_path):
-    with open(tmp_path / "said", "w") as file, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", file)
-        patched.setattr(log, "handlers", [])
-        log_to_console()
-        log.info("message")
-        assert (tmp_path / "said").read_text() == "message\n"
 
 
 def test_loss_is_the_mean_over_pairs_since_the_last_line(tmp_path):
@@ -82,6 +60,24 @@ def test_the_time_that_a_run_takes_is_told_once_without_what_its_first_step_wait
         "time      about 15 s of training: 0.2 M words/s at its beginning",
         " 20% of the words  0.042 Mw/s  loss 1.0000  lr 0.1  58 s left",
     ]
+
+
+@given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.booleans()), max_size=3 * TOGETHER), st.floats(0, 1e9))
+def test_a_sum_is_the_same_to_the_last_bit_however_often_it_is_read(numbers, start):
+    total, expected = Total(start), start
+    for number, read in numbers:
+        total.add(torch.tensor(number, dtype=torch.float64))
+        expected += number
+        if read:
+            assert total.read() == expected
+    assert total.read() == total.read() == expected
+
+
+def test_whole_numbers_are_summed_as_such():
+    total = Total()
+    for number in [2**60, *range(TOGETHER)]:
+        total.add(torch.tensor(number))
+    assert total.read() == 2**60 + sum(range(TOGETHER)) and isinstance(total.read(), int)
 
 
 def test_sums_do_not_saturate(tmp_path):

@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment", "host"},
+    {
+        "config", "batch", "bits", "rowfile", "kvfile", "durable", "signals", "torchrun", "questions", "pace", "environment", "host",
+        "console",
+    },
     {"settings", "hardware", "ranks", "loggers", "sources", "vocab", "kernels", "table", "nearest", "vectorfile"},
     {"corpus", "lexicon", "shards", "optim", "skipgram", "sampler", "transfer", "budget", "traffic"},
     {"ingest", "machine", "pipeline", "fleet", "tablefile"},
@@ -19,7 +22,7 @@ LAYERS = [
     {"experiments", "commands", "forecast"},
     {"sweep", "word2vec"},
     {"__init__", "train", "evaluate"},
-]
+]  # fmt: skip
 LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 GPU_CALLERS = {f"w2v/{room}.py" for room in ("kernels/cuda", "table", "pipeline", "sharded", "machine", "plan")}  # and w2v/transfer/
 MODULES = sorted((ROOT / "w2v").rglob("*.py"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from w2v.table import RowState, Table
-from w2v.transfer import staged, timing
+from w2v.transfer import staged, streams, timing
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident
@@ -78,7 +78,7 @@ class Mark:
 
     made, passed = 0, 0
 
-    def record(self):
+    def record(self, stream):
         Mark.made += 1
         self.at = Mark.made
 
@@ -96,7 +96,7 @@ def test_waits_count_once_they_are_over_and_no_one_waits_for_that(monkeypatch):
     waits = Waits(lambda: created.append(Mark()) or created[-1])
     for passed, seconds in ((0, 0), (0, 0), (5, 0.002), (8, 0.004), (8, 0.004), (12, 0.006)):
         monkeypatch.setattr(Mark, "passed", passed)
-        with waits.counted():
+        with waits.counted(stream=None):
             pass
         assert waits.seconds == pytest.approx(seconds)
     assert len(created) < 12  # those that have passed are used again
@@ -106,6 +106,15 @@ def test_copies_are_as_fast_as_they_are(monkeypatch):
     monkeypatch.setattr(timing, "MOVED_BYTES", 1 << 16)
     monkeypatch.setattr(timing, "SECONDS", 0.01)
     assert 1e8 < timing.copies(torch.device("cpu")) < 1e12
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_the_one_that_work_goes_to():
+    own = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
+    for stream in (torch.cuda.default_stream(), *own, own[0]):
+        with streams.on(stream):
+            assert streams.current() == torch.cuda.current_stream() == stream
+            assert streams.current().cuda_stream == stream.cuda_stream
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from w2v import host, torchrun
+from w2v import console, host, torchrun
 from w2v.config import Config
 from w2v.sources import CorpusError
 
@@ -61,9 +61,9 @@ def _read(config: Config, sender: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the program itself sees to them
         signal.signal(number, signal.SIG_IGN)
     host.end_with_parent()
-    from w2v import metrics, opening  # and numpy and numba, but not torch
+    from w2v import opening  # and numpy and numba, but not torch
 
-    metrics.log_to_console()
+    console.log_to_console()
     error = None
     try:
         opening.read(config)

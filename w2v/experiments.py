@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from w2v import baseline, comparison, durable, environment, evaluation, export, heldout, metrics, opening, plan, settings
+from w2v import baseline, comparison, console, durable, environment, evaluation, export, heldout, metrics, opening, plan, settings
 from w2v.config import Config
 from w2v.corpus import Corpus
 from w2v.trainer import Trainer
@@ -185,7 +185,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    metrics.log_to_console()
+    console.log_to_console()
     try:
         opened, configs = Opened(), {}
         for path in options.configs:

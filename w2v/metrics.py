@@ -7,64 +7,61 @@ import json
 import logging
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from w2v.loggers import Logger
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 log = logging.getLogger("w2v")
+TOGETHER = 64  # numbers that one kernel gathers, since one for each step would cost the CPU as much as a kernel that trains
 TRIAL_SECONDS = 2.0  # of training, which tell how long it will take
 REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
-
-
-def log_to_console(quiet: bool = False) -> None:
-    """Show the program's messages on standard output, above the progress bar where there is one; if `quiet`, only of what fails."""
-    handler = _AboveTheBar()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler]
-    log.setLevel(logging.ERROR if quiet else logging.INFO)
-
-
-@contextlib.contextmanager
-def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
-    """Keep the program's messages, for as long as the block runs, with the time of each; not at all if `quiet`."""
-    if quiet:
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-
-
-class _AboveTheBar(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record))
-            sys.stdout.flush()  # into a file or a pipe at once, too
-        except BrokenPipeError:  # who read it has ended, which is no reason to end training; train.log has it all
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Diverged(ValueError):
     """Numbers are no longer finite; the message says at which step, where, and what to try."""
 
 
+class Total:
+    """A sum, from `start` on, of numbers on the device, which lie there, 8 bytes each, until it is read.
+
+    They are added one after the other, in float64, so that the sum is the same whenever it has been read.
+    """
+
+    def __init__(self, start: float = 0):
+        self._sum = start
+        self._latest: list[Tensor] = []
+        self._waiting: list[Tensor] = []
+
+    def add(self, number: Tensor) -> None:
+        self._latest.append(number)
+        if len(self._latest) == TOGETHER:
+            self._put_together()
+
+    def read(self) -> float:
+        """The sum so far; waits for the device."""
+        if self._latest:
+            self._put_together()
+        if self._waiting:
+            for number in torch.cat(self._waiting).tolist():
+                self._sum += number
+            self._waiting = []
+        return self._sum
+
+    def _put_together(self) -> None:
+        self._waiting.append(torch.stack(self._latest))
+        self._latest = []
+
+
 class Metrics:
-    """Sums losses on the device in float64 and reads them only when they are shown or logged.
+    """Keeps losses on the device and sums them only when they are shown or logged.
 
     The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
     outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
@@ -87,8 +84,7 @@ class Metrics:
             log.warning(f"{path} has lost lines since the checkpoint; the curve goes on after a gap")
         self._file.truncate(min(self._file.tell(), int(state["bytes"])))
         self.step, self.words, self._logged_words = int(state["step"]), int(state["words"]), int(state["logged_words"])
-        self._loss: Tensor | float = state["loss"]
-        self._pairs: Tensor | int = int(state["pairs"])
+        self._loss, self._pairs = Total(state["loss"]), Total(state["pairs"])
         self._loggers, self._moved, self._logged_bytes = loggers, moved, moved()
         self._waited, self._logged_wait, self._link_rate = waited, waited(), link_rate
         self._link: dict[str, float] = {}  # what crossed it since the last line
@@ -102,8 +98,8 @@ class Metrics:
 
     def update(self, loss: Tensor, pairs: Tensor, words: int, lr: float) -> None:
         """Count one step, after which `words` raw words are done."""
-        self._loss = self._loss + loss
-        self._pairs = self._pairs + pairs
+        self._loss.add(loss)
+        self._pairs.add(pairs)
         self.step, self.words = self.step + 1, words
         now = time.monotonic()
         self._paced = self._paced or (now - self._start, words)
@@ -131,7 +127,7 @@ class Metrics:
                 pace = (self.seconds - self._paced[0]) / (self.words - self._paced[1])
                 left = f"  {pace * (self._total_words - self.words):.0f} s left"
             log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}{left}")
-        self._loss, self._pairs = 0.0, 0
+        self._loss, self._pairs = Total(), Total()
         self._logged, self._logged_words, self._logged_bytes, self._logged_wait = now, self.words, self._moved(), self._waited()
 
     def state(self, lr: float) -> dict[str, float]:
@@ -140,7 +136,7 @@ class Metrics:
         self._file.flush()
         os.fsync(self._file.fileno())
         return {
-            "step": self.step, "words": self.words, "seconds": self.seconds, "loss": float(self._loss), "pairs": int(self._pairs),
+            "step": self.step, "words": self.words, "seconds": self.seconds, "loss": self._loss.read(), "pairs": int(self._pairs.read()),
             "mean_loss": self.loss, "logged_words": self._logged_words, "logged_seconds": self._logged - self._start,
             "bytes": os.fstat(self._file.fileno()).st_size,
         }  # fmt: skip
@@ -173,7 +169,7 @@ class Metrics:
         self._file.close()
 
     def _read(self, lr: float) -> None:
-        loss, pairs = float(self._loss), int(self._pairs)
+        loss, pairs = self._loss.read(), self._pairs.read()
         self._look()
         self.loss = loss / pairs if pairs else self.loss
         self._shown = time.monotonic()

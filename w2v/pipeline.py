@@ -70,6 +70,7 @@ class Pipeline:
         self._largest = torch.tensor(largest, dtype=torch.float64, device=device)[:, None]
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
+        self._planned: torch.cuda.Event | None = None  # when the last page is
         self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
         if self._planning:
             torch.cuda.reset_peak_memory_stats(device)
@@ -142,7 +143,7 @@ class Pipeline:
                 self.engine.prefetch(self._marks(page))
             return page
         current = streams.current()
-        self._computed.append(current.record_event())
+        self._computed.append(current.record_event(self._computed.popleft() if len(self._computed) == 2 else None))
         with streams.on(self._planning):
             page = self._draw(batches)
             marks_TV = self._marks(page) if page and self.engine.pages else None
@@ -150,7 +151,8 @@ class Pipeline:
             self._planning.wait_event(self._computed[0])
             if marks_TV is not None:
                 self.engine.prefetch(marks_TV)
-        current.wait_stream(self._planning)
+        self._planned = self._planning.record_event(self._planned)
+        current.wait_event(self._planned)
         self._held.append(page)
         return page
 
@@ -194,9 +196,8 @@ class FusedPipeline(Pipeline):
     def _step_rows(self, held: tuple[Held, Held], claims: Both, claimed: tuple[Tensor, Tensor], loss: Tensor, lr: float) -> None:
         """The optimizer's step of the claimed rows of both tables, which ends the claims."""
         self.steps += 1
-        for number, table in enumerate((self.inputs, self.outputs)):
-            guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2 + number)
-            self.optimizer.step_in_place(table, held[number], claims[number], claimed[number], self._rows_stepped, lr, guard)
+        guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2)
+        self.optimizer.step_in_place((self.inputs, self.outputs), held, claims, claimed, self._rows_stepped, lr, guard)
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
@@ -210,12 +211,12 @@ class FusedPipeline(Pipeline):
 
 def most_rows(batch: Batch) -> tuple[int, int]:
     """How many rows of the input and of the output table the batch may touch."""
-    centers, drawn = batch.windows_B.shape[0], batch.negatives_BK.numel()
-    return centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
+    centers, noise = batch.negatives_BK.shape
+    return centers + 2 * batch.window, centers + min(centers * noise, batch.pool or centers * noise)
 
 
 def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:
     """Claims of tables of so many rows with room for so many of them: those given, if they have it."""
-    if claims and all(claim.rows_U.shape[0] >= min(rows, some) for claim, some in zip(claims, most, strict=True)):
+    if claims and claims[0].room >= min(rows, most[0]) and claims[1].room >= min(rows, most[1]):
         return claims
     return cuda.Claims(rows, most[0], dim, device), cuda.Claims(rows, most[1], dim, device)

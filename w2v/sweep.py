@@ -30,7 +30,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from w2v import comparison, durable, environment, evaluation, metrics, plan, settings
+from w2v import comparison, console, durable, environment, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
 
@@ -236,7 +236,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    metrics.log_to_console()
+    console.log_to_console()
     opened, deadline = Opened(), time.monotonic() + options.limit_seconds
     try:
         for path in map(file_of, options.names):

@@ -129,8 +129,9 @@ class Table:
         """The seed, mixed, that rounds the next write to bfloat16: of 64 bits, unsigned; 0 for other elements."""
         if self.dtype != torch.bfloat16:
             return 0
-        self.scalars["writes"] += 1
-        return mix(int(self.scalars["writes"]))
+        writes = int(self.scalars["writes"]) + 1
+        self.scalars["writes"].fill_(writes)
+        return mix(writes)
 
     def shrink(self, width: int) -> None:
         """Keep the first `width` elements of each record; the others' memory is given back if it is ordinary CPU memory."""

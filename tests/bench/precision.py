@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import plot_precision, results
 from tests.bench.measure import Figures, Section
 from tests.bench.steps import Steps, gpu_memory
-from w2v import metrics, plan, settings
+from w2v import console, plan, settings
 from w2v.config import Config
 from w2v.experiments import Opened, with_batch
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--steps {args.steps}: 3 or more are needed to tell the first from the last")
     if not torch.cuda.is_available() or find_spec("cupy") is None:
         sys.exit("bench-precision needs a CUDA GPU and CuPy, and finds " + ("no CuPy" if torch.cuda.is_available() else "no GPU"))
-    metrics.log_to_console()
+    console.log_to_console()
     try:
         sweep(args)
     except ValueError as error:

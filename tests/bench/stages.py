@@ -2,7 +2,7 @@
 
 Batches are drawn and their rows planned on one stream, rows move on another, and the steps before compute on a third, so the stages may
 sum to more than the step; `busy` is the time in which any kernel runs. Our kernels are known by their names. Of torch's own, those on
-the stream that computes zero counters and sum losses ("rest"), and the others draw batches, but for the zeroing of marks. What is sent
+the stream that computes zero counters and gather losses ("rest"), and the others draw batches, but for the zeroing of marks. What is sent
 between ranks counts with the wait for the other ranks.
 """
 

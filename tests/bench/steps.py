@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.bench.measure import Figures
 from w2v import plan
+from w2v.metrics import Total
 from w2v.optim import learning_rate
 from w2v.pipeline import Pipeline
 from w2v.plan import Plan
@@ -21,7 +22,7 @@ class Stretch(NamedTuple):
     """Some steps, from a device at rest to one at rest.
 
     words: of the text, those that subsampling drops included; seconds: on the clock; cpu: seconds that the launching thread computed, or
-    waited for the device without sleeping; loss: mean of a pair, NaN once a step was not finite.
+    waited for the device without sleeping; loss: mean of a pair, NaN of none, and once a step was not finite.
     """
 
     words: float
@@ -44,16 +45,17 @@ class Steps:
         """Make so many."""
         self._wait()
         passes, began, computed = self._passes, time.perf_counter(), time.thread_time()
-        loss = pairs = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss, pairs = Total(), Total()
         for planned in islice(self._ahead, number):
             share = self._done / self._total if self._total else 0.5
             result = self.pipeline.step(planned, learning_rate(self._optimizer, share))
-            loss, pairs = loss + result.loss, pairs + result.pairs
+            loss.add(result.loss)
+            pairs.add(result.pairs)
             self._done, self._passes = self._done + 1, planned.batch.epochs_done
         computed = time.thread_time() - computed
         self._wait()
         seconds = time.perf_counter() - began
-        mean = math.nan if int(self.pipeline.fault) else float(loss / pairs)
+        mean = loss.read() / pairs.read() if pairs.read() and not int(self.pipeline.fault) else math.nan
         return Stretch((self._passes - passes) * self._raw_words, seconds, computed, mean)
 
     def _wait(self) -> None:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages, steps
 from tests.bench.measure import Figures, Section
-from w2v import evaluation, experiments, metrics, plan, settings
+from w2v import console, evaluation, experiments, plan, settings
 from w2v.config import Config
 from w2v.experiments import Opened
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--results", type=Path, default=results.FILE)
     args = parser.parse_args(arguments)
-    metrics.log_to_console()
+    console.log_to_console()
     opened, cases = Opened(), {}
     breakdown = Section("stages", "What the time of a step goes into", args.results)
     try:

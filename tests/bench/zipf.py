@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps, gpu_memory, link
-from w2v import backends, metrics, plan, settings
+from w2v import backends, console, plan, settings
 from w2v.corpus import Corpus
 from w2v.machine import Machine
 from w2v.plan import Plan
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if min(args.vocabulary, args.words) < 2 or args.steps < 1:
         parser.error("--vocabulary and --words must be 2 or more, --steps 1 or more")
-    metrics.log_to_console()
+    console.log_to_console()
     try:
         config = settings.load(CONFIGS, [*SETTINGS, *args.set])
         device = backends.choose_device(config, Machine.here())

@@ -65,14 +65,15 @@ def draw(
 class Claims:
     """The rows of a table that the batch at hand touches, `most` at most, with a gradient of each; all on the GPU.
 
-    number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32; pairs_U: int32, how many pairs
-    a gradient sums, where they are counted.
+    room: for how many rows; number_V: int32, the number of each row, or -1; rows_U: int32, the row of each number; grad_UD: float32;
+    pairs_U: int32, how many pairs a gradient sums, where they are counted.
     """
 
     def __init__(self, rows: int, most: int, dim: int, device: torch.device):
         self.number_V = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.rows_U = torch.empty(min(rows, most), dtype=torch.int32, device=device)
-        self.grad_UD = torch.zeros(len(self.rows_U), dim, device=device)
+        self.room = min(rows, most)
+        self.rows_U = torch.empty(self.room, dtype=torch.int32, device=device)
+        self.grad_UD = torch.zeros(self.room, dim, device=device)
         self.pairs_U = torch.zeros_like(self.rows_U)
 
 
@@ -105,7 +106,7 @@ def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
-    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV)
+    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV.unbind())
 
 
 class Moves(NamedTuple):
@@ -155,8 +156,8 @@ def skipgram(
 class Guard(NamedTuple):
     """What keeps numbers that are not finite out of the tables; loss: float64, fault: int64, both on the GPU.
 
-    A step whose `loss` is not finite sets `fault` to `step` + 1, and one that would write a row which is not sets it to `step` + `bit`,
-    unless it is set already; from then on no row is written.
+    A step whose `loss` is not finite sets `fault` to `step` + 1, and one that would write a row which is not sets it to `step` + `bit`, or
+    twice that bit for the output table, unless it is set already; from then on no row is written.
     """
 
     loss: Tensor
@@ -166,28 +167,29 @@ class Guard(NamedTuple):
 
 
 def step_rows(
-    formula: str, states: int, held: Held, claims: Claims, count: Tensor, stepped: Tensor, step: float, step_column: int, hyper: Hyper,
-    cap: int, noise: int, guard: Guard,
+    formula: str, states: int, held: tuple[Held, Held], claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stepped: Tensor,
+    step: float, step_column: int, hyper: Hyper, cap: int, noise: tuple[int, int], guard: Guard,
 ) -> None:  # fmt: skip
-    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims and zeroes gradients and counts of pairs.
+    """One optimizer step of the claimed rows of both tables, their `step`th, which ends the claims and zeroes gradients and their pairs.
 
-    count, stepped: int64, how many rows are claimed, and those of all steps, to which they are added.
+    claimed, stepped: int64, how many rows are claimed of each table, and those of all steps, to which they are added.
 
     A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
-    scaled by cap / pairs, if cap is not 0. `noise` is the seed, mixed, of rounding to bfloat16, unsigned.
+    scaled by cap / pairs, if cap is not 0. `noise` are the seeds, mixed, of rounding to bfloat16, unsigned.
     """
-    dim, row_width = claims.grad_UD.shape[1], held.records_SR.shape[1]
-    wide = 1 if dim % 4 else 4
-    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[held.records_SR.dtype], "WIDE": wide}
+    (inputs, slot_in), (outputs, slot_out) = held
+    (of_inputs, of_outputs), (_, dim), (_, row_width) = claims, claims[0].grad_UD.shape, inputs.shape
+    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[inputs.dtype], "WIDE": 1 if dim % 4 else 4}
     launch(
-        "optim.cu", "step", made_for, enough_blocks(32 * claims.rows_U.shape[0]),
-        held.records_SR, held.slot_of_V, row_width, claims.grad_UD, claims.pairs_U, claims.rows_U, count, stepped,
-        claims.number_V, dim, step_column, float(step), cap, signed(noise), *map(float, hyper), *guard,
+        "optim.cu", "step", made_for, enough_blocks(32 * (of_inputs.room + of_outputs.room)),
+        inputs, slot_in, of_inputs.grad_UD, of_inputs.pairs_U, of_inputs.rows_U, of_inputs.number_V, signed(noise[0]), claimed[0],
+        outputs, slot_out, of_outputs.grad_UD, of_outputs.pairs_U, of_outputs.rows_U, of_outputs.number_V, signed(noise[1]), claimed[1],
+        stepped, row_width, dim, step_column, step, cap, *hyper, *guard,
     )  # fmt: skip
 
 
 class Hyper(NamedTuple):
-    """What the formulas in optim.cu take, in the order of their struct; `rest` is 1 - beta."""
+    """What the formulas in optim.cu take, in the order of their struct, each a float as `launch` has it; `rest` is 1 - beta."""
 
     lr: float
     eps: float = 0.0
@@ -229,13 +231,14 @@ def launch(
     A tensor is passed as the pointer to its data, None as a null pointer. Integers are for parameters of any width, floats for those of 4
     bytes.
     """
-    device = torch.cuda.current_device()
+    device = torch._C._cuda_getDevice()  # torch's public ways to it and to its stream look up more than this
     if getattr(_thread, "device", None) != device:
         torch.cuda.current_stream().query()  # gives this thread the device's context, without which the driver launches nothing
         _thread.device = device
-    values = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    # By its type, as isinstance takes twice as long to find that a number is no tensor.
+    values: list[Any] = [arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args]
     queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
-    _compiled(source, kernel, tuple(defines.items()), device)(blocks, values, queue)
+    _compiled(device, source, kernel, **defines)(blocks, values, queue)
 
 
 _thread = threading.local()
@@ -260,22 +263,23 @@ class Launcher:
                 self._memory = ctypes.create_string_buffer(self._layout.size)
                 start = ctypes.addressof(self._memory)
                 self._pointers = (ctypes.c_void_p * len(values))(*range(start, start + self._layout.size, 8))
+                self._parameters = ctypes.addressof(self._pointers)
             self._layout.pack_into(self._memory, 0, *values)
-            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(self._pointers), 0)
+            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._parameters, 0)
 
 
 @functools.cache
-def _compiled(source: str, kernel: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Launcher:
+def _compiled(device: int, source: str, kernel: str, **defines: int | str) -> Launcher:
     """For the current `device`; the module stays loaded with it."""
-    function = _module(source, defines, device).get_function(kernel).kernel
+    function = _module(device, source, **defines).get_function(kernel).kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
     return Launcher(function.ptr, driver.launchKernel)
 
 
 @functools.cache
-def _module(source: str, defines: tuple[tuple[str, int | str], ...], device: int) -> Any:
+def _module(device: int, source: str, **defines: int | str) -> Any:
     import cupy
 
-    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines))
+    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines.items()))
     return cupy.RawModule(code=(KERNELS / source).read_text(), options=options)

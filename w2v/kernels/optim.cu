@@ -67,35 +67,53 @@ __device__ unsigned long long rounding(long long row, long long row_width, int i
 #endif
 }
 
-// Steps the claimed rows in place (sgns.cu), zeroes their gradients and takes the claims back. A record is dim weights, then STATES times
-// dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
+// A table, and what is claimed of it (sgns.cu).
+struct Table {
+    Element* records;
+    const int* slot;
+    float* grads;
+    int* pairs;  // of how many pairs each gradient is the sum
+    const int* rows;
+    int* number;
+    unsigned long long noise;  // the seed, already mixed, of the rounding to bfloat16
+};
+#define TABLE(which)                                                                                                          \
+    Element *records_##which, const int *slot_##which, float *grads_##which, int *pairs_##which, const int *rows_##which,     \
+        int *number_##which, unsigned long long noise_##which, const long long *count_##which
+
+// Steps the claimed rows of both tables in place, zeroes their gradients and takes the claims back. A record is dim weights, then STATES
+// times dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
 //
-// count: how many rows are claimed, which are added to `stepped`.
-// pairs: of how many pairs each gradient is the sum; where `cap` is not 0, gradients of more are scaled down to the mean of `cap` of them.
-// noise: the seed, already mixed, of the rounding to bfloat16.
-// A loss that is not finite, or a number that the record cannot hold, sets `fault` unless it is set; from then on no record is written.
+// count_*: how many rows are claimed, which are added to `stepped`.
+// cap: where it is not 0, gradients that sum more pairs are scaled down to the mean of `cap` of them.
+// A loss that is not finite, or a number that the record cannot hold, sets `fault` unless it is set, the latter with `bit` in the input
+// table and the next one in the output table; from then on no record is written.
 extern "C" __global__ void step(
-    Element* records, const int* slot, long long row_width, float* grads, int* pairs, const int* rows, const long long* count,
-    long long* stepped, int* number, int dim, int step_column, float table_step, int cap, unsigned long long noise, float lr, float eps,
-    float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1, float beta2, float rest2, float log_beta2,
+    TABLE(in), TABLE(out), long long* stepped, long long row_width, int dim, int step_column, float table_step, int cap, float lr,
+    float eps, float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1, float beta2, float rest2, float log_beta2,
     const double* loss, unsigned long long* fault, long long this_step, long long bit) {
+    const Table in = {records_in, slot_in, grads_in, pairs_in, rows_in, number_in, noise_in};
+    const Table out = {records_out, slot_out, grads_out, pairs_out, rows_out, number_out, noise_out};
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
     const Hyper hyper = {lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2};
     const int lane = threadIdx.x % 32, packs = dim / WIDE;
-    const long long warps = (long long)gridDim.x * blockDim.x / 32, claimed = *count;
+    const long long warps = (long long)gridDim.x * blockDim.x / 32, inputs = *count_in, claimed = inputs + *count_out;
     if (blockIdx.x + threadIdx.x == 0) *stepped += claimed;
-    for (long long n = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < claimed; n += warps) {
-        const int row = rows[n];
-        Element* record = records + (slot ? slot[row] : row) * row_width;
+    for (long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; i < claimed; i += warps) {
+        const bool output = i >= inputs;
+        const Table of = output ? out : in;
+        const long long n = output ? i - inputs : i;
+        const int row = of.rows[n];
+        Element* record = of.records + (of.slot ? of.slot[row] : row) * row_width;
         Bias bias;
         bias.step = table_step;
         if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
         bias.second = -expm1f(bias.step * hyper.log_beta2);
-        const float scale = cap && pairs[n] > cap ? (float)cap / pairs[n] : 1;
+        const float scale = cap && of.pairs[n] > cap ? (float)cap / of.pairs[n] : 1;
         for (int i = lane; i < packs; i += 32) {
-            Grads* its = (Grads*)(grads + n * dim) + i;
+            Grads* its = (Grads*)(of.grads + n * dim) + i;
             const Grads grad = *its;
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
 #pragma unroll
@@ -111,16 +129,16 @@ extern "C" __global__ void step(
 #pragma unroll
             for (int f = 0; f <= STATES; f++)
                 for (int w = 0; w < WIDE; w++) finite &= fabsf(field[f].at[w]) <= LARGEST;  // which no NaN is
-            if (sound && !finite) atomicCAS(fault, 0, this_step + bit);
+            if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << output));
 #pragma unroll
             for (int f = 0; f <= STATES; f++)
-                if (sound && finite) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, noise));
+                if (sound && finite) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, of.noise));
             *its = {};  // not before the loads, which would wait for it: 59 against 179 us for 50,700 rows
         }
         __syncwarp();
         if (lane == 0) {
-            number[row] = -1;
-            if (cap) pairs[n] = 0;
+            of.number[row] = -1;
+            if (cap) of.pairs[n] = 0;
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }

@@ -63,7 +63,7 @@ def hear(ids_M: Tensor, lent_N: Tensor, next_asked_N: Tensor, next_lent_N: Tenso
 
 def mark_lent(ids_M: Tensor, stride: int, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V of the shard], of the rows that are asked for."""
-    launch("shard.cu", "mark_lent", _made_for(), enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *marks_TV)
+    launch("shard.cu", "mark_lent", _made_for(), enough_blocks(ids_M.shape[0]), *_lent(ids_M, stride), *marks_TV.unbind())
 
 
 def lend(

@@ -28,7 +28,7 @@ class CachedMapped(InSlots):
         self._addresses = torch.tensor([table.records_VR.data_ptr() for table in tables], device=device)
         # While the moves of one plan are under way the next is made: each has its own lists, free again when its moves are done.
         self._orders = [cache.Orders(self._in_slots) for _ in range(2)]
-        self._moved = [self._arrived, self._arrived]
+        self._moved = [streams.current().record_event() for _ in self._orders]
         self._settled = True
 
     @property
@@ -60,7 +60,7 @@ class CachedMapped(InSlots):
             self._join()
             self._make_plan(None, in_use=self._plan)
             self._move(streams.current())
-            self._planned = self._arrived
+            streams.current().record_event(self._planned)  # the next plan is made after these moves
         self._settled = True
         self._refuse()
 
@@ -69,12 +69,12 @@ class CachedMapped(InSlots):
         for event in (self._planned, self._moved[self._plan % 2]):
             current.wait_event(event)
         cache.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)
-        self._planned = current.record_event()
+        current.record_event(self._planned)
 
     def _move(self, stream: torch.cuda.Stream) -> None:
         moves, rows = self._orders[self._plan % 2].moves, self.tables[0].rows
         cuda.exchange(moves, self._addresses, rows, self._records_SR, self._slot_of_TV, self.slots, stream)
-        self._arrived = self._moved[self._plan % 2] = stream.record_event()
+        self._arrived = stream.record_event(self._moved[self._plan % 2])
 
     @property
     def _noticed(self) -> np.ndarray:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from w2v.batch import Held, Page
 from w2v.table import Table
-from w2v.transfer import Engine, Link
+from w2v.transfer import Engine, Link, streams
 from w2v.transfer.timing import Waits
 
 
@@ -30,14 +30,14 @@ class Paged(Engine):
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         records_UR = torch.empty(len(rows_U), table.width, dtype=table.records_VR.dtype, device=rows_U.device)
-        with self._waits.counted() if rows_U.is_cuda else contextlib.nullcontext():
+        with self._waits.counted(streams.current()) if rows_U.is_cuda else contextlib.nullcontext():
             self.link.read(table, rows_U, records_UR)
         self.rows_used, self.rows_read = self.rows_used + len(rows_U), self.rows_read + len(rows_U)
         return Page(table, rows_U, table.decode(records_UR), table.columns)
 
     def write_back(self, page: Page) -> None:
         records_UR = page.table.encode(page.rows_U, page.records_UR)
-        with self._waits.counted() if records_UR.is_cuda else contextlib.nullcontext():
+        with self._waits.counted(streams.current()) if records_UR.is_cuda else contextlib.nullcontext():
             self.link.write(page.table, page.rows_U, records_UR)
         self.rows_written += len(page.rows_U)
 

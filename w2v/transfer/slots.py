@@ -38,7 +38,7 @@ class InSlots(Engine):
         self._plan = 0
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # When the last plan is made, and when all moves are.
-        self._planned = self._arrived = streams.current().record_event() if self._reads else None
+        self._planned, self._arrived = (streams.current().record_event() if self._reads else None for _ in range(2))
         self._waits, self._waited_for = Waits(), 0  # the plan whose rows are there
 
     @property
@@ -47,7 +47,7 @@ class InSlots(Engine):
 
     def hold(self, table: Table) -> Held:
         if self._waited_for != self._plan:
-            with self._waits.counted() if self._reads else contextlib.nullcontext():
+            with self._waits.counted(streams.current()) if self._reads else contextlib.nullcontext():
                 self._settle()
                 self._join()
             self._waited_for = self._plan

@@ -19,7 +19,7 @@ SECONDS = 0.2  # each way
 
 
 class Waits:
-    """How long the current stream has stood still for moves: events before and after each, which are looked at when they have passed."""
+    """How long a stream has stood still for moves: events before and after each, which are looked at when they have passed."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event] = lambda: torch.cuda.Event(enable_timing=True)):
         self._event, self._seconds = event, 0.0
@@ -27,12 +27,12 @@ class Waits:
         self._passed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """What the block has the current stream do or wait for."""
+    def counted(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What the block has the stream do or wait for."""
         before, after = self._passed.pop() if self._passed else (self._event(), self._event())
-        before.record()
+        before.record(stream)
         yield
-        after.record()
+        after.record(stream)
         self._open.append((before, after))
         self._look()
 

@@ -1,0 +1,29 @@
+"""What the program says reaches the console and train.log, whoever listens."""
+
+import os
+import sys
+
+from w2v.console import log, log_to_console, log_to_file
+
+
+def test_messages_that_nobody_reads_any_more_do_not_end_training(monkeypatch, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", gone)
+        patched.setattr(log, "handlers", [])
+        log_to_console()
+        with log_to_file(tmp_path / "train.log"):
+            for number in range(3):
+                log.info(f"message {number}")
+    kept = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(" INFO ")[1] for line in kept] == ["message 0", "message 1", "message 2"]
+
+
+def test_messages_reach_a_file_at_once(monkeypatch, tmp_path):
+    with open(tmp_path / "said", "w") as file, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", file)
+        patched.setattr(log, "handlers", [])
+        log_to_console()
+        log.info("message")
+        assert (tmp_path / "said").read_text() == "message\n"

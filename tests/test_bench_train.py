@@ -244,7 +244,7 @@ def test_stages_are_seen_and_fill_the_time_in_which_the_gpu_is_busy(tmp_path):
     parts = {stage: found["stages", stage] for stage in stages.STAGES}
     between_ranks = {"lend", "collect", "network"}
     assert {stage for stage, us in parts.items() if us == 0} == between_ranks, parts
-    assert sum(parts.values()) >= 0.99 * found["stages", "busy"] and found["stages", "kernels"] > 10
+    assert sum(parts.values()) >= 0.99 * found["stages", "busy"] and found["stages", "kernels"] > 8
 
 
 @pytest.mark.gpu

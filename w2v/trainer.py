@@ -255,7 +255,7 @@ class Trainer:
             remedy = f"the last good checkpoint is {saved.path}: python train.py --resume {self.folder} optimizer.lr={optimizer.lr / 4:.3g}"
         return (
             f"training diverged at step {self._first_step + step:,} ({optimizer.name}, lr {lr:.4g}): no longer finite: {', '.join(parts)}; "
-            f"that step was not written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
+            f"no such number was written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
         )
 
     def _stop(self, lr: float, position: Position, status: int) -> None:

@@ -6,9 +6,9 @@
     torchrun --nproc-per-node 4 tests/bench/ranks.py --rows 100e6 --steps 200     tables that fill the machine's memory
 
 The words are those of zipf.py, but each is drawn by itself, and each rank draws its own share of the text; the batch is shared out among
-the ranks, and so is a pool of half as many noise words. Tables are pinned, and `--room` is that of all GPUs together. With both the same
-for one GPU and for several, several have smaller steps and no more memory to keep rows in (strong scaling); with both in proportion, each
-GPU has what the one had (weak scaling).
+the ranks, and so is a pool of half as many noise words, which serves eight steps. Tables are pinned, and `--room` is that of all GPUs
+together. With both the same for one GPU and for several, several have smaller steps and no more memory to keep rows in (strong scaling);
+with both in proportion, each GPU has what the one had (weak scaling).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def main() -> None:
     ranks = Timed() if torchrun.started() else ALONE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
-    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2 // ranks.size}", *args.set])
+    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2 // ranks.size}", "model.negative_pool_steps=8", *args.set])
     began = time.perf_counter()
     steps = Shares(config, ranks, args.rows, args.words, args.batch, args.room)
     ranks.gather(None)
@@ -175,7 +175,7 @@ def main() -> None:
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
         case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%}"
-        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2}", *args.set])
+        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2} for 8 steps", *args.set])
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
     ranks.part()

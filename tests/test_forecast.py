@@ -19,7 +19,7 @@ from w2v.optim import RowOptimizer
 from w2v.traffic import CLUMPS, Spectrum
 
 ROOT = Path(__file__).parent.parent
-COMMIT = "af7e212"
+COMMIT = "cfb9706"
 GIB = 1 << 30
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% negative_pool="
 TEXT8 = ROOT / "configs" / "text8.yaml"
@@ -61,17 +61,17 @@ def compare(foretold, figures):
 @pytest.mark.parametrize(
     "case, more",
     [
-        ("65536", []),
-        ("65536 transfer.steps_per_page=1", ["transfer.steps_per_page=1"]),
+        ("65536 for 8 steps", []),
+        ("65536 for 8 steps transfer.steps_per_page=1", ["transfer.steps_per_page=1"]),
+        ("65536 for 1 steps model.negative_pool_steps=1", ["model.negative_pool_steps=1"]),
         (
-            "65536 transfer.steps_per_page=1 train.batch_size=131072",
-            ["transfer.steps_per_page=1", "train.batch_size=131072"],
+            "131072 for 8 steps train.batch_size=131072 model.negative_pool=131072",
+            ["train.batch_size=131072", "model.negative_pool=131072"],
         ),
-        ("32768 transfer.steps_per_page=2 model.negative_pool=32768", ["transfer.steps_per_page=2", "model.negative_pool=32768"]),
     ],
 )
 def test_measured_runs_on_zipfs_words(measured, case, more):
-    foretold = forecast(*zipf.SETTINGS, "model.negative_pool_steps=1", *more, rows=10_000_000)
+    foretold = forecast(*zipf.SETTINGS, *more, rows=10_000_000)
     figures = measured["zipf", ZIPF + case]
     compare(foretold, figures)
     assert foretold.slowest[1] == "link"
@@ -88,6 +88,13 @@ def test_measured_runs_on_wikipedia(measured, optimizer, precision, engine):
     name, _, share = engine.partition(":")
     more = [f"train.precision={precision}", f"transfer.engine={name}", f"transfer.gpu_bytes={share or 'auto'}"]
     compare(wiki100(*more, optimizer=optimizer), measured["train", f"wiki100 {optimizer} {engine} {precision} seeds=3"])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_measured_runs_with_shared_noise(measured, optimizer):
+    pool = ["model.negative_pool=65536", "model.negative_pool_steps=8"]
+    foretold = wiki100("transfer.engine=mapped", "transfer.gpu_bytes=50%", *pool, optimizer=optimizer)
+    compare(foretold, measured["train", f"wiki100 {optimizer} mapped:50% float32 {' '.join(pool)} seeds=3"])
 
 
 def test_shares_add_up():

@@ -1,6 +1,7 @@
 """Which device and engine are chosen, and what is said where a choice cannot be had."""
 
 import logging
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench import zipf
 from w2v import backends, opening, plan, settings
 from w2v.config import ConfigError
 from w2v.transfer import timing
@@ -173,6 +175,18 @@ def test_pages_serve_as_many_steps_as_there_is_room_for(tmp_path):
     assert found == sorted(found, reverse=True) and found[0] == 8 and found[2] in (2, 4) and found[-1] == 1
     asked = settings.load([], ["transfer.steps_per_page=3"])
     assert replace(planned, slots=0, config=replace(planned.config, transfer=asked.transfer)).steps_per_page == 3
+
+
+def test_what_moves_is_said_and_how_to_make_it_less():
+    opened = zipf.generate(400_000, 2_000_000, 1.0, torch.device("cpu"))
+    planned = plan.make_plan(configured("vocab.min_count=1", "train.batch_size=65536"), opened)
+    assert "link      about" not in str(planned) and "link      about" not in str(replace(planned, slots=2 * 400_000))
+    line = re.compile(r"link      about (.+) rows a word of the text come over it, and as many go back(?:; (.+) with (.+) (.+))?\n")
+    rows, fewer, *keys = line.search(str(replace(planned, slots=350_000))).groups()
+    shared = replace(planned, slots=350_000, config=settings.load([], ["train.batch_size=65536", *keys]))
+    found = line.search(str(shared)).groups()
+    assert keys == ["model.negative_pool=65536", "model.negative_pool_steps=8"] and found == (fewer, None, None, None)
+    assert 0 < 2 * float(fewer) < float(rows)
 
 
 def test_a_trial_decides_between_the_links():

@@ -1,8 +1,9 @@
 """From ids to batches: subsampling, shrinking windows and noise words, drawn on the device that computes.
 
 The corpus is read in chunks of whole sentences; a chunk is subsampled at once and its kept words are cut into batches of nearly
-equal size. All draws are seeded by (seed, rank, epoch, chunk, batch), so three numbers say where the sampler stands. Where several
-ranks train together, each reads a span of sentences with about as many words as the others'.
+equal size. All draws are seeded by (seed, rank, epoch, chunk, batch), and a pool of noise words by how many of the epoch came before it, so
+four numbers say where the sampler stands. Where several ranks train together, each reads a span of sentences with about as many words as
+the others'.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from w2v import host
 from w2v.questions import ASKED
 
 
@@ -69,4 +70,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what `head` has read enough of ends without a word
-    sys.exit(main())
+    host.end(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import ahead, console, durable, environment, hardware, loggers, settings, torchrun
+from w2v import ahead, console, durable, environment, hardware, host, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -76,4 +76,4 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
 
 
 if __name__ == "__main__":
-    torchrun.end(torchrun.recorded(main)())
+    host.end(torchrun.recorded(main)())

@@ -5,7 +5,6 @@ An error that all ranks have, since they have told each other or must fail alike
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -110,15 +109,6 @@ def recorded(main: Callable[..., int]) -> Callable[..., int]:
         return 0
 
     return leaving
-
-
-def end(status: int) -> NoReturn:
-    """Exit; after success without taking modules apart, which takes half a second where torch is among them."""
-    if status == 0 and "torch" in sys.modules:
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):  # which the usual way tells
-            _end(0)
-    sys.exit(status)
 
 
 def _end(status: int) -> NoReturn:

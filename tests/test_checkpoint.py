@@ -83,6 +83,17 @@ def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
     assert latest(tmp_path).state["step"] == 100_000_000
 
 
+def test_one_that_was_killed_before_it_removed_the_oldest_is_made_up_for(tmp_path, monkeypatch):
+    tables = two_tables()
+    with monkeypatch.context() as killed:
+        killed.setattr(checkpoint, "_remove", lambda path: None)
+        for step in (1, 2, 3):
+            Checkpoints(tmp_path, tables, 0).save({"step": step}, wait=True)
+    assert len(list(tmp_path.iterdir())) == 3
+    Checkpoints(tmp_path, tables, 0).save({"step": 3}, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
 @pytest.mark.parametrize("room, at_once", [(NONE, 6), (PART, 5), (1000, 4), (ALL, 0)])
 def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_path, monkeypatch, room, at_once):
     """What has no room is on disk when `save` returns; then all rows change before the copies of the others are written."""

@@ -64,6 +64,7 @@ class Checkpoints:
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
         if all(self._ranks.gather(path.exists())):
+            self._remove_old()  # as who wrote it may have been killed before that
             return
         manifest = {"format": FORMAT, **state, "tables": _describe(self._tables, self._ranks)}
         if self._ranks.size > 1:
@@ -118,7 +119,10 @@ class Checkpoints:
                     _remove(path)  # what other hosts do not have: they had failed when it was written
                     os.replace(aside, path)
                     durable.sync_folder(path.parent)
-        for old in _saved(path.parent)[:-KEPT] if self._leads else []:
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        for old in _saved(self.folder)[:-KEPT] if self._leads else []:
             _remove(old)
 
     @contextlib.contextmanager

@@ -230,7 +230,7 @@ def test_only_plain_descent_steps_center_by_center():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50).filter(any), st.lists(st.floats(0, 1, exclude_max=True), min_size=1))
 def test_noise_words_are_those_of_the_search(noise, uniform):
     cdf = torch.from_numpy(np.cumsum(noise) / np.sum(noise))
-    numbers = torch.tensor([*uniform, *cdf[cdf < 1].tolist(), 0.0], dtype=torch.float64)
+    numbers = torch.tensor([*uniform, *cdf.clamp(max=1).tolist(), 0.0, 1.0], dtype=torch.float64)
     assert torch.equal(cpu.inversion(cdf)(numbers), search(cdf)(numbers))
 
 

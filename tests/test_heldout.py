@@ -52,7 +52,7 @@ def test_nothing_held_out_is_trained_on_and_all_else_is(batch_size):
 
 def test_the_loss_is_the_mean_over_pairs_and_the_same_each_time():
     ids, offsets, keep, noise = corpus([40] * 60)
-    model = ModelConfig(vector_size=8, window=2, negative=3, negative_pool=5)
+    model = ModelConfig(vector_size=8, window=2, negative=3, negative_pool=5, negative_pool_steps=2)
     generator = torch.Generator().manual_seed(0)
     input_VD, output_VD = torch.randn(2, len(ids), 8, generator=generator)
     held = HeldOut(ids, offsets, heldout.choose(offsets, 100), keep, noise, model, CPU)

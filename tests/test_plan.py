@@ -180,13 +180,16 @@ def test_pages_serve_as_many_steps_as_there_is_room_for(tmp_path):
 def test_what_moves_is_said_and_how_to_make_it_less():
     opened = zipf.generate(400_000, 2_000_000, 1.0, torch.device("cpu"))
     planned = plan.make_plan(configured("vocab.min_count=1", "train.batch_size=65536"), opened)
-    assert "link      about" not in str(planned) and "link      about" not in str(replace(planned, slots=2 * 400_000))
-    line = re.compile(r"link      about (.+) rows a word of the text come over it, and as many go back(?:; (.+) with (.+) (.+))?\n")
-    rows, fewer, *keys = line.search(str(replace(planned, slots=350_000))).groups()
-    shared = replace(planned, slots=350_000, config=settings.load([], ["train.batch_size=65536", *keys]))
+    few, paged = replace(planned, slots=350_000), replace(planned, engine="mapped", slots=350_000)
+    assert not any("link      about" in str(one) for one in (planned, few, replace(paged, slots=2 * 400_000)))
+    line = re.compile(r"link      about (.+) rows a word of the text come over it, and as many go back(?:; (.+) with (.+) (.+), .+)?\n")
+    rows, fewer, *keys = line.search(str(paged)).groups()
+    shared = replace(paged, config=settings.load([], ["train.batch_size=65536", *keys]))
     found = line.search(str(shared)).groups()
     assert keys == ["model.negative_pool=65536", "model.negative_pool_steps=8"] and found == (fewer, None, None, None)
-    assert 0 < 2 * float(fewer) < float(rows)
+    fetched = line.search(str(replace(paged, slots=0))).group(1)
+    assert 0 < 2 * float(fewer) < float(rows) < float(fetched)
+    assert " with " not in line.search(str(replace(paged, config=settings.load([], ["train.batch_size=1000000"])))).group(0)
 
 
 def test_a_trial_decides_between_the_links():

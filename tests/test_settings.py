@@ -122,7 +122,7 @@ def test_yaml_and_interpolation_errors_name_the_key(assignment: str, start: str)
     ("assignment", "words"),
     [
         ("model.window=0", "at least 1"), ("model.vector_size=0", "at least 1"), ("model.negative_pool=-1", "0 or more"),
-        ("model.negative_pool_steps=0", "at least 1"),
+        ("model.negative_pool_steps=0", "at least 1"), ("model.negative_pool_steps=8", "1, or a pool to share: model.negative_pool=65536"),
         ("model.negative=0", "at least 1 (skip-gram here learns from negatives only)"), ("model.sample=1.0", "from 0 to below 1"),
         ("model.ns_exponent=nan", "a finite number"), ("optimizer.lr=inf", "a number above 0"),
         ("optimizer.lr=0.0", "a number above 0"), ("optimizer.warmup=1.0", "from 0 to below 1"), ("train.epochs=0", "at least 1"),

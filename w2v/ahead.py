@@ -23,10 +23,10 @@ from w2v.sources import CorpusError
 def reading(config: Config, resume: str | None = None) -> Iterator[None]:
     """Have the text's ids in the cache when the block is left; raises what `opening.read` raises.
 
-    Does nothing where torch is there already, where ranks have to agree which of them reads, or where a run goes on, which says itself
-    what its text is.
+    Does nothing where torch is there already, where ranks have to agree which of them reads, where a run goes on, which says itself
+    what its text is, or where a process cannot safely be forked.
     """
-    if resume or torchrun.started() or "torch" in sys.modules:
+    if resume or torchrun.started() or "torch" in sys.modules or sys.platform != "linux":
         yield
         return
     forking = multiprocessing.get_context("fork")  # as there are no threads yet, and no GPU in use

@@ -73,6 +73,8 @@ class ModelConfig:
         require(self.negative >= 1, "model.negative", self.negative, "at least 1 (skip-gram here learns from negatives only)")
         require(self.negative_pool >= 0, "model.negative_pool", self.negative_pool, "0 or more")
         require(self.negative_pool_steps >= 1, "model.negative_pool_steps", self.negative_pool_steps, "at least 1")
+        pooled = self.negative_pool > 0 or self.negative_pool_steps == 1
+        require(pooled, "model.negative_pool_steps", self.negative_pool_steps, "1, or a pool to share: model.negative_pool=65536")
         require(0 <= self.sample < 1, "model.sample", self.sample, "from 0 to below 1")
         require(math.isfinite(self.ns_exponent), "model.ns_exponent", self.ns_exponent, "a finite number")
 

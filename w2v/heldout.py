@@ -47,7 +47,7 @@ class HeldOut:
     ):  # fmt: skip
         sentences = [ids_N[offsets_S[number] : offsets_S[number + 1]] for number in chosen]
         offsets = np.cumsum([0, *map(len, sentences)])
-        cpu, model = torch.device("cpu"), replace(model, negative_pool=0)
+        cpu, model = torch.device("cpu"), replace(model, negative_pool=0, negative_pool_steps=1)
         drawn = list(Sampler(np.concatenate(sentences), offsets, keep_V, noise_V, model, BATCH, SEED, cpu).epoch())
         if not any(bool(expand(batch).context_mask_BC.any()) for batch in drawn):
             raise ConfigError(f"train.held_out_words chose {offsets[-1]} words that make no pair; raise it, or model.sample={model.sample}")

@@ -44,7 +44,7 @@ log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
-NOISE_WORDS, NOISE_STEPS = 1 << 16, 8  # a pool, and for how many steps of as many centers, with which Adam learns as much as without
+NOISE_WORDS, NOISE_STEPS = 1 << 16, 8  # a pool, and for how many steps of as many centers, with which Adam and AdamW learn as much
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
 IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that part is for the corpus
 
@@ -91,26 +91,22 @@ class Plan:
         config, size = self.config, self.ranks.size
         if config.transfer.steps_per_page:
             return config.transfer.steps_per_page
-        if not self._moves:  # what is true of any text need not be worked out
+        if self.slots in (0, 2 * self.ranks.rows(len(self.vocab.words))):  # what is true of any text need not be worked out
             return MOST_STEPS if self.slots else 1
         return Traffic.of_rank(self._spectrum, config.model, size).steps_of_page(-(-config.train.batch_size // size), self.slots, size)
-
-    @property
-    def _moves(self) -> bool:
-        """Whether some rows have no room on the GPU."""
-        return self.slots not in (0, 2 * self.ranks.rows(len(self.vocab.words)))
 
     @cached_property
     def _spectrum(self) -> Spectrum:
         return Spectrum.of(self.vocab.counts)
 
     def _link(self) -> list[str]:
-        """How many rows are expected to move, and what would make them fewer."""
-        if not self._moves:
+        """How many rows are expected to move where not all have room on the GPU, and what would make them fewer."""
+        if self.engine not in LINKS or self.slots == 2 * self.ranks.rows(len(self.vocab.words)):
             return []
-        model, steps = self.config.model, max(1, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size)
-        rows, fewer = map(self._rows_read, (model, replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps)))
-        hint = f"; {fewer:.2g} with model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}" if fewer < rows / 2 else ""
+        model, steps = self.config.model, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size
+        rows, hint = self._rows_read(model), ""
+        if steps and (fewer := self._rows_read(replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps))) < rows / 2:
+            hint = f"; {fewer:.2g} with model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}, with which Adam learns as much"
         return [f"link      about {rows:.2g} rows a word of the text come over it, and as many go back{hint}"]
 
     def _rows_read(self, model: ModelConfig) -> float:
@@ -118,7 +114,9 @@ class Plan:
         size, centers = self.ranks.size, -(-self.config.train.batch_size // self.ranks.size)
         traffic = Traffic.of_rank(self._spectrum, model, size)
         steps = self.config.transfer.steps_per_page or traffic.steps_of_page(centers, self.slots, size)
-        return traffic.read(centers, size * self.slots, size, steps) * traffic.kept / (steps * size * centers)
+        rows = traffic.read(centers, size * self.slots, size, steps) if self.slots else size * traffic.page_rows(centers, size, steps)
+        words = steps * size * centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
+        return rows / words
 
     def _kernels(self) -> str:
         if not self.fused:

@@ -96,8 +96,9 @@ def reference() -> str:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
-    """Which keys of `as_dict` differ, each with both values in words."""
-    differ = [name for name in old.keys() & new.keys() if old[name] != new[name]]
+    """Which keys of `as_dict` differ, each with both values in words; one that an `old` program did not know had the default."""
+    old = as_dict(Config()) | old
+    differ = [name for name in new if old[name] != new[name]]
     return {name: f"{name}={_show(new[name])} instead of {_show(old[name])}" for name in sorted(differ)}
 
 

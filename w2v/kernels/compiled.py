@@ -307,7 +307,7 @@ def step_rows(owner, owners, formula, records_VR, step_column, constants, number
 def invert(cdf_V, starts, uniform_N, words_N):
     """The first word whose cumulative probability is above each number; at most the last."""
     for i in range(len(uniform_N)):
-        word = starts[int(uniform_N[i] * len(starts))]
+        word = starts[min(int(uniform_N[i] * len(starts)), len(starts) - 1)]
         while word < len(cdf_V) - 1 and cdf_V[word] <= uniform_N[i]:
             word += 1
         words_N[i] = word

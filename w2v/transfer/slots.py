@@ -37,7 +37,7 @@ class InSlots(Engine):
         self._order_N = by_rank_N if uses_TV is None else by_rank_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
         self._plan = 0
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # When the last plan is made, and when all moves are.
+        # When the last plan is made, and when all moves are; events may be recorded again once all waits for them are enqueued.
         self._planned, self._arrived = (streams.current().record_event() if self._reads else None for _ in range(2))
         self._waits, self._waited_for = Waits(), 0  # the plan whose rows are there
 

@@ -17,7 +17,7 @@ from w2v.kernels.cuda import KERNELS
 from w2v.optim import learning_rate
 from w2v.pipeline import StepResult
 
-CPU = "train.device=cpu transfer.engine=resident model.vector_size=8 model.negative_pool=0 train.batch_size=128".split()
+CPU = "train.device=cpu transfer.engine=resident model.vector_size=8 model.negative_pool_steps=1 train.batch_size=128".split()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from w2v.config import Config, ConfigError
-from w2v.settings import FOREIGN_NAMES, describe, load, names, save
+from w2v.settings import FOREIGN_NAMES, as_dict, changes, describe, load, names, save
 
 CLI = "(from the command line)"
 
@@ -245,3 +245,11 @@ def test_any_assignment_is_taken_or_refused_in_one_line(pairs: list[tuple[str, s
         assert len(str(error).splitlines()) == 1
     else:
         assert isinstance(config, Config)
+
+
+def test_a_key_that_an_older_program_did_not_know_had_its_default() -> None:
+    old, new = (as_dict(load([], ["model.negative_pool=64"])) for _ in range(2))
+    del old["model.negative_pool_steps"]
+    assert changes(old, new) == {}
+    new["model.negative_pool_steps"] = 8
+    assert changes(old, new) == {"model.negative_pool_steps": "model.negative_pool_steps=8 instead of 1"}

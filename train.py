@@ -41,7 +41,7 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         from w2v import forecast  # heavy, as those below, so only once the config is known to be right
 
         return forecast.tell(config, args)
-    with ahead.reading(config, args.resume):
+    with ahead.reading(config, args.resume), signals.put_off():
         from w2v import opening, plan, runfolder, trainer, trial
 
     ranks = plan.join(config)

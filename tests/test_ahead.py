@@ -1,5 +1,6 @@
 """A new text, read by a process of its own while train.py imports torch: what is seen of it from the outside."""
 
+import contextlib
 import gzip
 import os
 import pickle
@@ -13,6 +14,7 @@ import pytest
 
 from w2v import ahead, opening, settings, sources, vocab
 from w2v.config import ConfigError
+from w2v.signals import Signals
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -124,3 +126,12 @@ def test_nothing_is_read_ahead_where_torch_is_there(text, tmp_path):
         pass
     assert not (tmp_path / "data").exists()
     assert opening.open_corpus(config)[1].raw_words == 500
+
+
+def test_a_signal_while_modules_are_imported_is_not_lost():
+    imported = False
+    with Signals() as signals, pytest.raises(SystemExit) as ended, signals.put_off():
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        imported = True
+    assert imported and ended.value.code == 143

@@ -12,8 +12,8 @@ from typing import Any
 
 
 class Signals:
-    """While entered, SIGINT, SIGTERM and SIGHUP raise `SystemExit` with the status 130, 143 or 129; within `held`, the first only sets
-    `status`."""
+    """While entered, SIGINT, SIGTERM and SIGHUP raise `SystemExit` with the status 130, 143 or 129; within `held` and `put_off`, the first
+    only sets `status`."""
 
     def __init__(self) -> None:
         self.status = 0  # to exit with; 0: none came
@@ -39,6 +39,14 @@ class Signals:
             yield
         finally:
             self._held = False
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Raise at the end of the block, which may swallow what is raised in it, as imports do that try one thing and then another."""
+        with self.held():
+            yield
+        if self.status:
+            raise SystemExit(self.status)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.status or os.getpid() != self._process:  # a worker process has nothing to save

@@ -114,9 +114,8 @@ class Plan:
         size, centers = self.ranks.size, -(-self.config.train.batch_size // self.ranks.size)
         traffic = Traffic.of_rank(self._spectrum, model, size)
         steps = self.config.transfer.steps_per_page or traffic.steps_of_page(centers, self.slots, size)
-        rows = traffic.read(centers, size * self.slots, size, steps) if self.slots else size * traffic.page_rows(centers, size, steps)
         words = steps * size * centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
-        return rows / words
+        return traffic.read(centers, size * self.slots, size, steps) / words
 
     def _kernels(self) -> str:
         if not self.fused:

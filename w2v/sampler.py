@@ -52,7 +52,7 @@ class Sampler:
         self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._invert, self._draw = (inversion or search)(self._noise_cdf_V), draw
         self._generator = torch.Generator(device)
-        self._drawn: tuple[int, Tensor] = -1, self._noise_cdf_V[:0]  # the last pool and its key
+        self._last_pool: tuple[int, Tensor] = -1, self._noise_cdf_V[:0]  # its key, and its words
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         self._stand_for(ranks.rank, ranks.size)
         self._begun: tuple[int, list[Span]] = 0, self._share  # an epoch, and what of the text is read in it
@@ -177,13 +177,13 @@ class Sampler:
         pool_key = self._key(epoch, -1, drawn // model.negative_pool_steps) if self._pool else 0
         if self._draw:
             return self._draw(key, size, lowest, model.window, model.negative, self._pool, pool_key, self._noise_cdf_V)
-        if self._pool and pool_key != self._drawn[0]:
-            self._drawn = pool_key, self._invert(spread(torch.rand(self._pool, dtype=torch.float64, **self._seeded(pool_key))))
+        if self._pool and pool_key != self._last_pool[0]:
+            self._last_pool = pool_key, self._invert(spread(torch.rand(self._pool, dtype=torch.float64, **self._seeded(pool_key))))
         shape, seeded = (size, model.negative), self._seeded(key)
         windows_B = torch.randint(lowest, model.window + 1, (size,), dtype=torch.int32, **seeded)
         if not self._pool:
             return windows_B, self._invert(torch.rand(shape, dtype=torch.float64, **seeded))
-        return windows_B, self._drawn[1][torch.randint(self._pool, shape, **seeded)]
+        return windows_B, self._last_pool[1][torch.randint(self._pool, shape, **seeded)]
 
     def _seeded(self, key: int) -> dict[str, Any]:
         """What has torch draw on this device, with that seed."""

@@ -113,7 +113,10 @@ class Traffic:
 
         A GPU has the rows of the page, those of the page before if both have room, and in what is left of `slots` those that are used
         most. Of the others, rows come that were not touched by the page before, nor, if there was room for two, by the one before that.
+        Without slots, all rows of a page come for it alone.
         """
+        if not slots:
+            return self.rows(self.touched(centers, ranks, steps))
         pages = 2 if ranks * self.rows_of_two(centers, ranks, steps) <= slots else 1
         served = max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0  # pages, by a pool
 

@@ -175,7 +175,7 @@ def main() -> None:
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
         case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%}"
-        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2} for 8 steps", *args.set])
+        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2} for {config.model.negative_pool_steps} steps", *args.set])
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
     ranks.part()

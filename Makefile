@@ -76,12 +76,12 @@ test-gpu: $(INSTALLED) ## run the tests that need a GPU
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows; torch's own kernels are left out. Races can only be
 # where memory is shared in a block.
 CHECKED := edges or round_as_encode or (test_fused_training and Adam and not (Adamax or AdamW)) or plans_made or (test_cached and planned \
-  and not dense) or (twenty_epochs and fused and bf16) or plain_twins
+  and not dense) or (twenty_epochs and fused and bf16) or plain_twins or kernel_draws
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 W2V_STRESS_STEPS=1000 \
   compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name-exclude kns=native
 sanitize: $(INSTALLED) ## check the kernels' memory accesses and races with compute-sanitizer, which comes with CUDA; seven minutes of a GPU
 	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/test_kernels.py tests/test_cached.py tests/test_repeatable.py \
-	  tests/test_sharded_fused.py -k "$(CHECKED)"
+	  tests/test_sampler.py tests/test_sharded_fused.py -k "$(CHECKED)"
 	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/test_cached.py tests/test_kernels.py tests/test_sharded_fused.py \
 	  -k "edges or plans_made or plain_twins or (sharing or stress) and planned"
 

@@ -100,10 +100,10 @@ extern "C" __global__ void step(
     const int lane = threadIdx.x % 32, packs = dim / WIDE;
     const long long warps = (long long)gridDim.x * blockDim.x / 32, inputs = *count_in, claimed = inputs + *count_out;
     if (blockIdx.x + threadIdx.x == 0) *stepped += claimed;
-    for (long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; i < claimed; i += warps) {
-        const bool output = i >= inputs;
+    for (long long claim = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; claim < claimed; claim += warps) {
+        const bool output = claim >= inputs;
         const Table of = output ? out : in;
-        const long long n = output ? i - inputs : i;
+        const long long n = output ? claim - inputs : claim;
         const int row = of.rows[n];
         Element* record = of.records + (of.slot ? of.slot[row] : row) * row_width;
         Bias bias;

@@ -4,6 +4,7 @@ Weights, gradients and learning rate are whole numbers, so that sums are exact i
 the moves follow one another.
 """
 
+import itertools
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.optim import RowOptimizer
-from w2v.table import Table
+from w2v.table import Table, record_width, side_by_side
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
 from w2v.transfer.mapped import Mapped
@@ -46,7 +47,12 @@ def make_engine(name, tables, slots, uses_TV=None):
 
 
 def make_tables(optimizer, storage, rows=ROWS, dim=DIM):
-    tables = [Table(name, rows, dim, optimizer.states(dim), optimizer.scalars, storage) for name in ("input", "output")]
+    states = optimizer.states(dim)
+    memory = side_by_side(2, rows, record_width(dim, states), torch.float32) if storage == "pinned" else [None, None]
+    tables = [
+        Table(name, rows, dim, states, optimizer.scalars, storage, pinned_VR=pinned_VR)
+        for name, pinned_VR in zip(("input", "output"), memory, strict=True)
+    ]
     for number, table in enumerate(tables):
         table["weight"].copy_(torch.arange(rows * dim).view(rows, dim) % 19 - number)
     return tables
@@ -67,20 +73,30 @@ def marked(rows, count):
     return torch.zeros(count, dtype=torch.bool).index_fill(0, rows, True)
 
 
-def run(optimizer, tables, engine, pages, lr, device):
+def random_soon(rows, seed):
+    """For each page the marks of any rows as those that are used soon, or now and then none."""
+    g = torch.Generator().manual_seed(seed)
+    while True:
+        share = float(torch.rand((), generator=g))
+        yield None if share < 0.1 else torch.rand(rows, generator=g) < share
+
+
+def run(optimizer, tables, engine, pages, lr, device, soon=None):
     """`pages` is a list of lists of steps, each a pair of rows of both tables. Plans run a page ahead, on a stream of their own."""
+    soon = soon or itertools.repeat(None)
     planning = torch.cuda.Stream() if device == "cuda" else None
     done, step = [], 0
 
     def plan(page):
         marks = torch.stack([marked(torch.cat([both[number] for both in page]), table.rows) for number, table in enumerate(tables)])
-        marks = marks.to(device)
+        marks, used_soon = marks.to(device), next(soon)
+        used_soon = used_soon if used_soon is None else used_soon.to(device)
         if planning is None:
-            return engine.prefetch(marks)
+            return engine.prefetch(marks, used_soon)
         done.append(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(planning):
             planning.wait_stream(torch.cuda.current_stream()) if len(done) < 2 else planning.wait_event(done[-2])
-            engine.prefetch(marks)
+            engine.prefetch(marks, used_soon)
         torch.cuda.current_stream().wait_stream(planning)
 
     plan(pages[0])
@@ -118,7 +134,8 @@ def test_equals_dense_training(name, pages, spare, uses):
     slots = min(2 * ROWS, max(1, needed(pages) + spare))
     uses_TV = None if uses is None else torch.rand(2, ROWS, generator=torch.Generator().manual_seed(uses))
     engine = make_engine(name, tables, slots, uses_TV)
-    for ours, dense in zip(run(optimizer, tables, engine, pages, 1.0, device), expected, strict=True):
+    soon = None if uses is None else random_soon(ROWS, uses)
+    for ours, dense in zip(run(optimizer, tables, engine, pages, 1.0, device, soon), expected, strict=True):
         assert torch.equal(ours, dense)
     assert engine.rows_read - engine.rows_written <= slots
 
@@ -182,6 +199,30 @@ def test_the_least_used_rows_leave_first():
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "soon, there",
+    [
+        (None, {0, 5, 6, 7, 8, 20}),
+        (set(), {0, 5, 6, 7, 8, 20}),
+        ({21, 22}, {0, 6, 7, 8, 21, 22}),
+        ({5, 20, 21, 22}, {5, 6, 7, 8, 20, 21}),  # more than there is room for
+        ({0, 5, 20, 21, 22}, {0, 5, 6, 7, 8, 20}),
+    ],
+)
+def test_rows_that_are_used_soon_leave_last(name, soon, there):
+    """Of rows 0, 5, 20, 21 and 22, that nobody uses any more, two have to leave."""
+    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
+    storage, device = PLACES[name]
+    engine = make_engine(name, make_tables(optimizer, storage), 6)
+    for rows, used_soon in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon)):
+        marks = torch.stack([marked(torch.tensor(sorted(of_table)).long(), ROWS) for of_table in (rows, set())])
+        used_soon = None if used_soon is None else marked(torch.tensor(sorted(used_soon)).long(), ROWS).to(device)
+        engine.prefetch(marks.to(device), used_soon)
+        engine.hold(engine.tables[0])
+    assert {*torch.nonzero(engine._slot_of_TV[0] != 6).flatten().tolist()} == there
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_a_step_that_cannot_fit_is_refused(name):
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=1.0))
     storage, device = PLACES[name]
@@ -202,7 +243,7 @@ def test_plans_made_on_the_gpu_are_those_of_plain_torch(rows):
     for name in ("mapped", "planned on the GPU"):
         tables = make_tables(optimizer, "pinned", rows=rows)
         engine = make_engine(name, tables, 700, torch.rand(2, rows, generator=torch.Generator().manual_seed(1)))
-        run(optimizer, tables, engine, pages, 1.0, "cuda")
+        run(optimizer, tables, engine, pages, 1.0, "cuda", random_soon(rows, 2))
         moved[name] = engine.rows_used, engine.rows_read, engine.rows_written
     assert moved["mapped"] == moved["planned on the GPU"] and moved["mapped"][2] > 1000
 
@@ -227,6 +268,6 @@ def test_stress(name):
             table["weight"][rows] -= gradient(rows, step, dim)
     for slots in (1000, 4000):
         tables = make_tables(optimizer, storage, total, dim)
-        found = run(optimizer, tables, make_engine(name, tables, slots), pages, 1.0, device)
+        found = run(optimizer, tables, make_engine(name, tables, slots), pages, 1.0, device, random_soon(total, 8))
         for ours, dense in zip(found, expected, strict=True):
             assert torch.equal(ours, dense.records_VR)

@@ -171,10 +171,20 @@ def test_pages_serve_as_many_steps_as_there_is_room_for(tmp_path):
     text.write_text("\n".join(" ".join(f"w{(7 * n + step * step) % 900}" for step in range(40)) for n in range(200)), encoding="utf-8")
     planned = plan.make_plan(configured(f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "vocab.min_count=1", "train.batch_size=50"))
     both = 2 * len(planned.vocab.words)
-    found = [replace(planned, slots=slots).steps_per_page for slots in (both, both - 1, both // 2, both // 6, 0)]
+    found = [replace(planned, slots=slots).paging.steps for slots in (both, both - 1, both // 2, both // 6, 0)]
     assert found == sorted(found, reverse=True) and found[0] == 8 and found[2] in (2, 4) and found[-1] == 1
     asked = settings.load([], ["transfer.steps_per_page=3"])
-    assert replace(planned, slots=0, config=replace(planned.config, transfer=asked.transfer)).steps_per_page == 3
+    assert replace(planned, slots=0, config=replace(planned.config, transfer=asked.transfer)).paging.steps == 3
+
+
+def test_rows_that_are_used_soon_stay_where_rows_are_paged():
+    opened = zipf.generate(100_000, 4_000_000, 1.0, torch.device("cpu"))
+    planned = plan.make_plan(configured("vocab.min_count=1", "train.batch_size=1024", "model.negative_pool=1024"), opened)
+    paged = replace(planned, engine="mapped", slots=120_000)
+    assert not any(one.paging.lookahead for one in (planned, replace(planned, slots=120_000), replace(paged, slots=200_000)))
+    assert 0 < replace(paged, slots=60_000).paging.lookahead < paged.paging.lookahead < 4_000_000 / 32 / 1024
+    off = settings.load([], ["transfer.lookahead=false"])
+    assert replace(paged, config=replace(planned.config, transfer=off.transfer)).paging == (paged.paging.steps, 0)
 
 
 def test_what_moves_is_said_and_how_to_make_it_less():

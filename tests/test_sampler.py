@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
 from w2v.ranks import Ranks
-from w2v.sampler import Position, Sampler
+from w2v.sampler import CHUNK_PIECES, Position, Sampler
 from w2v.skipgram import expand
 
 CPU = torch.device("cpu")
@@ -120,7 +120,9 @@ def corpus():
 
 def equal(ours, theirs):
     return len(ours) == len(theirs) and all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+        a is b or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for x, y in zip(ours, theirs, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -219,6 +221,32 @@ def test_other_ranks_read_what_is_left(lengths, before, after, steps, more):
     counts = np.bincount(np.concatenate([np.array(part, int) for part in read]), minlength=sum(lengths))
     if epoch == 0 and states[0]["position"][0] == 0:
         assert counts.min() == 1 and counts.sum() <= sum(lengths) + (before + after) * max(lengths)
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(60, 400), st.integers(0, 2**31), st.integers(0, 1))
+def test_what_the_text_uses_after_a_batch(size, lookahead, words, seed, epoch):
+    """All rows of the chunks after it and of the rest of its own, but that a piece of a chunk more or less may count."""
+    ids, batch_size = np.random.default_rng(seed).integers(0, 40, words, dtype=np.int32), 2 * size
+    text = ids, np.append(np.arange(0, words, 7), words), np.ones(40), np.full(40, 1 / 40)
+    samplers = [Sampler(*text, ModelConfig(), batch_size, 1, CPU, ranks=One(rank, size), lookahead=lookahead) for rank in range(size)]
+    chunks = [[ids[s._offsets_S[first] : s._offsets_S[last]] for first, last in s._chunks(0)] for s in samplers]
+    most = max(map(len, chunks))
+    for rank, s in enumerate(samplers):
+        s.position, rows = Position(epoch), {word: word // size for word in range(rank, 40, size)}
+        for batch in s.epoch():
+            used = {*torch.nonzero(batch.ahead.last_piece_V >= batch.ahead.next).flatten().tolist()}
+            number = batch.after.chunk
+            done = batch.after.batch / -(-len(chunks[rank][number]) // 2)
+            surely, perhaps = set(), set()
+            for of_rank in chunks:
+                for later in range(number + 1, number + 1 + lookahead):
+                    surely.update(of_rank[later % most] if later % most < len(of_rank) else ())
+                its = of_rank[number] if number < len(of_rank) else ids[:0]
+                surely.update(its[int(np.ceil(len(its) * (done + 1 / CHUNK_PIECES))) + 1 :])
+                perhaps.update(its[max(0, int(len(its) * (done - 1 / CHUNK_PIECES)) - 1) :])
+            assert {rows[word] for word in surely if word in rows} <= used
+            assert used <= {rows[word] for word in surely | perhaps if word in rows}
 
 
 def test_ranks_draw_differently_and_as_their_seed_says():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.bench import zipf
 from w2v import skipgram
-from w2v.config import ModelConfig, OptimizerConfig
+from w2v.config import ModelConfig, OptimizerConfig, TransferConfig
 from w2v.optim import RowOptimizer
 from w2v.pipeline import Pipeline
 from w2v.sampler import Sampler
@@ -41,10 +41,10 @@ def text():
     return zipf.generate(ROWS, 20 * ROWS, 1.0, CPU)
 
 
-def sampler(text, model, seed=1):
+def sampler(text, model, seed=1, lookahead=0):
     vocab, corpus = text
     keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
-    return Sampler(corpus.ids, corpus.offsets, keep_V, noise_V, model, CENTERS, seed, CPU)
+    return Sampler(corpus.ids, corpus.offsets, keep_V, noise_V, model, CENTERS, seed, CPU, lookahead=lookahead)
 
 
 def spectrum(text):
@@ -73,6 +73,23 @@ def test_rows_of_several_ranks_and_steps(text, model, ranks, steps):
     assert traffic.rows(traffic.touched(centers, ranks, steps)) == pytest.approx(found, rel=0.01)
 
 
+def brought(model, slots, steps, first, pages, batches, uses_TV=None):
+    """How many rows the engine brings for each of so many pages after the first ones, and the mean size of a batch."""
+    optimizer = RowOptimizer(OptimizerConfig())
+    inputs, outputs = (Table(name, ROWS, 4, optimizer.states(4), optimizer.scalars, "cpu") for name in ("input", "output"))
+    engine = Cached(InMemory(), [inputs, outputs], slots, CPU, uses_TV)
+    pipeline = Pipeline(inputs, outputs, engine, optimizer, CPU, steps)
+    before, sizes = [], []
+    for number, planned in enumerate(pipeline.ahead(batches)):
+        if number % steps == 0 and number // steps in (first, first + pages):
+            before.append(engine.rows_read)
+        if len(before) == 2:
+            break
+        pipeline.step(planned, 0.01)
+        sizes.append(len(planned.batch.windows_B))
+    return (before[1] - before[0]) / pages, np.mean(sizes)
+
+
 @pytest.mark.parametrize(
     "model, slots, steps, warm_up",
     [
@@ -81,26 +98,30 @@ def test_rows_of_several_ranks_and_steps(text, model, ranks, steps):
     ],
 )  # fmt: skip
 def test_rows_that_the_engine_brings(text, model, slots, steps, warm_up, one_thread):
-    model, optimizer = MODELS[model], RowOptimizer(OptimizerConfig())
-    inputs, outputs = (Table(name, ROWS, 4, optimizer.states(4), optimizer.scalars, "cpu") for name in ("input", "output"))
-    vocab = text[0]
+    model, vocab = MODELS[model], text[0]
     kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
     uses_TV = np.stack([kept_V, kept_V + model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)])
-    engine = Cached(InMemory(), [inputs, outputs], slots, CPU, torch.from_numpy(uses_TV))
-    pipeline = Pipeline(inputs, outputs, engine, optimizer, CPU, steps)
-    pages, before, sizes = (warm_up, warm_up + 40), [], []
     batches = (batch for seed in range(3) for batch in islice(sampler(text, model, seed).epoch(), 144))  # whole pages
-    for number, planned in enumerate(pipeline.ahead(batches)):
-        if number % steps == 0 and number // steps in pages:
-            before.append(engine.rows_read)
-        if len(before) == 2:
-            break
-        pipeline.step(planned, 0.01)
-        sizes.append(len(planned.batch.windows_B))
-    traffic = Traffic(spectrum(text), model)
-    expected = traffic.read(np.mean(sizes), slots, steps=steps)
-    found = (before[1] - before[0]) / (pages[1] - pages[0])
+    found, size = brought(model, slots, steps, warm_up, 40, batches, torch.from_numpy(uses_TV))
+    expected = Traffic(spectrum(text), model).read(size, slots, steps=steps)
     assert found == pytest.approx(expected, rel=0.025), (found, expected)
+
+
+@pytest.mark.parametrize("model, steps", [(1, 1), (1, 2), (3, 1)])
+def test_rows_that_come_where_those_used_soon_stay(text, model, steps, one_thread):
+    """What is expected is about what comes; fewer than without looking ahead, and than farther ahead, where they leave too early."""
+    model, slots = MODELS[model], 28_000
+    traffic = Traffic(spectrum(text), model)
+    paging = traffic.paging(CENTERS, slots, 1, TransferConfig(steps_per_page=steps))
+    assert paging.steps == steps and paging.lookahead in (1, 2)
+    assert traffic.paging(CENTERS, slots, 1, TransferConfig(steps_per_page=steps, lookahead=False)) == (steps, 0)
+    found = {}
+    for lookahead in (0, paging.lookahead, 5):
+        one = sampler(text, model, lookahead=lookahead)
+        batches = (batch for _ in range(9) for batch in one.epoch())
+        found[lookahead], size = brought(model, slots, steps, 100 // steps, 120 // steps, batches)
+    best = found.pop(paging.lookahead)
+    assert best == pytest.approx(traffic.read(size, slots, 1, *paging), rel=0.1) and best < 0.9 * min(found.values())
 
 
 def test_groups_of_words_stand_for_the_words():
@@ -129,9 +150,13 @@ def test_no_array_is_as_long_as_a_large_vocabulary(rows):
 
 
 def test_words_in_clumps_are_fewer(text):
-    counts = text[0].counts
-    assert Spectrum.of(counts).words == counts.sum() and Spectrum.of(counts).rows == ROWS
-    clumped, scattered = (Traffic(one, ModelConfig()) for one in (Spectrum.of(counts), spectrum(text)))
+    """A text that says each stretch of three words twice has clumps of two."""
+    counts, ids = text[0].counts, text[1].ids
+    by_chance = Spectrum.of(counts, ids)
+    clumped = Spectrum.of(2 * counts, np.concatenate([np.tile(three, 2) for three in np.array_split(ids, len(ids) // 3)]))
+    assert by_chance.words == counts.sum() and by_chance.rows == ROWS and by_chance.clumps == pytest.approx(1, abs=0.02)
+    assert clumped.clumps == pytest.approx(2, rel=0.02)
+    clumped, scattered = Traffic(clumped, ModelConfig()), Traffic(by_chance, ModelConfig())
     assert (clumped.touched(CENTERS) <= scattered.touched(CENTERS)).all()
     assert clumped.rows(clumped.touched(CENTERS)) < 0.99 * scattered.rows(scattered.touched(CENTERS))
 

@@ -14,6 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from w2v.table import Table
 
+CHUNK_BATCHES = 32  # about: a chunk of text holds as many raw words as this many batches hold centers
+
 
 class Position(NamedTuple):
     """Where a sampler stands: the next batch to draw, by its place in the corpus."""
@@ -22,6 +24,13 @@ class Position(NamedTuple):
     chunk: int = 0
     batch: int = 0
     drawn: int = 0  # batches of the epoch before it
+
+
+class Ahead(NamedTuple):
+    """The rows of this rank's shards that the text after a batch uses, as far as it is looked ahead at: of these pieces of it."""
+
+    last_piece_V: Tensor  # int32, the last piece that uses the row
+    next: int  # the first piece after the batch
 
 
 class Batch(NamedTuple):
@@ -36,6 +45,7 @@ class Batch(NamedTuple):
     epochs_done: float  # passes over the corpus that are done with this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
     pool: int = 0  # of how many words, drawn before, the noise words are picked; 0: each was drawn by itself
+    ahead: Ahead | None = None
 
 
 @dataclass

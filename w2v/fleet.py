@@ -13,7 +13,7 @@ from w2v.questions import ASKED
 MOST_RANKS = 4096
 WORD_BYTES = 180  # of CPU memory, for a word of the vocabulary and what is known of it
 DRAW_BYTES, CLAIM_BYTES, ASK_BYTES = 12, 8, 16  # of GPU memory for a word: to draw it, to number its rows, and to ask others for these
-PLACE_BYTES = 10  # of GPU memory for a row of the shard, when rows are paged
+PLACE_BYTES = 13  # of GPU memory for a row of the shard, when rows are paged
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,12 @@ class Forecast:
         touched, stepped = traffic.page_rows(self.centers), traffic.page_rows(self.centers, self.ranks)
         if not self.paged:
             return Rows(touched, stepped, 0.0, 1, True)
-        steps = self.config.transfer.steps_per_page or traffic.steps_of_page(self.centers, self.slots, self.ranks)
+        transfer, seen = self.config.transfer, self.ranks == 1 or self.share.text_bytes > 0
+        transfer = replace(transfer, lookahead=transfer.lookahead and seen)
+        steps, lookahead = traffic.paging(self.centers, self.slots, self.ranks, transfer)
         if (needed := self._page_rows(steps)) > self.slots:
             raise no_room(self.slots, needed)
-        read = traffic.read(self.centers, slots, self.ranks, steps) / self.ranks / steps
+        read = traffic.read(self.centers, slots, self.ranks, steps, lookahead) / self.ranks / steps
         return Rows(touched, stepped, read, steps, traffic.rows_of_two(self.centers, self.ranks, steps) <= self.slots)
 
     @cached_property
@@ -229,7 +231,7 @@ def tell(config: Config, args: Namespace) -> None:
     if args.rows is None:
         vocab, corpus = opening.open_corpus(config)
         raw_words: float
-        spectrum, raw_words, source = Spectrum.of(vocab.counts), corpus.raw_words, config.corpus.path
+        spectrum, raw_words, source = Spectrum.of(vocab.counts, corpus.ids), corpus.raw_words, config.corpus.path
     else:
         given, colon, words = args.rows.partition(":")
         count = whole("--rows", given, least=2)

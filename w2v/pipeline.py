@@ -140,7 +140,7 @@ class Pipeline:
         if self._planning is None:
             page = self._draw(batches)
             if page and self.engine.pages:
-                self.engine.prefetch(self._marks(page))
+                self.engine.prefetch(self._marks(page), _used_soon(page[-1].batch))
             return page
         current = streams.current()
         self._computed.append(current.record_event(self._computed.popleft() if len(self._computed) == 2 else None))
@@ -150,7 +150,7 @@ class Pipeline:
             # The page before the one that computes now is done: its memory may be used again, and the engine may send its rows away.
             self._planning.wait_event(self._computed[0])
             if marks_TV is not None:
-                self.engine.prefetch(marks_TV)
+                self.engine.prefetch(marks_TV, _used_soon(page[-1].batch))
         self._planned = self._planning.record_event(self._planned)
         current.wait_event(self._planned)
         self._held.append(page)
@@ -207,6 +207,11 @@ class FusedPipeline(Pipeline):
         for batch, _ in page:
             cuda.mark(batch, marks_TV)
         return marks_TV
+
+
+def _used_soon(batch: Batch) -> Tensor | None:
+    """Which rows the text after the batch uses, bool [V], if it is looked ahead at."""
+    return batch.ahead and batch.ahead.last_piece_V >= batch.ahead.next
 
 
 def most_rows(batch: Batch) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +29,8 @@ from w2v.pipeline import FusedPipeline, Pipeline
 from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Inversion, Sampler
 from w2v.sharded import ShardedPipeline
-from w2v.table import Storage, Table, record_width, uniform
-from w2v.traffic import MOST_STEPS, Spectrum, Traffic
+from w2v.table import Storage, Table, record_width, side_by_side, uniform
+from w2v.traffic import MOST_STEPS, Paging, Spectrum, Traffic
 from w2v.transfer import Engine
 from w2v.transfer.cached import Cached
 from w2v.transfer.cached_mapped import CachedMapped
@@ -71,7 +71,7 @@ class Plan:
         states = self.optimizer.states(self.config.model.vector_size)
         words, size = len(self.vocab.words), self.config.model.vector_size
         fields = " + ".join(["weight", *states])
-        room = f"; room for {self.slots:,} rows there, steps_per_page={self.steps_per_page}" if self.engine in LINKS else ""
+        room = f"; room for {self.slots:,} rows there, steps_per_page={self.paging.steps}" if self.engine in LINKS else ""
         return "\n".join([
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
@@ -86,18 +86,30 @@ class Plan:
         ])  # fmt: skip
 
     @cached_property
-    def steps_per_page(self) -> int:
-        """Steps whose rows come to the GPU together: as configured, or as many as leave room for the rows of as many more."""
-        config, size = self.config, self.ranks.size
-        if config.transfer.steps_per_page:
-            return config.transfer.steps_per_page
+    def paging(self) -> Paging:
+        """How rows come and stay: as configured, or what suits how many rows have room."""
         if self.slots in (0, 2 * self.ranks.rows(len(self.vocab.words))):  # what is true of any text need not be worked out
-            return MOST_STEPS if self.slots else 1
-        return Traffic.of_rank(self._spectrum, config.model, size).steps_of_page(-(-config.train.batch_size // size), self.slots, size)
+            return Paging(self.config.transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
+        return self._paging(Traffic.of_rank(self._spectrum, self.config.model, self.ranks.size))
+
+    def _paging(self, traffic: Traffic) -> Paging:
+        transfer, seen = self.config.transfer, self.ranks.size == 1 or self.ids_on_gpu  # each rank looks ahead at the text of all
+        transfer = replace(transfer, lookahead=transfer.lookahead and self.engine in LINKS and seen)
+        return traffic.paging(self._centers, self.slots, self.ranks.size, transfer)
+
+    @property
+    def _centers(self) -> int:
+        """Of a rank's batch."""
+        return -(-self.config.train.batch_size // self.ranks.size)
+
+    @property
+    def ids_on_gpu(self) -> bool:
+        """Whether the text's ids take little enough of the GPU to lie there; else they come chunk by chunk."""
+        return self.device.type == "cuda" and IDS_SHARE * self.corpus.ids.nbytes <= self.machine.gpu_free_bytes
 
     @cached_property
     def _spectrum(self) -> Spectrum:
-        return Spectrum.of(self.vocab.counts)
+        return Spectrum.of(self.vocab.counts, self.corpus.ids)
 
     def _link(self) -> list[str]:
         """How many rows are expected to move where not all have room on the GPU, and what would make them fewer."""
@@ -111,11 +123,11 @@ class Plan:
 
     def _rows_read(self, model: ModelConfig) -> float:
         """By all ranks, for a word of the text."""
-        size, centers = self.ranks.size, -(-self.config.train.batch_size // self.ranks.size)
+        size = self.ranks.size
         traffic = Traffic.of_rank(self._spectrum, model, size)
-        steps = self.config.transfer.steps_per_page or traffic.steps_of_page(centers, self.slots, size)
-        words = steps * size * centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
-        return traffic.read(centers, size * self.slots, size, steps) / words
+        steps, lookahead = self._paging(traffic)
+        words = steps * size * self._centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
+        return traffic.read(self._centers, size * self.slots, size, steps, lookahead) / words
 
     def _kernels(self) -> str:
         if not self.fused:
@@ -238,9 +250,13 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     if folder := plan.config.transfer.table_dir:
         storage, files = "mmap", [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
         Path(folder).mkdir(parents=True, exist_ok=True)
+    padded = aligned(plan.device, dtype)
+    pinned: Sequence[Tensor | None] = (None, None)
+    if storage == "pinned":
+        pinned = side_by_side(2, rows, record_width(size, states, dtype.itemsize, padded), dtype).unbind()
     inputs, outputs = (
-        Table(name, rows, size, states, scalars, storage, dtype, file, aligned(plan.device, dtype))
-        for name, file in zip(("input", "output"), files, strict=True)
+        Table(name, rows, size, states, scalars, storage, dtype, file, padded, pinned_VR)
+        for name, file, pinned_VR in zip(("input", "output"), files, pinned, strict=True)
     )
     values = uniform(size, 0.5 / size, train.seed)
     inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
@@ -250,28 +266,29 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     sampler = Sampler(
         corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
         model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
-        cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks,
+        cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks, plan.paging.lookahead,
     )  # fmt: skip
+    uses_TV = None if plan.paging.lookahead else expected_uses(plan)  # none: both rows of a word move together
     engine: Engine
     if link is None:
         engine = Resident()
     elif plan.slots and link is Mapped:
-        engine = CachedMapped([inputs, outputs], plan.slots, plan.device, expected_uses(plan))
+        engine = CachedMapped([inputs, outputs], plan.slots, plan.device, uses_TV)
     elif plan.slots:
-        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, expected_uses(plan))
+        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, uses_TV)
     else:
         engine = Paged(link())
     if ranks.size > 1 and not plan.fused:
         engine = Sharded(engine, ranks)
-    product, steps = None if plan.fused else PRODUCTS.get(train.precision), plan.steps_per_page
+    product = None if plan.fused else PRODUCTS.get(train.precision)
     return_freed_memory()
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, steps, product, ranks, len(vocab.words))
+    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, plan.paging.steps, product, ranks, len(vocab.words))
 
 
 def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
-    """The ids on the GPU, if they take little of it, else where they are: they then come chunk by chunk."""
+    """The ids on the GPU, if they lie there, else where they are."""
     ids_N = plan.corpus.ids
-    if plan.device.type == "cpu" or IDS_SHARE * ids_N.nbytes > plan.machine.gpu_free_bytes:
+    if not plan.ids_on_gpu:
         return ids_N
     on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
     for start in range(0, len(ids_N), IDS_AT_ONCE):

@@ -13,22 +13,22 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import count, islice, pairwise, repeat, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.batch import Batch, Position
+from w2v.batch import CHUNK_BATCHES, Ahead, Batch, Position
 from w2v.config import ModelConfig
 from w2v.kernels.reference import spread
 from w2v.ranks import ALONE, Ranks
 
 Span = tuple[int, int]  # of sentences: the first, and the one after the last
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
+CHUNK_PIECES = 16  # parts of a chunk, in one of which a word is when it is looked ahead at
 Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
-BATCHES_PER_CHUNK = 32  # about: a chunk holds as many raw words as this many batches hold centers
 
 
 class Sampler:
@@ -37,25 +37,25 @@ class Sampler:
     ids_N: int32 word ids of the corpus, in a file or on the device; offsets_S: where each sentence starts, and N; keep_V: the
     probability with which an occurrence of each word is kept; noise_V: the distribution of noise words, which sums to 1; left_out:
     numbers of sentences that are passed over, sorted; inversion: a faster way to draw noise words than `search`; draw: what draws windows
-    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same; batch_size and
-    the model's pool of noise words: of all ranks together, which share them out.
+    and noise words in place of torch's generator, `reference.draw` or a kernel that does the same; lookahead: at how many chunks
+    after its own a batch looks ahead; batch_size and the model's pool of noise words: of all ranks together, which share them out.
     """
 
     def __init__(
         self, ids_N: np.ndarray | Tensor, offsets_S: np.ndarray, keep_V: np.ndarray, noise_V: np.ndarray,
         model: ModelConfig, batch_size: int, seed: int, device: torch.device, left_out: np.ndarray | None = None,
-        inversion: Inversion | None = None, draw: Draw | None = None, ranks: Ranks = ALONE,
+        inversion: Inversion | None = None, draw: Draw | None = None, ranks: Ranks = ALONE, lookahead: int = 0,
     ):  # fmt: skip
         self._ids_N, self._offsets_S, self._model = ids_N, offsets_S, model
-        self._all_centers, self._seed = batch_size, seed
+        self._all_centers, self._seed, self._lookahead = batch_size, seed, lookahead
         self._keep_V = torch.from_numpy(keep_V).to(device, torch.float32)
         self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._invert, self._draw = (inversion or search)(self._noise_cdf_V), draw
         self._generator = torch.Generator(device)
+        self._begun: tuple[int, list[Span]]  # an epoch, and what of the text is read in it
         self._last_pool: tuple[int, Tensor] = -1, self._noise_cdf_V[:0]  # its key, and its words
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         self._stand_for(ranks.rank, ranks.size)
-        self._begun: tuple[int, list[Span]] = 0, self._share  # an epoch, and what of the text is read in it
         self.position = Position()
 
     def epoch(self) -> Iterator[Batch]:
@@ -63,10 +63,12 @@ class Sampler:
         epoch, first_chunk, first_batch, drawn = self.position
         chunks, words = self._chunks(epoch), len(self._ids_N)
         ahead = sum(self._words(*chunk) for chunk in chunks)  # words that are not read yet
+        seen_ahead = self._look_ahead(epoch, first_chunk)
         for number, chunk in enumerate(chunks):
             ahead -= self._words(*chunk)
             if number < first_chunk:
                 continue
+            seen = next(seen_ahead)
             words_n, sentences_n = self._subsample(chunk, epoch, number)
             cuts, raw_words = _even_cuts(len(words_n), self._batch_size), self._words(*chunk)
             for batch in range(first_batch, len(cuts) - 1):
@@ -75,7 +77,8 @@ class Sampler:
                 left = ahead + raw_words * (1 - (batch + 1) / (len(cuts) - 1))
                 self.position = Position(epoch, number, batch + 1, drawn)
                 window, done, after = self._model.window, epoch + 1 - left * self._size / words, self.position
-                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after, self._pool)
+                coming = seen and seen._replace(next=seen.next + CHUNK_PIECES * (batch + 1) // (len(cuts) - 1))
+                yield Batch(words_n, sentences_n, cuts[batch], windows_B, negatives_BK, window, done, after, self._pool, coming)
             first_batch = 0
         self.position = Position(epoch + 1)
 
@@ -104,8 +107,7 @@ class Sampler:
 
     def _rest(self, states: Sequence[dict[str, Any]], rank: int) -> list[Span]:
         """What one of the ranks that there were had not read."""
-        then = copy.copy(self)
-        then._stand_for(rank, len(states))
+        then = self._in_place_of(rank, len(states))
         then.go_on(states)
         epoch, number, batch, _ = then.position
         chunks = then._chunks(epoch)
@@ -115,10 +117,16 @@ class Sampler:
             chunks[number] = first + int(sentences_n[cuts[batch]]) if batch < len(cuts) - 1 else last, last
         return [(first, last) for first, last in chunks[number:] if first < last]
 
+    def _in_place_of(self, rank: int, size: int) -> Sampler:
+        then = copy.copy(self)
+        then._stand_for(rank, size)
+        return then
+
     def _stand_for(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._batch_size, self._pool = -(-self._all_centers // size), -(-self._model.negative_pool // size)
         self._share = self._deal([(0, len(self._offsets_S) - 1)])
+        self._begun = 0, self._share
 
     def _deal(self, spans: Sequence[Span]) -> list[Span]:
         """This rank's part of the spans: the ranks' parts follow each other and have about as many words each."""
@@ -142,7 +150,7 @@ class Sampler:
 
     def _cut(self, first: int, last: int) -> list[Span]:
         offsets = self._offsets_S[first:last]
-        full = np.arange(offsets[0], self._offsets_S[last], BATCHES_PER_CHUNK * self._batch_size)
+        full = np.arange(offsets[0], self._offsets_S[last], CHUNK_BATCHES * self._batch_size)
         starts = first + np.searchsorted(offsets, full)
         edges = [*map(int, np.unique(starts[starts < last])), last]
         return list(pairwise(edges))
@@ -155,11 +163,9 @@ class Sampler:
         """The kept words of a chunk and the number in it of the sentence that each is in, int32."""
         first, last = chunk
         offsets = _copied(self._offsets_S, first, last + 1)
-        device, begin, end = self._keep_V.device, offsets[0], offsets[-1]
-        ids_N = self._ids_N  # on the GPU or, when they take too much of it, not
-        words_n = ids_N[begin:end] if isinstance(ids_N, Tensor) else torch.from_numpy(_copied(ids_N, begin, end)).to(device)
+        device, words_n = self._keep_V.device, self._text(chunk)
         kept_n = torch.rand(len(words_n), **self._seeded(self._key(epoch, number, 0))) < self._keep_V.index_select(0, words_n)
-        edges = torch.from_numpy(offsets - begin).to(device)
+        edges = torch.from_numpy(offsets - offsets[0]).to(device)
         numbers = torch.arange(last - first, dtype=torch.int32, device=device)
         left_out = self._left_out[slice(*np.searchsorted(self._left_out, (first, last)))] - first
         if len(left_out):
@@ -169,6 +175,35 @@ class Sampler:
         words_n, places = words_n[kept], torch.searchsorted(kept, edges)
         del kept_n, kept  # what is held here is held on top of all else that a run without a GPU takes
         return words_n, torch.repeat_interleave(numbers, places[1:] - places[:-1], output_size=len(words_n))
+
+    def _text(self, chunk: Span) -> Tensor:
+        """The words of a chunk, int32, on the device."""
+        begin, end = (int(self._offsets_S[edge]) for edge in chunk)
+        ids_N = self._ids_N  # on the GPU or, when they take too much of it, not
+        return ids_N[begin:end] if isinstance(ids_N, Tensor) else torch.from_numpy(_copied(ids_N, begin, end)).to(self._keep_V.device)
+
+    def _look_ahead(self, epoch: int, first: int) -> Iterator[Ahead | None]:
+        """For each chunk from there on, what it and those after it use. Rare words are what matters, and subsampling keeps them."""
+        if not self._lookahead:
+            yield from repeat(None)
+        rows = len(range(self._rank, len(self._keep_V), self._size))
+        last_piece_V = torch.full((rows + 1,), -1, dtype=torch.int32, device=self._keep_V.device)  # one more for all rows of other ranks
+        for number, texts in enumerate(self._texts_from(epoch, first)):
+            pieces = zip(*(words_n.tensor_split(CHUNK_PIECES) for words_n in texts), strict=True)
+            for piece, words_p in enumerate(map(torch.cat, pieces), number * CHUNK_PIECES):
+                if self._size > 1:
+                    words_p = torch.where(words_p % self._size == self._rank, words_p // self._size, rows)
+                last_piece_V.index_fill_(0, words_p.long(), piece)
+            if number >= self._lookahead:
+                yield Ahead(last_piece_V[:rows], (number - self._lookahead) * CHUNK_PIECES)
+
+    def _texts_from(self, epoch: int, first: int) -> Iterator[list[Tensor]]:
+        """The words of all ranks' chunks from there on, of those that they read at once; one epoch follows the other without end."""
+        ranks = [self if rank == self._rank else self._in_place_of(rank, self._size) for rank in range(self._size)]
+        for then in count(epoch):
+            for chunks in islice(zip_longest(*(sampler._chunks(then) for sampler in ranks)), first, None):
+                yield [self._text(chunk) for chunk in chunks if chunk]
+            first = 0
 
     def _windows_and_noise(self, size: int, epoch: int, chunk: int, batch: int, drawn: int) -> tuple[Tensor, Tensor]:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""

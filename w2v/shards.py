@@ -106,7 +106,7 @@ def _parts(table: str, rows: int, row_bytes: int, rank: int, ranks: int) -> list
 
 def _write_shard(path: Path, records_nR: Tensor) -> dict[str, int]:
     missing = _width(records_nR) - records_nR.shape[1]
-    blocks = (part_nR.cpu() for part_nR in records_nR.split(_rows_at_once(records_nR)))
+    blocks = (part_nR.cpu().contiguous() for part_nR in records_nR.split(_rows_at_once(records_nR)))
     parts = (_bytes(pad(block_nR, (0, missing)) if missing else block_nR) for block_nR in blocks)
     crc32 = durable.write(path, chain([_header(len(records_nR), records_nR)], parts))
     return {"bytes": path.stat().st_size, "crc32": crc32}

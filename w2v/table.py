@@ -52,7 +52,8 @@ class Table:
     partly new), and the scalars are as of the last flush; the layout is never damaged. After a crash of the machine, rows written
     since the flush may be partly new. One process at a time may have the file open.
 
-    aligned: whether records are padded to 128 bytes, as a GPU wants them; bfloat16 counts its rounding by them.
+    aligned: whether records are padded to 128 bytes, as a GPU wants them; bfloat16 counts its rounding by them. pinned_VR: the memory
+    of a pinned table's records, one of `side_by_side`, if it is not to have its own.
 
     Raises `ValueError` for sizes, types and files that cannot be used, `MemoryError` where memory cannot be pinned, `OSError` where
     the disk has no room.
@@ -60,7 +61,7 @@ class Table:
 
     def __init__(
         self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage,
-        dtype: torch.dtype = torch.float32, path: str | Path | None = None, aligned: bool = True,
+        dtype: torch.dtype = torch.float32, path: str | Path | None = None, aligned: bool = True, pinned_VR: Tensor | None = None,
     ):  # fmt: skip
         _check(rows, dim, states, storage, dtype, path)
         self.name, self.rows, self.dim, self.storage, self.dtype = name, rows, dim, storage, dtype
@@ -75,7 +76,7 @@ class Table:
             self.records_VR = self._file.records_VR
             self.width = self.records_VR.shape[1]  # an .npy file has no padding
         elif storage == "pinned":
-            self.records_VR = host_memory(rows * self.width * dtype.itemsize).view(dtype).view(rows, self.width)
+            self.records_VR = side_by_side(1, rows, self.width, dtype)[0] if pinned_VR is None else pinned_VR
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
         self.continued = self._file is not None and self._file.continued
@@ -83,8 +84,6 @@ class Table:
             for key, state in states.items():
                 if state.initial:
                     self[key].fill_(state.initial)
-        if storage == "pinned":
-            _register(self.records_VR)
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field, "weight" or an optimizer state, of all rows: [V, D] or [V, 1]."""
@@ -240,6 +239,16 @@ def host_memory(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
+def side_by_side(tables: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Pinned memory for the records of so many tables [T, V, R], in which the rows of one number lie beside each other.
+
+    A GPU that reads the rows of a word in all tables then looks up one address, which is what limits records that lie far apart.
+    """
+    memory = host_memory(tables * rows * width * dtype.itemsize)
+    _register(memory)
+    return memory.view(dtype).view(rows, tables, width).transpose(0, 1)
+
+
 def pinning_is_limited() -> bool:
     """Whether the driver heeds the limit on locked memory: found by pinning 2 MiB under a limit of 64 KiB. Needs CuPy and a GPU."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -253,7 +262,7 @@ def pinning_is_limited() -> bool:
     return False
 
 
-def _register(records: Tensor) -> None:
+def _register(memory: Tensor) -> None:
     """Pin host memory in place for as long as its storage lives (CUDA runtime API, cudaHostRegister).
 
     The memory exists already, which is three times faster than having the driver fault it in.
@@ -262,12 +271,12 @@ def _register(records: Tensor) -> None:
         from cupy.cuda import runtime  # unlike torch's binding it clears the error that a failure leaves for the next kernel
     except ImportError:
         raise ValueError("storage='pinned' needs CuPy, which cannot be imported; install cupy-cuda12x or cupy-cuda13x") from None
-    nbytes = records.numel() * records.element_size()
+    nbytes = memory.numel() * memory.element_size()
     try:
-        runtime.hostRegister(records.data_ptr(), nbytes, 0)
+        runtime.hostRegister(memory.data_ptr(), nbytes, 0)
     except runtime.CUDARuntimeError as error:
         raise MemoryError(
             f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise the limit on locked memory (ulimit -l, "
             "or --ulimit memlock=-1 for a container), make the tables smaller, or set transfer.engine=resident"
         ) from None
-    weakref.finalize(records.untyped_storage(), runtime.hostUnregister, records.data_ptr())
+    weakref.finalize(memory.untyped_storage(), runtime.hostUnregister, memory.data_ptr())

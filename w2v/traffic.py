@@ -6,33 +6,48 @@ Words that occur equally often, or nearly so, stand together in G groups, so tha
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
-from w2v.config import ModelConfig
+from w2v.batch import CHUNK_BATCHES
+from w2v.config import ModelConfig, TransferConfig
 from w2v.vocab import keep_probabilities
 
 ALONE, GROUPS = 1 << 16, 2000  # so many of Zipf's words are groups of their own, the others are in about so many
 MOST_STEPS = 8  # of a page, a power of two: more spare the CPU nothing that could be noticed
+FILLED = 7 / 8  # of the slots, by rows that stay since they are used soon; with more of them, rows leave too early
 OFFSETS = 8  # at which a word may begin in its part of a spread pool
-# Words come in clumps, so that a step meets fewer different ones than chance would draw: as if each occurrence were so many. Measured on
-# Wikipedia in steps of 16,384 and 65,536 centers.
-CLUMPS = 1.65
+STRETCH, STRETCHES, MOST_CLUMPS = 1 << 17, 8, 16  # words of a text that are looked at to find its clumps; how often; and at most
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """How often words occur: `words_G` of them `counts_G` times each. clumps: see CLUMPS; 1 where each stands where chance puts it."""
+    """How often words occur: `words_G` of them `counts_G` times each.
+
+    clumps: words come in clumps, so that a stretch of text has fewer different ones than chance would draw: as if so many occurrences
+    were one. 1 where each stands where chance puts it; some 1.65 for Wikipedia.
+    """
 
     counts_G: np.ndarray
     words_G: np.ndarray
     clumps: float = 1.0
 
     @classmethod
-    def of(cls, counts_V: np.ndarray) -> Spectrum:
-        """That of a text."""
-        return cls(*np.unique(counts_V, return_counts=True), CLUMPS)
+    def of(cls, counts_V: np.ndarray, ids_N: np.ndarray) -> Spectrum:
+        """That of a text, of which stretches here and there tell the clumps."""
+        counts_G, words_G = np.unique(counts_V, return_counts=True)
+        size = min(STRETCH, len(ids_N) // 2)
+        starts = np.linspace(0, len(ids_N) - size, STRETCHES).astype(int)
+        found, missed = np.mean([len(np.unique(ids_N[start : start + size])) for start in starts]), np.log1p(-size / len(ids_N))
+        fewest, most = 1.0, float(MOST_CLUMPS)
+        while most - fewest > 1e-3:
+            clumps = (fewest + most) / 2
+            fewest, most = (clumps, most) if words_G.dot(-np.expm1(counts_G * missed / clumps)) > found else (fewest, clumps)
+        return cls(counts_G, words_G, fewest)
 
     @classmethod
     def zipf(cls, rows: int, words: int) -> Spectrum:
@@ -54,11 +69,18 @@ class Spectrum:
         return float((self.counts_G * self.words_G).sum())
 
 
+class Paging(NamedTuple):
+    """How rows come to a GPU: for so many steps at a time; and stay if they are used in the next `lookahead` chunks of the text."""
+
+    steps: int
+    lookahead: int = 0
+
+
 class Traffic:
     """What steps touch of both tables, rows of inputs first; chance_TG is that of one word of a group."""
 
     def __init__(self, spectrum: Spectrum, model: ModelConfig):
-        self.words_G, self._model, self._clumps = spectrum.words_G, model, spectrum.clumps
+        self.words_G, self._words, self._model, self._clumps = spectrum.words_G, spectrum.words, model, spectrum.clumps
         share_G = spectrum.counts_G / spectrum.words
         kept_G = share_G * keep_probabilities(spectrum.counts_G, spectrum.words, model.sample)
         noise_G = np.exp(model.ns_exponent * np.log(share_G))
@@ -81,7 +103,7 @@ class Traffic:
     def _no_text(self, centers: float, ranks: int, steps: int) -> np.ndarray:
         return 1 - _ever(self._center_G, steps * ranks * centers / self._clumps)  # a center's neighbours are centers too
 
-    def _no_noise(self, centers: float, ranks: int, steps: int) -> np.ndarray:
+    def _no_noise(self, centers: float, ranks: int, steps: float) -> np.ndarray:
         drawn, pool = centers * self._model.negative, self._model.negative_pool
         if not pool:
             return 1 - _ever(self._noise_G, steps * ranks * drawn)
@@ -108,36 +130,67 @@ class Traffic:
             steps //= 2
         return steps
 
-    def read(self, centers: float, slots: float, ranks: int = 1, steps: int = 1) -> float:
+    def paging(self, centers: float, slots: float, ranks: int, transfer: TransferConfig) -> Paging:
+        """As configured, or what suits a rank that has so many `slots`; it looks ahead as far as rows that stay have room, or an epoch."""
+        steps = transfer.steps_per_page or self.steps_of_page(centers, slots, ranks)
+        if not transfer.lookahead or self.rows_of_two(centers, ranks, steps) > slots:
+            return Paging(steps)
+
+        def filled(chunks: int) -> float:
+            return self.rows(1 - self._gone_and_coming(centers, ranks, steps, 2, chunks)[0])
+
+        chunks = range(1, 1 + int(self._words / (CHUNK_BATCHES * ranks * centers)))
+        return Paging(steps, bisect_right(chunks, FILLED * ranks * slots, key=filled))
+
+    def read(self, centers: float, slots: float, ranks: int = 1, steps: int = 1, lookahead: int = 0) -> float:
         """How many rows come over the links of all ranks, which have so many `slots` together, for a page; as many go back.
 
-        A GPU has the rows of the page, those of the page before if both have room, and in what is left of `slots` those that are used
-        most. Of the others, rows come that were not touched by the page before, nor, if there was room for two, by the one before that.
-        Without slots, all rows of a page come for it alone.
+        A GPU has the rows of the page, those of the page before if both have room, those that stay as the text uses them in the chunk at
+        hand or the `lookahead` ones after it, and in what is left of `slots` those that are used most. Without slots, all rows of a page
+        come for it alone.
         """
         if not slots:
             return self.rows(self.touched(centers, ranks, steps))
         pages = 2 if ranks * self.rows_of_two(centers, ranks, steps) <= slots else 1
-        served = max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0  # pages, by a pool
-
-        def missed(pages: int) -> np.ndarray:  # the chance that so many pages, of one pool where it serves them, draw no such word as noise
-            return self._no_noise(centers, ranks, pages * steps)
-
-        no_text_G = self._no_text(centers, ranks, steps)
-        gone, coming = np.zeros((2, 2, len(no_text_G)))  # untouched by the last pages; and touched by this one
-        gone[0], coming[0] = no_text_G**pages, no_text_G**pages * (1 - no_text_G)
-        for same in range(pages + 1):  # how many of the last pages had the pool of this one
-            share = max(0.0, min(1.0, served - same) if same < pages else served - pages) / served
-            other = share * no_text_G**pages * missed(pages - same)
-            gone[1] += other * missed(same)
-            coming[1] += other * (missed(same) - no_text_G * missed(same + 1))
-        uses_TG = np.stack([self._center_G, self._center_G + self._model.negative * self._noise_G])
+        gone, coming = self._gone_and_coming(centers, ranks, steps, pages, lookahead)
+        drawn = 0 if lookahead else self._model.negative
+        uses_TG = np.stack([self._center_G, self._center_G + drawn * self._noise_G])
         order = np.argsort(-uses_TG, axis=None, kind="stable")
         gone, coming, words = gone.flatten()[order], coming.flatten()[order], np.tile(self.words_G, 2)[order]
         left = slots - (words * (1 - gone)).sum()  # for rows that stay; each frees the room that it took now and then
         taken = words * gone
         stay = np.clip((left - np.cumsum(taken) + taken) / np.maximum(taken, 1e-30), 0, 1)
         return float((words * (1 - stay) * coming).sum())
+
+    def _gone_and_coming(self, centers: float, ranks: int, steps: int, pages: int, lookahead: int) -> np.ndarray:
+        """The chances, float64 [2, 2, G], that a row is not on the GPU, and that a page brings it, if it does not stay for being used much.
+
+        It is there if one of the last `pages` touched it; and from then on until the text uses it, if that is within the chunks that are
+        looked ahead at.
+        """
+        served = max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0  # pages, by a pool
+
+        @cache
+        def missed(pages: float) -> np.ndarray:  # the chance that so many, of one pool where it serves them, draw no such word as noise
+            return self._no_noise(centers, ranks, pages * steps)
+
+        no_text_G = np.maximum(self._no_text(centers, ranks, steps), 1e-300)
+        gone_TG, noise_G = np.stack([no_text_G**pages, 0 * no_text_G]), 0 * no_text_G
+        for same in range(pages + 1):  # how many of the last pages had the pool of this one
+            share = max(0.0, min(1.0, served - same) if same < pages else served - pages) / served
+            other = share * no_text_G**pages * missed(pages - same)
+            gone_TG[1] += other * missed(same)
+            noise_G += other * no_text_G * (missed(same) - missed(same + 1))  # alone brings the row
+
+        # From here on pages are a stream, of which the text touches a row `text_G` times a page, and noise `noise_TG` times.
+        further = max(0.0, (lookahead + 0.5) * CHUNK_BATCHES * self.kept / steps - pages) if lookahead else 0.0
+        rate_G = -np.log(np.maximum(missed(pages + further), 1e-300)) / (pages + further)
+        text_G, noise_TG = -np.log(no_text_G), np.maximum(np.stack([0 * rate_G, rate_G]), 1e-12)
+        silent_TG = np.exp(-further * noise_TG)
+        too_late_TG = no_text_G**further * ((text_G + noise_TG) / noise_TG * -np.expm1(-further * noise_TG) + silent_TG)
+        coming_TG = (1 - no_text_G) * gone_TG * no_text_G**further * silent_TG
+        coming_TG[1] += noise_G * too_late_TG[1]
+        return np.stack([gone_TG * too_late_TG, coming_TG])
 
 
 def _ever(share_G: np.ndarray, draws: float) -> np.ndarray:

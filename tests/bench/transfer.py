@@ -96,7 +96,7 @@ class Moves:
     def both(self, i: int) -> None:
         coming, leaving = (self.narrow[(i + n) % len(self.sets)] for n in range(2))
         moves = cuda.Moves(coming, leaving, self.slots, self.numbers)
-        cuda.exchange(moves, self.address, len(self.records_VR), self.leaving)
+        cuda.exchange(moves, self.address, *self.records_VR.shape, self.leaving)
 
     def gather(self, i: int) -> None:
         cuda.gather_records(self.records_VR, self.sets[i % len(self.sets)], self.arriving)

@@ -41,13 +41,13 @@ def scatter_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_
 
 def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None) -> None:
     assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
-    assert table_VR.is_contiguous() and records_SR.is_contiguous()
+    assert table_VR.stride(1) == 1 and records_SR.is_contiguous()
     for ids in (rows_U, slots_U):
         assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda and len(ids) == len(rows_U))
-    record_bytes = table_VR.shape[1] * table_VR.element_size()
-    assert record_bytes % 16 == 0
+    width, stride = (elements * table_VR.element_size() // 16 for elements in (table_VR.shape[1], table_VR.stride(0)))
+    assert width * 16 == table_VR.shape[1] * table_VR.element_size()
     if len(rows_U):
-        launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, rows_U, records_SR, slots_U, len(rows_U), record_bytes // 16)
+        launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, stride, rows_U, records_SR, slots_U, len(rows_U), width)
 
 
 def draw(
@@ -123,16 +123,16 @@ class Moves(NamedTuple):
 
 
 def exchange(
-    moves: Moves, tables: Tensor, rows: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
+    moves: Moves, tables: Tensor, rows: int, stride: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
     stream: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
     """Read the records that come into their slots, and write to their tables those that leave them.
 
-    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each; slot_of_TV: is kept current, if given, with
-    `none` for a row that has left; stream: where to, if not to the current one.
+    tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each; stride: elements from row to row; slot_of_TV:
+    is kept current, if given, with `none` for a row that has left; stream: where to, if not to the current one.
     """
-    width = records_SR.shape[1] * records_SR.element_size() // 16
-    launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, records_SR, width, *moves, slot_of_TV, none, stream=stream)
+    width, stride = (elements * records_SR.element_size() // 16 for elements in (records_SR.shape[1], stride))
+    launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, stride, records_SR, width, *moves, slot_of_TV, none, stream=stream)
 
 
 def skipgram(

@@ -20,8 +20,11 @@ class Engine(Protocol):
     rows_written: int  # that went back
     waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
 
-    def prefetch(self, marks_TV: Tensor) -> None:
-        """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them."""
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+        """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them.
+
+        soon_V: those that steps soon after will fetch, in each table, which an engine may keep where they are rather than others.
+        """
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         """The records of the given rows, which are sorted and unique."""

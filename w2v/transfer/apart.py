@@ -82,7 +82,7 @@ class Apart(Engine):
     def waited(self) -> float:
         return self._weights.waited + self._states.waited
 
-    def prefetch(self, marks_TV: Tensor) -> None:
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: TableApart, rows_U: Tensor) -> Page:

@@ -32,25 +32,25 @@ class Cached(InSlots):
         self.rows_used = self.rows_read = self.rows_written = 0
         self._wanted_TV = torch.zeros_like(self._slot_of_TV)  # the last plan that wanted the row
         self._free = torch.arange(slots, device=device)  # free slots, the longest free first
-        self._waiting: Tensor | None = None  # marks of rows for which there was no room beside those in use
+        self._waiting: tuple[Tensor, Tensor | None] | None = None  # what was asked for, and had no room beside the rows in use
         self._writes = torch.cuda.Stream(device, priority=-1) if self._reads else None
         self._in_flight: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still use
 
-    def prefetch(self, marks_TV: Tensor) -> None:
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves, for the steps after those that compute now."""
         self._plan += 1
-        if not self._bring(marks_TV, in_use=self._plan - 1):
-            self._waiting = marks_TV
+        if not self._bring(marks_TV, soon_V, in_use=self._plan - 1):
+            self._waiting = marks_TV, soon_V
 
     def _settle(self) -> None:
         if self._waiting is None:
             return
         self._join()
-        marks_TV, self._waiting = self._waiting, None
-        if not self._bring(marks_TV, in_use=self._plan):
-            raise no_room(self.slots, int(marks_TV.sum()))
+        asked_for, self._waiting = self._waiting, None
+        if not self._bring(*asked_for, in_use=self._plan):
+            raise no_room(self.slots, int(asked_for[0].sum()))
 
-    def _bring(self, marks_TV: Tensor, in_use: int) -> bool:
+    def _bring(self, marks_TV: Tensor, soon_V: Tensor | None, in_use: int) -> bool:
         """Give each marked row a slot and start the moves; False, with all as it was, where there is no room.
 
         Rows that a plan numbered `in_use` or higher wants stay. Rows are found by passes over marks for all of them, which keeps them
@@ -70,10 +70,8 @@ class Cached(InSlots):
         self.rows_used, self.rows_read, self.rows_written = self.rows_used + used, self.rows_read + coming, self.rows_written + leaving
 
         left, leaving_rows = [], []
-        if leaving:  # the least used
-            idle_N = idle_TV.flatten()[self._order_N]
-            leaving_TV = torch.zeros_like(idle_TV)
-            leaving_TV.view(-1)[self._order_N] = idle_N & (idle_N.cumsum(0) > idle - leaving)
+        if leaving:
+            leaving_TV = self._least_used(idle_TV, idle, leaving, soon_V)
             for slot_of_V, leaving_V, count in zip(self._slot_of_TV, leaving_TV, leaving_TV.sum(1).tolist(), strict=True):
                 rows = _first_true(leaving_V, count)
                 left.append(slot_of_V[rows].long())
@@ -84,9 +82,21 @@ class Cached(InSlots):
         coming_rows = [_first_true(missing_V, count) for missing_V, count in zip(missing_TV, coming_T, strict=True)]
         for slot_of_V, rows, slots in zip(self._slot_of_TV, coming_rows, taken, strict=True):
             slot_of_V[rows] = slots.int()
-        self._in_flight.append((marks_TV, *coming_rows, *taken, *leaving_rows, *left))
+        self._in_flight.append((marks_TV, *([] if soon_V is None else [soon_V]), *coming_rows, *taken, *leaving_rows, *left))
         self._move(coming_rows, taken, leaving_rows, left)
         return True
+
+    def _least_used(self, idle_TV: Tensor, idle: int, number: int, soon_V: Tensor | None) -> Tensor:
+        """Marks of so many of the `idle` rows, the least used: of those that are not used soon, and then of the others."""
+        idle_N = idle_TV.flatten()[self._order_N]
+        place_N = idle_N.cumsum(0)
+        if soon_V is not None:
+            soon_N = idle_N & soon_V.repeat(len(idle_TV))[self._order_N]
+            soon_before_N = soon_N.cumsum(0)
+            place_N += torch.where(soon_N, soon_before_N - place_N, soon_before_N[-1] - soon_before_N)  # after all that are used soon
+        chosen_TV = torch.zeros_like(idle_TV)
+        chosen_TV.view(-1)[self._order_N] = idle_N & (place_N > idle - number)
+        return chosen_TV
 
     def _move(self, coming: Sequence[Tensor], taken: Sequence[Tensor], leaving: Sequence[Tensor], left: Sequence[Tensor]) -> None:
         """Start to write back each table's `leaving` rows from their slots `left` and to read `coming` ones into slots `taken`."""

@@ -43,11 +43,11 @@ class CachedMapped(InSlots):
     def rows_written(self) -> int:
         return int(self._in_slots.book[3])
 
-    def prefetch(self, marks_TV: Tensor) -> None:
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves, for the steps after those that compute now."""
         self._plan += 1
         self._settled = False
-        self._make_plan(marks_TV, in_use=self._plan - 1)
+        self._make_plan(marks_TV, soon_V, in_use=self._plan - 1)
         self._reads.wait_event(self._planned)
         self._move(self._reads)
 
@@ -58,22 +58,22 @@ class CachedMapped(InSlots):
     def _settle(self) -> None:
         if not self._settled and not (self._planned.query() and self._noticed[0] == 0):
             self._join()
-            self._make_plan(None, in_use=self._plan)
+            self._make_plan(None, None, in_use=self._plan)
             self._move(streams.current())
             streams.current().record_event(self._planned)  # the next plan is made after these moves
         self._settled = True
         self._refuse()
 
-    def _make_plan(self, marks_TV: Tensor | None, in_use: int) -> None:
+    def _make_plan(self, marks_TV: Tensor | None, soon_V: Tensor | None, in_use: int) -> None:
         current = streams.current()
         for event in (self._planned, self._moved[self._plan % 2]):
             current.wait_event(event)
-        cache.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, self._plan, in_use)
+        cache.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, soon_V, self._plan, in_use)
         current.record_event(self._planned)
 
     def _move(self, stream: torch.cuda.Stream) -> None:
-        moves, rows = self._orders[self._plan % 2].moves, self.tables[0].rows
-        cuda.exchange(moves, self._addresses, rows, self._records_SR, self._slot_of_TV, self.slots, stream)
+        moves, (rows, _), stride = self._orders[self._plan % 2].moves, self.tables[0].records_VR.shape, self.tables[0].records_VR.stride(0)
+        cuda.exchange(moves, self._addresses, rows, stride, self._records_SR, self._slot_of_TV, self.slots, stream)
         self._arrived = stream.record_event(self._moved[self._plan % 2])
 
     @property

@@ -25,7 +25,7 @@ class Paged(Engine):
     def waited(self) -> float:
         return self._waits.seconds
 
-    def prefetch(self, marks_TV: Tensor) -> None:
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

@@ -14,7 +14,7 @@ class Resident(Engine):
     rows_used = rows_read = rows_written = 0  # nothing crosses a link
     waited = 0.0
 
-    def prefetch(self, marks_TV: Tensor) -> None:
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:

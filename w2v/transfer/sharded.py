@@ -59,13 +59,13 @@ class Sharded(Engine):
     def waited(self) -> float:
         return self._inner.waited
 
-    def prefetch(self, marks_TV: Tensor) -> None:
-        """As `Engine.prefetch`, for marks of all rows, whoever owns them."""
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+        """As `Engine.prefetch`, for marks of all rows, whoever owns them; `soon_V` are of this rank's."""
         tables, rows = marks_TV.shape
         wanted_TV = marks_TV.new_zeros(tables, self._ranks.rows(rows))
         for marks_V, wanted_V in zip(marks_TV, wanted_TV, strict=True):
             wanted_V.index_fill_(0, self._ask(torch.nonzero(marks_V).flatten(), ahead=True).lent_M, True)
-        self._inner.prefetch(wanted_TV)
+        self._inner.prefetch(wanted_TV, soon_V)
 
     def fetch(self, table: Table, rows_U: Tensor) -> Borrowed:
         request = self._ask(rows_U)

@@ -224,29 +224,21 @@ def test_other_ranks_read_what_is_left(lengths, before, after, steps, more):
 
 
 @settings(max_examples=80)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(60, 400), st.integers(0, 2**31), st.integers(0, 1))
-def test_what_the_text_uses_after_a_batch(size, lookahead, words, seed, epoch):
-    """All rows of the chunks after it and of the rest of its own, but that a piece of a chunk more or less may count."""
-    ids, batch_size = np.random.default_rng(seed).integers(0, 40, words, dtype=np.int32), 2 * size
+@given(lookahead=st.integers(1, 3), words=st.integers(60, 400), seed=st.integers(0, 2**31), epoch=st.integers(0, 1))
+def test_words_of_the_text_after_a_batch(lookahead, words, seed, epoch):
+    """All words of the chunks after it and of the rest of its own, but that a piece of a chunk more or less may count."""
+    ids = np.random.default_rng(seed).integers(0, 40, words, dtype=np.int32)
     text = ids, np.append(np.arange(0, words, 7), words), np.ones(40), np.full(40, 1 / 40)
-    samplers = [Sampler(*text, ModelConfig(), batch_size, 1, CPU, ranks=One(rank, size), lookahead=lookahead) for rank in range(size)]
-    chunks = [[ids[s._offsets_S[first] : s._offsets_S[last]] for first, last in s._chunks(0)] for s in samplers]
-    most = max(map(len, chunks))
-    for rank, s in enumerate(samplers):
-        s.position, rows = Position(epoch), {word: word // size for word in range(rank, 40, size)}
-        for batch in s.epoch():
-            used = {*torch.nonzero(batch.ahead.last_piece_V >= batch.ahead.next).flatten().tolist()}
-            number = batch.after.chunk
-            done = batch.after.batch / -(-len(chunks[rank][number]) // 2)
-            surely, perhaps = set(), set()
-            for of_rank in chunks:
-                for later in range(number + 1, number + 1 + lookahead):
-                    surely.update(of_rank[later % most] if later % most < len(of_rank) else ())
-                its = of_rank[number] if number < len(of_rank) else ids[:0]
-                surely.update(its[int(np.ceil(len(its) * (done + 1 / CHUNK_PIECES))) + 1 :])
-                perhaps.update(its[max(0, int(len(its) * (done - 1 / CHUNK_PIECES)) - 1) :])
-            assert {rows[word] for word in surely if word in rows} <= used
-            assert used <= {rows[word] for word in surely | perhaps if word in rows}
+    one = Sampler(*text, ModelConfig(), 2, 1, CPU, lookahead=lookahead)
+    chunks = [ids[one._offsets_S[first] : one._offsets_S[last]] for first, last in one._chunks(0)]
+    one.position = Position(epoch)
+    for batch in one.epoch():
+        found = {*torch.nonzero(batch.ahead.last_piece_V >= batch.ahead.next).flatten().tolist()}
+        _, number, parts, _ = batch.after
+        its, later = chunks[number], [chunks[after % len(chunks)] for after in range(number + 1, number + 1 + lookahead)]
+        done, piece = 2 * parts, len(its) / CHUNK_PIECES + 1
+        surely, perhaps = its[int(done + piece) + 1 :], its[max(0, int(done - piece) - 2) :]
+        assert {*np.concatenate([surely, *later])} <= found <= {*np.concatenate([perhaps, *later])}
 
 
 def test_ranks_draw_differently_and_as_their_seed_says():

@@ -27,10 +27,10 @@ class Position(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The rows of this rank's shards that the text after a batch uses, as far as it is looked ahead at: of these pieces of it."""
+    """The words of the text after a batch, as far as it is looked ahead at: those of its pieces from `next` on."""
 
-    last_piece_V: Tensor  # int32, the last piece that uses the row
-    next: int  # the first piece after the batch
+    last_piece_V: Tensor  # int32, the last piece that has the word, -1 for none
+    next: int
 
 
 class Batch(NamedTuple):

@@ -104,7 +104,7 @@ class TransferConfig:
     )
     gpu_bytes: str = key("auto", "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.")
     steps_per_page: int = key(0, "Steps whose rows come to the GPU together; 0: as many, up to 8, as leave room for the next page's.")
-    lookahead: bool = key(True, "Keep the rows on the GPU that the text uses soon, as far ahead as there is room for them.")
+    lookahead: bool = key(True, "Keep the rows on the GPU that the text uses soon, as far ahead as there is room for them; one GPU only.")
     table_dir: str = key("", "Folder for files that hold the tables while the run lasts, for those larger than memory; empty: in memory.")
 
     def __post_init__(self) -> None:

@@ -128,8 +128,7 @@ class Forecast:
         touched, stepped = traffic.page_rows(self.centers), traffic.page_rows(self.centers, self.ranks)
         if not self.paged:
             return Rows(touched, stepped, 0.0, 1, True)
-        transfer, seen = self.config.transfer, self.ranks == 1 or self.share.text_bytes > 0
-        transfer = replace(transfer, lookahead=transfer.lookahead and seen)
+        transfer = replace(self.config.transfer, lookahead=self.config.transfer.lookahead and self.ranks == 1)
         steps, lookahead = traffic.paging(self.centers, self.slots, self.ranks, transfer)
         if (needed := self._page_rows(steps)) > self.slots:
             raise no_room(self.slots, needed)

@@ -93,19 +93,14 @@ class Plan:
         return self._paging(Traffic.of_rank(self._spectrum, self.config.model, self.ranks.size))
 
     def _paging(self, traffic: Traffic) -> Paging:
-        transfer, seen = self.config.transfer, self.ranks.size == 1 or self.ids_on_gpu  # each rank looks ahead at the text of all
-        transfer = replace(transfer, lookahead=transfer.lookahead and self.engine in LINKS and seen)
+        transfer, looks = self.config.transfer, self.engine in LINKS and self.ranks.size == 1  # a rank knows nothing of the others' text
+        transfer = replace(transfer, lookahead=transfer.lookahead and looks)
         return traffic.paging(self._centers, self.slots, self.ranks.size, transfer)
 
     @property
     def _centers(self) -> int:
         """Of a rank's batch."""
         return -(-self.config.train.batch_size // self.ranks.size)
-
-    @property
-    def ids_on_gpu(self) -> bool:
-        """Whether the text's ids take little enough of the GPU to lie there; else they come chunk by chunk."""
-        return self.device.type == "cuda" and IDS_SHARE * self.corpus.ids.nbytes <= self.machine.gpu_free_bytes
 
     @cached_property
     def _spectrum(self) -> Spectrum:
@@ -252,7 +247,8 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     padded = aligned(plan.device, dtype)
     pinned: Sequence[Tensor | None] = (None, None)
-    if storage == "pinned":
+    together = plan.paging.lookahead > 0  # both rows of a word, which then come and go at much the same time
+    if storage == "pinned" and together:
         pinned = side_by_side(2, rows, record_width(size, states, dtype.itemsize, padded), dtype).unbind()
     inputs, outputs = (
         Table(name, rows, size, states, scalars, storage, dtype, file, padded, pinned_VR)
@@ -268,7 +264,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
         cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks, plan.paging.lookahead,
     )  # fmt: skip
-    uses_TV = None if plan.paging.lookahead else expected_uses(plan)  # none: both rows of a word move together
+    uses_TV = None if together else expected_uses(plan)
     engine: Engine
     if link is None:
         engine = Resident()
@@ -286,9 +282,9 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
 
 
 def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
-    """The ids on the GPU, if they lie there, else where they are."""
+    """The ids on the GPU, if they take little of it, else where they are: they then come chunk by chunk."""
     ids_N = plan.corpus.ids
-    if not plan.ids_on_gpu:
+    if plan.device.type == "cpu" or IDS_SHARE * ids_N.nbytes > plan.machine.gpu_free_bytes:
         return ids_N
     on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
     for start in range(0, len(ids_N), IDS_AT_ONCE):

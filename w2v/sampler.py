@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice, pairwise, repeat, zip_longest
+from itertools import count, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,10 @@ class Sampler:
         self._noise_cdf_V = torch.from_numpy(np.cumsum(noise_V) / np.sum(noise_V)).to(device)
         self._invert, self._draw = (inversion or search)(self._noise_cdf_V), draw
         self._generator = torch.Generator(device)
-        self._begun: tuple[int, list[Span]]  # an epoch, and what of the text is read in it
         self._last_pool: tuple[int, Tensor] = -1, self._noise_cdf_V[:0]  # its key, and its words
         self._left_out = np.zeros(0, np.int64) if left_out is None else left_out
         self._stand_for(ranks.rank, ranks.size)
+        self._begun: tuple[int, list[Span]] = 0, self._share  # an epoch, and what of the text is read in it
         self.position = Position()
 
     def epoch(self) -> Iterator[Batch]:
@@ -107,7 +107,8 @@ class Sampler:
 
     def _rest(self, states: Sequence[dict[str, Any]], rank: int) -> list[Span]:
         """What one of the ranks that there were had not read."""
-        then = self._in_place_of(rank, len(states))
+        then = copy.copy(self)
+        then._stand_for(rank, len(states))
         then.go_on(states)
         epoch, number, batch, _ = then.position
         chunks = then._chunks(epoch)
@@ -117,16 +118,10 @@ class Sampler:
             chunks[number] = first + int(sentences_n[cuts[batch]]) if batch < len(cuts) - 1 else last, last
         return [(first, last) for first, last in chunks[number:] if first < last]
 
-    def _in_place_of(self, rank: int, size: int) -> Sampler:
-        then = copy.copy(self)
-        then._stand_for(rank, size)
-        return then
-
     def _stand_for(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._batch_size, self._pool = -(-self._all_centers // size), -(-self._model.negative_pool // size)
         self._share = self._deal([(0, len(self._offsets_S) - 1)])
-        self._begun = 0, self._share
 
     def _deal(self, spans: Sequence[Span]) -> list[Span]:
         """This rank's part of the spans: the ranks' parts follow each other and have about as many words each."""
@@ -186,24 +181,18 @@ class Sampler:
         """For each chunk from there on, what it and those after it use. Rare words are what matters, and subsampling keeps them."""
         if not self._lookahead:
             yield from repeat(None)
-        rows = len(range(self._rank, len(self._keep_V), self._size))
-        last_piece_V = torch.full((rows + 1,), -1, dtype=torch.int32, device=self._keep_V.device)  # one more for all rows of other ranks
-        for number, texts in enumerate(self._texts_from(epoch, first)):
-            pieces = zip(*(words_n.tensor_split(CHUNK_PIECES) for words_n in texts), strict=True)
-            for piece, words_p in enumerate(map(torch.cat, pieces), number * CHUNK_PIECES):
-                if self._size > 1:
-                    words_p = torch.where(words_p % self._size == self._rank, words_p // self._size, rows)
+        last_piece_V = torch.full_like(self._keep_V, -1, dtype=torch.int32)
+        for number, words_n in enumerate(self._text_from(epoch, first)):
+            for piece, words_p in enumerate(words_n.tensor_split(CHUNK_PIECES), number * CHUNK_PIECES):
                 last_piece_V.index_fill_(0, words_p.long(), piece)
             if number >= self._lookahead:
-                yield Ahead(last_piece_V[:rows], (number - self._lookahead) * CHUNK_PIECES)
+                yield Ahead(last_piece_V, (number - self._lookahead) * CHUNK_PIECES)
 
-    def _texts_from(self, epoch: int, first: int) -> Iterator[list[Tensor]]:
-        """The words of all ranks' chunks from there on, of those that they read at once; one epoch follows the other without end."""
-        ranks = [self if rank == self._rank else self._in_place_of(rank, self._size) for rank in range(self._size)]
-        for then in count(epoch):
-            for chunks in islice(zip_longest(*(sampler._chunks(then) for sampler in ranks)), first, None):
-                yield [self._text(chunk) for chunk in chunks if chunk]
-            first = 0
+    def _text_from(self, epoch: int, first: int) -> Iterator[Tensor]:
+        """The words of the chunks from there on; one epoch follows the other without end."""
+        yield from (self._text(chunk) for chunk in self._chunks(epoch)[first:])
+        for later in count(epoch + 1):
+            yield from map(self._text, self._chunks(later))
 
     def _windows_and_noise(self, size: int, epoch: int, chunk: int, batch: int, drawn: int) -> tuple[Tensor, Tensor]:
         """How far each center's window reaches, int32 [size], and its noise words, int32 [size, K]."""

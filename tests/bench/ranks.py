@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 tests/bench/ranks.py --batch 524288 --room .4     four, each with what the one had
     torchrun --nproc-per-node 4 tests/bench/ranks.py --rows 100e6 --steps 200     tables that fill the machine's memory
 
-The words are those of zipf.py, but each is drawn by itself; the text and the batch are shared out among the ranks, and so is a pool of
-half as many noise words, which serves eight steps. Tables are pinned, and `--room` is that of all GPUs
+The words are those of zipf.py, but each is drawn by itself, and each rank draws its own share of the text; the batch is shared out among
+the ranks, and so is a pool of half as many noise words, which serves eight steps. Tables are pinned, and `--room` is that of all GPUs
 together. With both the same for one GPU and for several, several have smaller steps and no more memory to keep rows in (strong scaling);
 with both in proportion, each GPU has what the one had (weak scaling).
 """
@@ -37,7 +37,7 @@ from w2v.pipeline import FusedPipeline
 from w2v.ranks import ALONE, Joined, Ranks
 from w2v.sampler import Sampler
 from w2v.sharded import ShardedPipeline
-from w2v.table import Table, record_width, side_by_side, uniform
+from w2v.table import Table, uniform
 from w2v.traffic import Spectrum, Traffic
 from w2v.transfer.cached_mapped import CachedMapped
 from w2v.vocab import Vocab
@@ -81,21 +81,20 @@ class Shares(Steps):
     """The steps of this rank's share of the text, and of its rows; their time is that of all ranks."""
 
     def __init__(self, config: Config, ranks: Ranks, rows: int, words: int, batch: int, room: float):
-        self.device, self._ranks, self._raw_words = torch.device("cuda"), ranks, words // ranks.size  # of this rank
+        self.device, self._ranks, self._raw_words = torch.device("cuda"), ranks, words // ranks.size
         self._total, self._done, self._passes = 0, 0, 0.0
         model, self._optimizer = config.model, config.optimizer
         share_V = torch.arange(1, rows + 1, dtype=torch.float64, device=self.device).reciprocal_()
         share_V /= share_V.sum()
         counts_V = (words * share_V).round_().clamp_(min=1).long()
-        self.ids_N = self._draw(words, share_V.cumsum(0))
+        self.ids_N = self._draw(share_V.cumsum(0))
         vocab = Vocab(Numbered(rows), counts_V.cpu().numpy(), words, rows)
         keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
-        offsets_S = np.append(np.arange(0, words - 1, SENTENCE), words)
+        offsets_S = np.append(np.arange(0, self._raw_words - 1, SENTENCE), self._raw_words)
+        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, batch // ranks.size, ranks.rank, self.device, draw=cuda.draw)
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
-        shard, states = ranks.rows(rows), optimizer.states(size)
-        pinned = zip(("input", "output"), side_by_side(2, shard, record_width(size, states), torch.float32), strict=True)
-        tables = [Table(key, shard, size, states, optimizer.scalars, "pinned", pinned_VR=records_VR) for key, records_VR in pinned]
+        tables = [Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned") for key in ("input", "output")]
         values = uniform(size, 0.5 / size, config.train.seed)
         tables[0].initialise(lambda rows_n: values(ranks.global_rows(rows_n)), self.device)
         fields = sum(column.stop - column.start for column in tables[0].columns.values())
@@ -103,21 +102,17 @@ class Shares(Steps):
         self.pinned = sum(-(-table.bytes // mmap.PAGESIZE) * mmap.PAGESIZE for table in tables)
         kept_V = counts_V * torch.from_numpy(keep_V).to(self.device)
         uses_TV = torch.stack([kept_V, kept_V + model.negative * kept_V.sum() * torch.from_numpy(noise_V).to(self.device)])
-        uses_TV, slots = uses_TV[:, ranks.rank :: ranks.size].contiguous(), int(room * 2 * shard)
-        traffic = Traffic.of_rank(Spectrum.zipf(rows, words), model, ranks.size)
-        paging = traffic.paging(batch // ranks.size, slots, ranks.size, config.transfer)
-        engine = CachedMapped(tables, slots, self.device, None if paging.lookahead else uses_TV)
+        engine = CachedMapped(tables, int(room * 2 * tables[0].rows), self.device, uses_TV[:, ranks.rank :: ranks.size].contiguous())
         del share_V, counts_V, kept_V, uses_TV
         torch.cuda.empty_cache()
-        kind = FusedPipeline if ranks.size == 1 else ShardedPipeline
-        self.pipeline = kind(*tables, engine, optimizer, self.device, paging.steps, ranks=ranks, rows=rows)
-        given, seed = {"draw": cuda.draw, "ranks": ranks, "lookahead": paging.lookahead}, config.train.seed
-        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, batch, seed, self.device, **given)
+        kind, traffic = FusedPipeline if ranks.size == 1 else ShardedPipeline, Traffic(Spectrum.zipf(rows, words), model)
+        steps_per_page = config.transfer.steps_per_page or traffic.steps_of_page(batch // ranks.size, engine.slots, ranks.size)
+        self.pipeline = kind(*tables, engine, optimizer, self.device, steps_per_page, ranks=ranks, rows=rows)
         self._ahead = self.pipeline.ahead(batch for _ in count() for batch in sampler.epoch())
 
-    def _draw(self, words: int, cdf_V: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator(self.device).manual_seed(0)
-        ids_N = torch.empty(words, dtype=torch.int32, device=self.device)
+    def _draw(self, cdf_V: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(self._ranks.rank)
+        ids_N = torch.empty(self._raw_words, dtype=torch.int32, device=self.device)
         for part in ids_N.split(DRAWN):
             uniform_n = torch.rand(len(part), dtype=torch.float64, device=self.device, generator=generator)
             part.copy_(torch.searchsorted(cdf_V, uniform_n, out_int32=True).clamp_(max=len(cdf_V) - 1))
@@ -172,7 +167,7 @@ def main() -> None:
     ranks = Timed() if torchrun.started() else ALONE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
-    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2}", "model.negative_pool_steps=8", *args.set])
+    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2 // ranks.size}", "model.negative_pool_steps=8", *args.set])
     began = time.perf_counter()
     steps = Shares(config, ranks, args.rows, args.words, args.batch, args.room)
     ranks.gather(None)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -76,6 +77,20 @@ def test_what_nobody_reads_any_more_ends_without_a_word():
     asked = subprocess.Popen([sys.executable, "evaluate.py", "score", "-h"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     asked.stdout.close()
     assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+
+
+def test_words_that_the_terminal_cannot_show_are_escaped(tmp_path):
+    words, vectors, _ = planted()
+    export.save(kv_of(["日", *words[1:]], vectors), tmp_path, ("kv",))
+    asked = [sys.executable, "evaluate.py", "nn", str(tmp_path), "日", "--topn", "1"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.stdout.startswith("\\u65e5\n") and (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_cannot_be_written_is_said_in_one_line(run):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "evaluate.py", "nn", str(run[0]), "b0x1"], cwd=ROOT, stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device; make room there\n")
 
 
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from w2v import asking, card, comparison, evaluation, export, pictures, vectorfile
+from w2v import asking, card, comparison, console, evaluation, export, pictures, vectorfile
 from w2v.questions import EvaluationError
 
 ERRORS = (EvaluationError, vectorfile.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
@@ -17,6 +17,7 @@ SIGNS = {"+", "-"}
 
 def run(options: Namespace) -> int:
     """Do what was asked for; gives the exit status. Raises one of `ERRORS` for what a user can mend."""
+    console.escape_what_it_lacks()
     return COMMANDS[options.command](options)
 
 

@@ -91,4 +91,5 @@ def in_words(error: Exception) -> str:
         return " ".join(str(error).split())
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "make room there" if full else "check the folder and its permissions, or take another one"
-    return f"{' '.join(str(error.filename).split())}: {error.strerror or error}; {remedy}"
+    place = "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "  # standard output has no name
+    return f"{place}{error.strerror or error}; {remedy}"

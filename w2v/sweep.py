@@ -104,6 +104,7 @@ class Results:
 
     def __init__(self, file: Path):
         self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)  # before anything is trained for it
         self.lines: dict[Setting, dict[int, dict[str, str]]] = defaultdict(dict)  # by setting, then by seed
         if file.exists():
             with file.open(newline="", encoding="utf-8") as handle:

@@ -45,6 +45,13 @@ def replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def permit(path: Path) -> None:
+    """Give a file the permissions that new files have; safetensors gives its files to their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def sync_folder(path: Path) -> None:
     """Return when the names in it are on disk."""
     folder = os.open(path, os.O_RDONLY)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,18 @@ def test_what_nobody_reads_any_more_ends_without_a_word():
     asked = subprocess.Popen([sys.executable, "evaluate.py", "score", "-h"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     asked.stdout.close()
     assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+
+
+def test_ctrl_c_ends_without_a_word(run):
+    asked = subprocess.Popen(
+        [sys.executable, "evaluate.py", "nn", str(run[0])], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    asked.stdin.write("b0x1\n")
+    asked.stdin.flush()
+    assert asked.stdout.readline() == "b0x1\n"  # and it waits for the next one
+    asked.send_signal(signal.SIGINT)
+    assert asked.stderr.read() == "" and asked.wait() == 130
 
 
 def test_words_that_the_terminal_cannot_show_are_escaped(tmp_path):

@@ -2,13 +2,17 @@
 
 import csv
 import json
+import os
+import runpy
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from w2v import comparison, experiments, settings, sweep
+from w2v import comparison, experiments, plan, settings, sweep
 from w2v.config import Config, ConfigError
 from w2v.vocab import Vocab
 
@@ -153,6 +157,20 @@ def test_the_sweep_program_begins_at_the_config_and_says_what_it_should_be(commo
     chosen = settings.load([tmp_path / "best.yaml"])
     assert chosen.optimizer.name == "Adam" and chosen.optimizer.args == {"betas": [0.0, 0.9]} and chosen.train.batch_size == 64
     assert chosen.optimizer.lr in (0.01, 0.02) and len((tmp_path / "new" / "adam.sweep.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("program", ["sweep", "experiments"])
+def test_ctrl_c_ends_without_a_word(common, tmp_path, monkeypatch, capsys, program):
+    asked = f"{program} {'adam' if program == 'sweep' else 'configs/optimizers/adam.yaml'} --to {tmp_path} --set".split()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*asked, *common])
+    monkeypatch.setattr(plan, "make_plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would ignore it
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        runpy.run_module(f"w2v.{program}", run_name="__main__")
+    signal.signal(signal.SIGINT, before)
+    assert ended.type is SystemExit and ended.value.code == 130 and capsys.readouterr().err == ""
 
 
 def grid(common, lrs, **axes):

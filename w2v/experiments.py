@@ -22,6 +22,7 @@ from pathlib import Path
 from w2v import baseline, comparison, console, durable, environment, evaluation, export, heldout, metrics, opening, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
+from w2v.signals import Signals
 from w2v.trainer import Trainer
 from w2v.vocab import Vocab
 
@@ -206,4 +207,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Signals():
+        sys.exit(main())

@@ -33,6 +33,7 @@ from yaml import YAMLError
 from w2v import comparison, console, durable, environment, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
+from w2v.signals import Signals
 
 log = logging.getLogger("w2v")
 FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch size
@@ -262,4 +263,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Signals():
+        sys.exit(main())

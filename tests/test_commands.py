@@ -1,5 +1,6 @@
 """evaluate.py from its arguments to its exit status."""
 
+import errno
 import io
 import json
 import os
@@ -104,6 +105,15 @@ def test_what_cannot_be_written_is_said_in_one_line(run):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "evaluate.py", "nn", str(run[0]), "b0x1"], cwd=ROOT, stdout=full, stderr=-1, text=True)
     assert (done.returncode, done.stderr) == (2, "error: No space left on device; make room there\n")
+
+
+def test_a_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "save", full)
+    assert evaluate.main(["export", str(run[0]), "--text", "--to", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/x: No space left on device; make room there\n"
 
 
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):

@@ -95,6 +95,8 @@ class Word2Vec(word2vec.Word2Vec):
         _check_callbacks(callbacks)
         self._check_training_sanity(epochs=epochs, total_examples=total_examples, total_words=total_words)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
+        if np.any(self.wv.vectors_lockf != 1):
+            raise ConfigError("wv.vectors_lockf other than 1 is not supported: all words are trained; set it to numpy.ones(1)")
         fits = self._given_alpha is None and start_alpha in (None, self.alpha)
         start_alpha = None if fits else start_alpha or self.alpha
         end_alpha = self.min_alpha if end_alpha is None else end_alpha

@@ -166,10 +166,12 @@ def test_ctrl_c_ends_without_a_word(common, tmp_path, monkeypatch, capsys, progr
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [*asked, *common])
     monkeypatch.setattr(plan, "make_plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would ignore it
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would ignore it
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         runpy.run_module(f"w2v.{program}", run_name="__main__")
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert ended.type is SystemExit and ended.value.code == 130 and capsys.readouterr().err == ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from w2v import host
 from w2v.questions import ASKED
+from w2v.signals import Signals
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,4 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what `head` has read enough of ends without a word
-    host.end(main())
+    with Signals():
+        host.end(main())

@@ -66,10 +66,10 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
     with lock as leads, planned.budget.explained(), durable.naming(folder), console.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
-        if leads:
-            runfolder.begin(folder, config, environment.describe(planned.machine))
         held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies
         with trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks) as job:
+            if leads:  # only now, as a checkpoint may refuse the settings, which then must not become the run's
+                runfolder.begin(folder, config, environment.describe(planned.machine))
             job.train()
             job.export()
     ranks.part()

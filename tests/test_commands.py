@@ -1,10 +1,13 @@
 """evaluate.py from its arguments to its exit status."""
 
+import errno
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,41 @@ def test_what_nobody_reads_any_more_ends_without_a_word():
     asked = subprocess.Popen([sys.executable, "evaluate.py", "score", "-h"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     asked.stdout.close()
     assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+
+
+def test_ctrl_c_ends_without_a_word(run):
+    asked = subprocess.Popen(
+        [sys.executable, "evaluate.py", "nn", str(run[0])], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    asked.stdin.write("b0x1\n")
+    asked.stdin.flush()
+    assert asked.stdout.readline() == "b0x1\n"  # and it waits for the next one
+    asked.send_signal(signal.SIGINT)
+    assert asked.stderr.read() == "" and asked.wait() == 130
+
+
+def test_words_that_the_terminal_cannot_show_are_escaped(tmp_path):
+    words, vectors, _ = planted()
+    export.save(kv_of(["日", *words[1:]], vectors), tmp_path, ("kv",))
+    asked = [sys.executable, "evaluate.py", "nn", str(tmp_path), "日", "--topn", "1"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.stdout.startswith("\\u65e5\n") and (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_cannot_be_written_is_said_in_one_line(run):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "evaluate.py", "nn", str(run[0]), "b0x1"], cwd=ROOT, stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device; make room there\n")
+
+
+def test_a_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "save", full)
+    assert evaluate.main(["export", str(run[0]), "--text", "--to", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/x: No space left on device; make room there\n"
 
 
 def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):

@@ -1,15 +1,28 @@
 """What the program says reaches the console and train.log, whoever listens."""
 
+import contextlib
 import os
 import sys
+from functools import partial
+
+import pytest
 
 from w2v.console import log, log_to_console, log_to_file
 
 
-def test_messages_that_nobody_reads_any_more_do_not_end_training(monkeypatch, tmp_path):
+def unread():
+    """A pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as gone, monkeypatch.context() as patched:
+    return open(writer, "w")
+
+
+NOWHERE = {"nobody reads": unread, "a full disk": partial(open, "/dev/full", "w"), "closed": contextlib.nullcontext}
+
+
+@pytest.mark.parametrize("opened", NOWHERE.values(), ids=NOWHERE)
+def test_messages_that_reach_nobody_do_not_end_training(monkeypatch, tmp_path, opened):
+    with opened() as gone, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", gone)
         patched.setattr(log, "handlers", [])
         log_to_console()
@@ -27,3 +40,12 @@ def test_messages_reach_a_file_at_once(monkeypatch, tmp_path):
         log_to_console()
         log.info("message")
         assert (tmp_path / "said").read_text() == "message\n"
+
+
+def test_what_the_encoding_lacks_is_escaped(monkeypatch, tmp_path):
+    with open(tmp_path / "said", "w", encoding="latin-1") as file, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", file)
+        patched.setattr(log, "handlers", [])
+        log_to_console()
+        log.info("naïve 日")
+    assert (tmp_path / "said").read_text(encoding="latin-1") == "naïve \\u65e5\n"

@@ -1,6 +1,7 @@
 """Reading text in any container, bad text, and ids on disk."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import io
@@ -148,6 +149,24 @@ def test_directory_is_recursive_sorted_and_skips_hidden_and_empty(tmp_path):
     for path in [tmp_path / "texts" / "c", tmp_path / "texts" / "c" / "empty"]:
         with pytest.raises(CorpusError, match="is empty or no text"):
             locate(str(path), tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    for name in ["a.txt", "locked/b.txt", ".hidden/c.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x y", encoding="utf-8")
+    scandir, locked = os.scandir, {str(tmp_path / ".hidden")}
+
+    def refusing(folder):
+        if str(folder) in locked:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert [file.name for file in locate(str(tmp_path), tmp_path)] == ["a.txt", "b.txt"]
+    locked.add(str(tmp_path / "locked"))
+    with pytest.raises(PermissionError, match="locked"):
+        locate(str(tmp_path), tmp_path)
 
 
 MEANT = {"txt8": "text8", "enwiki_sample": "enwiki-sample", "novel.tx": "novel.txt", "data/nowel": "data/novel.gz", "zzz": ""}

@@ -164,6 +164,7 @@ def test_save_and_load(tmp_path, storage, device, dtype):
         table.step(page)
     table.save(tmp_path / "x.npy")
     table.save(tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "x.npy").stat().st_mode
     assert np.array_equal(np.load(tmp_path / "x.npy"), table.get(range(ROWS)).float().cpu().numpy())
     other = embedding(tmp_path, "cpu", device, optimizer="Adam", dtype=dtype, seed=2)
     other.load(tmp_path / "x.npy")

@@ -2,13 +2,17 @@
 
 import csv
 import json
+import os
+import runpy
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from w2v import comparison, experiments, settings, sweep
+from w2v import comparison, experiments, plan, settings, sweep
 from w2v.config import Config, ConfigError
 from w2v.vocab import Vocab
 
@@ -128,6 +132,11 @@ def test_the_comparison_program_refuses_before_it_trains(common, tmp_path, capsy
     assert "error: optimizer.name=Adafactor" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert experiments.main([str(tmp_path / "good.yaml"), "--to", str(tmp_path / "bad.yaml" / "out"), "--set", *common]) == 2
     assert "bad.yaml/out/good-seed1: Not a directory; check the folder" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "good.yaml").write_text("optimizer: {name: Adam, lr: 0.02}")
+    arguments = [str(tmp_path / "good.yaml"), str(tmp_path / "other" / "good.yaml"), "--to", str(tmp_path / "out"), "--set", *common]
+    assert experiments.main(arguments) == 2
+    assert "other/good.yaml: another config is called good too" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_the_comparison_program_leaves_what_it_says(common, tmp_path, capsys):
@@ -142,12 +151,28 @@ def test_the_comparison_program_leaves_what_it_says(common, tmp_path, capsys):
 def test_the_sweep_program_begins_at_the_config_and_says_what_it_should_be(common, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     axes = "--lr 0.01 0.02 --batch 64 --epochs 1".split()
-    assert sweep.main(["Adam", *axes, "--to", str(tmp_path), "--set", *common, "optimizer.args.betas=[0.0,0.9]"]) == 0
+    assert sweep.main(["Adam", *axes, "--to", str(tmp_path / "new"), "--set", *common, "optimizer.args.betas=[0.0,0.9]"]) == 0
     said = capsys.readouterr().out
     (tmp_path / "best.yaml").write_text(said.split("yaml:\n")[1])
     chosen = settings.load([tmp_path / "best.yaml"])
     assert chosen.optimizer.name == "Adam" and chosen.optimizer.args == {"betas": [0.0, 0.9]} and chosen.train.batch_size == 64
-    assert chosen.optimizer.lr in (0.01, 0.02) and len((tmp_path / "adam.sweep.csv").read_text().splitlines()) == 3
+    assert chosen.optimizer.lr in (0.01, 0.02) and len((tmp_path / "new" / "adam.sweep.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("program", ["sweep", "experiments"])
+def test_ctrl_c_ends_without_a_word(common, tmp_path, monkeypatch, capsys, program):
+    asked = f"{program} {'adam' if program == 'sweep' else 'configs/optimizers/adam.yaml'} --to {tmp_path} --set".split()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*asked, *common])
+    monkeypatch.setattr(plan, "make_plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would ignore it
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        runpy.run_module(f"w2v.{program}", run_name="__main__")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert ended.type is SystemExit and ended.value.code == 130 and capsys.readouterr().err == ""
 
 
 def grid(common, lrs, **axes):

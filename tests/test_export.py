@@ -154,6 +154,7 @@ def test_safetensors_hold_the_vectors_and_a_list_the_words(kv, tmp_path):
 
     assert [path.name for path in export.save_safetensors(kv, tmp_path)] == ["vectors.safetensors", "vectors.tsv"]
     assert np.array_equal(load_file(tmp_path / "vectors.safetensors")["vectors"], kv.vectors)
+    assert (tmp_path / "vectors.safetensors").stat().st_mode == (tmp_path / "vectors.tsv").stat().st_mode
     rows = [line.split("\t") for line in (tmp_path / "vectors.tsv").read_text().splitlines()]
     assert rows == [[word, str(kv.get_vecattr(word, "count"))] for word in WORDS]
     with pytest.raises(vectorfile.VectorsError, match="white space"):

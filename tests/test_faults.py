@@ -173,10 +173,11 @@ RESUMED = {
 def test_checkpoints(finished, capsys, name, change, words):
     saved = latest(finished / "checkpoints").path
     with changed(saved / name, change):
-        before = sorted(path.name for path in finished.rglob("*"))
-        status, error = said(capsys, train, "--resume", finished)
+        before, config = sorted(path.name for path in finished.rglob("*")), (finished / "config.yaml").read_bytes()
+        status, error = said(capsys, train, "--resume", finished, "train.epochs=9")
         assert status == 2 and words in error and str(saved) in error, error
         assert sorted(path.name for path in finished.rglob("*")) == before
+        assert (finished / "config.yaml").read_bytes() == config, "what is refused must not become the run's"
 
 
 @pytest.mark.parametrize(

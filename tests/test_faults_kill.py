@@ -10,7 +10,10 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,7 @@ from w2v import checkpoint, settings, shards
 from w2v.checkpoint import Checkpoint, Checkpoints
 from w2v.table import Table
 
+ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("W2V_KILLS", "3"))
 
 
@@ -116,6 +120,14 @@ def test_a_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, numbe
     found, said = programs.run("--resume", "latest", f"run.dir={tmp_path}", f"train.epochs={math.ceil(done)}")
     assert found == 0 and f"going on from {saved}, after {steps:,} steps" in said, said
     assert (run / "vectors.bin").exists()
+
+
+def test_a_second_signal_ends_it_at_once_while_it_ends_by_the_first():
+    code = "try:\n with Signals(): os.kill(os.getpid(), signal.SIGTERM)\nfinally: os.kill(os.getpid(), signal.SIGINT)"
+    restored = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a script's background ignores
+    program = f"import os, signal\nfrom w2v.signals import Signals\n{restored}\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_second_signal_ends_it_at_once(programs, arguments, tmp_path):

@@ -61,6 +61,13 @@ def test_map_is_drawn_and_names_do_not_overlap(tmp_path, capsys, by):
     assert drawn.shape[:2] == (1680, 1680) and drawn[..., :3].min() < 0.2
 
 
+def test_letters_that_the_font_lacks_are_told_once(tmp_path, caplog, recwarn):
+    words = [chr(0x4E00 + number) for number in range(60)]
+    pictures.word_map(export.keyed_vectors(words, np.ones(60, int), two_clouds()), tmp_path / "map.png", 60)
+    (message,) = caplog.messages
+    assert "missing from font" in message and "such warnings; a line such as 'font.family" in message and not recwarn.list
+
+
 def test_frequent_words_are_named_first(tmp_path):
     figure = pictures._figure(4, 4)
     axis = figure.subplots()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import time
 from pathlib import Path
 
@@ -145,6 +146,19 @@ def test_any_step_will_do_and_so_will_many(tmp_path, at):
     if at < 190:
         stopped(tmp_path / "run", stop_after=7, **what)
     assert_same(trained(tmp_path / "run", **what), whole)
+
+
+def test_the_command_to_go_on_with_can_be_pasted(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "w2v"):
+        stopped(tmp_path / "my run", stop_after=1)
+    assert shlex.split(caplog.messages[-1])[-2:] == ["--resume", str(tmp_path / "my run")]
+
+
+def test_a_folder_whose_user_has_not_yet_said_who_it_is(tmp_path):
+    with runfolder.lock(tmp_path):
+        (tmp_path / ".lock").write_text("")
+        with pytest.raises(runfolder.RunFolderError, match="is in use by another process; wait for it"):
+            runfolder.lock(tmp_path)
 
 
 @pytest.mark.gpu

@@ -218,6 +218,7 @@ def test_every_optimizer_learns(name):
         ({"settings": ["model.window=3"]}, "'model.window=3' is none that can be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"settings": ["transfer.engine=mapped"], "device": "cpu", "sentences": TOPICS, "min_count": 1}, "transfer.engine=mapped pages"),
+        ({"device": "gpu"}, "train.device=gpu .* is not one of auto, cpu, cuda; did you mean cpu?"),
         ({"callbacks": [print]}, "derive it from gensim's CallbackAny2Vec"),
     ],
 )
@@ -225,6 +226,24 @@ def test_what_is_not_supported_is_said_in_one_line(wrong, words):
     with pytest.raises(ValueError, match=words) as caught:
         Word2Vec(**wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_words_that_are_not_to_be_trained_are_refused(model, tmp_path):
+    model.save(str(tmp_path / "model"))
+    model = Word2Vec.load(str(tmp_path / "model"))
+    model.wv.vectors_lockf = np.array([0.0, *np.ones(9)], np.float32)
+    with pytest.raises(ValueError, match=r"wv.vectors_lockf other than 1 is not supported: .* set it to numpy.ones\(1\)"):
+        model.train(two_topics(), total_examples=400, epochs=1)
+    model.wv.vectors_lockf = np.ones(1)
+    model.train(two_topics(), total_examples=400, epochs=1)
+
+
+@pytest.mark.parametrize("how", [{"start_alpha": -1.0}, {"end_alpha": 9.0}, {"start_alpha": 0.5, "end_alpha": 0.6}])
+def test_a_call_that_is_refused_changes_nothing(model, how):
+    before = model.alpha, model.min_alpha, model.epochs
+    with pytest.raises(ValueError, match="out of range"):
+        model.train(two_topics(), total_examples=400, epochs=2, **how)
+    assert (model.alpha, model.min_alpha, model.epochs) == before
 
 
 def test_text_without_known_words_trains_nothing_as_in_gensim(model, caplog):

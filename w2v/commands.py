@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from w2v import asking, card, comparison, evaluation, export, pictures, vectorfile
+from w2v import asking, card, comparison, console, durable, evaluation, export, pictures, vectorfile
 from w2v.questions import EvaluationError
 
 ERRORS = (EvaluationError, vectorfile.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
@@ -17,6 +17,7 @@ SIGNS = {"+", "-"}
 
 def run(options: Namespace) -> int:
     """Do what was asked for; gives the exit status. Raises one of `ERRORS` for what a user can mend."""
+    console.escape_what_it_lacks()
     return COMMANDS[options.command](options)
 
 
@@ -59,9 +60,10 @@ def analogies(options: Namespace) -> int:
 def write(options: Namespace) -> int:
     path = vectorfile.find(options.run)
     kv, folder = vectorfile.load(path), Path(options.to or path.parent)
-    written = export.save(kv, folder, options.formats) if options.formats else []
-    written += export.save_safetensors(kv, folder) if options.safetensors else []
-    written += export.save_projector(kv, folder, options.projector) if options.projector else []
+    with durable.naming(folder):
+        written = export.save(kv, folder, options.formats) if options.formats else []
+        written += export.save_safetensors(kv, folder) if options.safetensors else []
+        written += export.save_projector(kv, folder, options.projector) if options.projector else []
     print(*written, sep="\n")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -16,10 +17,17 @@ log = logging.getLogger("w2v")
 
 def log_to_console(quiet: bool = False) -> None:
     """Show the program's messages on standard output, above the progress bar where there is one; if `quiet`, only of what fails."""
+    escape_what_it_lacks()
     handler = _AboveTheBar()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler]
+    log.handlers[:] = [handler] if sys.stdout else []  # who started the program may have closed it
     log.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def escape_what_it_lacks() -> None:
+    """Have characters that standard output's encoding lacks written as escapes; they would be errors."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -43,5 +51,5 @@ class _AboveTheBar(logging.Handler):
         try:
             tqdm.write(self.format(record))
             sys.stdout.flush()  # into a file or a pipe at once, too
-        except BrokenPipeError:  # who read it has ended, which is no reason to end training; train.log has it all
+        except OSError:  # who read it has ended, or its disk is full, which is no reason to end training; train.log has it all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

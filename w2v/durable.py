@@ -45,6 +45,13 @@ def replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def permit(path: Path) -> None:
+    """Give a file the permissions that new files have; safetensors gives its files to their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def sync_folder(path: Path) -> None:
     """Return when the names in it are on disk."""
     folder = os.open(path, os.O_RDONLY)
@@ -91,4 +98,5 @@ def in_words(error: Exception) -> str:
         return " ".join(str(error).split())
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "make room there" if full else "check the folder and its permissions, or take another one"
-    return f"{' '.join(str(error.filename).split())}: {error.strerror or error}; {remedy}"
+    place = "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "  # standard output has no name
+    return f"{place}{error.strerror or error}; {remedy}"

@@ -20,8 +20,9 @@ from itertools import islice
 from pathlib import Path
 
 from w2v import baseline, comparison, console, durable, environment, evaluation, export, heldout, metrics, opening, plan, settings
-from w2v.config import Config
+from w2v.config import Config, ConfigError
 from w2v.corpus import Corpus
+from w2v.signals import Signals
 from w2v.trainer import Trainer
 from w2v.vocab import Vocab
 
@@ -193,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.batch == "fit":
                 config = fitted(config, opened(config)[0])
             plan.make_plan(config, opened(config))  # what it refuses is said before anything is trained
-            configs[Path(path).stem] = config
+            if (name := Path(path).stem) in configs:
+                raise ConfigError(f"{path}: another config is called {name} too, which their runs are named after; rename one")
+            configs[name] = config
         folder = options.to or folder_to_use(Path(config.run.dir))
         print(compare(configs, options.seeds, folder, options.gensim_alpha if options.gensim else None))
         print(f"\nin {folder}: table.txt, table.md, table.csv, curves.png where matplotlib is installed, and a folder for each run")
@@ -204,4 +207,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Signals():
+        sys.exit(main())

@@ -163,6 +163,7 @@ def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path, aside = folder / "vectors.safetensors", folder / "vectors.safetensors.part"
     save_file({"vectors": np.ascontiguousarray(kv.vectors)}, aside)
+    durable.permit(aside)
     os.replace(aside, path)
     durable.replace(folder / "vectors.tsv", _with_counts(kv, kv.index_to_key))
     return [path, folder / "vectors.tsv"]

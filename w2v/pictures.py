@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
+log = logging.getLogger("w2v")
 PANELS = (
     ("loss", "loss of a positive pair", "words"), ("held_out_loss", "held-out loss of a positive pair", "words"),
     ("analogies", "analogies, share right", "words"), ("words_per_s", "words per second", "seconds"),
@@ -84,10 +87,15 @@ def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> 
     axis.scatter(places_N2[:, 0], places_N2[:, 1], s=6, color="C0", alpha=0.5)
     axis.set_xticks([])
     axis.set_yticks([])
-    named = _name_dots(axis, places_N2, kv.index_to_key[:words])
     how = "t-SNE of cosines" if method == "tsne" else "the first two principal components"
-    axis.set_title(f"the {len(places_N2):,} most frequent words by {how}; {named:,} of them named")
-    return _save(figure, file)
+    with warnings.catch_warnings(record=True) as warned:  # two for each letter that the font lacks
+        named = _name_dots(axis, places_N2, kv.index_to_key[:words])
+        axis.set_title(f"the {len(places_N2):,} most frequent words by {how}; {named:,} of them named")
+        drawn = _save(figure, file)
+    if said := list(dict.fromkeys(str(warning.message) for warning in warned)):
+        remedy = "a line such as 'font.family: Noto Sans CJK JP' in a file matplotlibrc names another font"
+        log.warning(f"matplotlib: {said[0]} ({len(said):,} such warnings; {remedy})")
+    return drawn
 
 
 def principal(values_ND: Tensor, dimensions: int) -> Tensor:

@@ -113,8 +113,8 @@ def _lock(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        user = file.read().strip() or "another"
-        raise RunFolderError(f"{folder} is in use by process {user}; wait for it, stop it, or begin a run of its own") from None
+        user = f"process {number}" if (number := file.read().strip()) else "another process"
+        raise RunFolderError(f"{folder} is in use by {user}; wait for it, stop it, or begin a run of its own") from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()

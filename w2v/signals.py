@@ -28,8 +28,9 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if error[0] is not SystemExit:  # else the program ends, at once if another signal comes
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

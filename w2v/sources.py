@@ -42,13 +42,12 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
     """The text files that `path` stands for, sorted: a file, a directory (recursive), a Wikipedia dump, or a name.
 
     What exists wins over a name. In a directory, hidden and empty files are skipped. Dumps and named corpora are turned
-    into text once, under `data_dir`. Raises `CorpusError` when there is nothing to read.
+    into text once, under `data_dir`. Raises `CorpusError` when there is nothing to read, `OSError` for a folder that cannot be read.
     """
     found, data_dir = Path(path).expanduser(), Path(data_dir).expanduser()
     if path and found.exists():
-        inside = found.rglob("*") if found.is_dir() else [found]
-        shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(found).parts))
-        files = sorted(file for file in shown if file.is_file() and file.stat().st_size)
+        inside = _shown(found) if found.is_dir() else [found]
+        files = sorted(file for file in inside if file.is_file() and file.stat().st_size)
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or no text; bring a text, one sentence or document a line, or a folder of such")
         return [_as_text(file, data_dir) for file in files]
@@ -57,6 +56,17 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
     neighbours = [str(file) for folder in {found.parent, data_dir} if folder.is_dir() for file in folder.iterdir()]
     hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(path, [*NAMES, *neighbours], n=1))
     raise CorpusError(f"corpus.path={path!r} is no file, no directory and no corpus name ({', '.join(NAMES)}){hint}")
+
+
+def _shown(folder: Path) -> Iterator[Path]:
+    """The files in it and below, but for hidden ones; where a folder cannot be read, `Path.rglob` would leave its files out in silence."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) -> str:

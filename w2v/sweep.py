@@ -33,6 +33,7 @@ from yaml import YAMLError
 from w2v import comparison, console, durable, environment, evaluation, metrics, plan, settings
 from w2v.config import Config, ConfigError
 from w2v.experiments import Opened, fitted, train_once, warm_up, with_batch
+from w2v.signals import Signals
 
 log = logging.getLogger("w2v")
 FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch size
@@ -104,6 +105,7 @@ class Results:
 
     def __init__(self, file: Path):
         self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)  # before anything is trained for it
         self.lines: dict[Setting, dict[int, dict[str, str]]] = defaultdict(dict)  # by setting, then by seed
         if file.exists():
             with file.open(newline="", encoding="utf-8") as handle:
@@ -261,4 +263,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Signals():
+        sys.exit(main())

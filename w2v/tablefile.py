@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from w2v import durable
 from w2v.shards import DTYPES
 from w2v.table import Table
 
@@ -23,8 +24,10 @@ def save(table: Table | TableApart, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {name: table[name].cpu().contiguous() for name in table.columns}
-    save_file(fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
+    aside = Path(f"{path}.partial")
+    save_file(fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, aside)
+    durable.permit(aside)
+    os.replace(aside, path)
 
 
 def load(table: Table | TableApart, path: Path) -> None:

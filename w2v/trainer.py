@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,7 +232,7 @@ class Trainer:
             f"run folder   {self.folder}\n"
             f"model card   {self.folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(self.folder / 'vectors.kv')!r})\n"
-            f"ask it       python evaluate.py nn {self.folder} WORD ..."
+            f"ask it       python evaluate.py nn {quote(str(self.folder))} WORD ..."
         )
 
     def _bytes_moved(self) -> int:
@@ -252,7 +253,8 @@ class Trainer:
         remedy = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
         self.checkpoints.wait()
         if saved := checkpoint.latest(self.checkpoints.folder):
-            remedy = f"the last good checkpoint is {saved.path}: python train.py --resume {self.folder} optimizer.lr={optimizer.lr / 4:.3g}"
+            again = f"python train.py --resume {quote(str(self.folder))} optimizer.lr={optimizer.lr / 4:.3g}"
+            remedy = f"the last good checkpoint is {saved.path}: {again}"
         return (
             f"training diverged at step {self._first_step + step:,} ({optimizer.name}, lr {lr:.4g}): no longer finite: {', '.join(parts)}; "
             f"no such number was written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
@@ -262,7 +264,7 @@ class Trainer:
         log.info(f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once")
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait=True)
-        log.info(f"go on with   python train.py --resume {self.folder}")
+        log.info(f"go on with   python train.py --resume {quote(str(self.folder))}")
         self._ranks.part()
         raise SystemExit(status)
 

@@ -95,16 +95,16 @@ class Word2Vec(word2vec.Word2Vec):
         _check_callbacks(callbacks)
         self._check_training_sanity(epochs=epochs, total_examples=total_examples, total_words=total_words)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
-        if self._given_alpha is None and start_alpha in (None, self.alpha):
-            start_alpha = None
-        else:
-            start_alpha = self.alpha = start_alpha or self.alpha
-        self.min_alpha = self.min_alpha if end_alpha is None else end_alpha
-        self.epochs, self.compute_loss = epochs, compute_loss
+        if np.any(self.wv.vectors_lockf != 1):
+            raise ConfigError("wv.vectors_lockf other than 1 is not supported: all words are trained; set it to numpy.ones(1)")
+        fits = self._given_alpha is None and start_alpha in (None, self.alpha)
+        start_alpha = None if fits else start_alpha or self.alpha
+        end_alpha = self.min_alpha if end_alpha is None else end_alpha
         model = ModelConfig(
             self.vector_size, self.window, self.shrink_windows, self.negative, sample=self.sample, ns_exponent=self.ns_exponent
         )
-        config = self._config(model, epochs, self.seed + self.train_count, start_alpha, self.min_alpha)
+        config = self._config(model, epochs, self.seed + self.train_count, start_alpha, end_alpha)
+        self.alpha, self.min_alpha, self.epochs, self.compute_loss = start_alpha or self.alpha, end_alpha, epochs, compute_loss
         sentences = word2vec.LineSentence(corpus_file) if corpus_iterable is None else corpus_iterable
         with TemporaryDirectory(prefix="w2v-") as folder:
             try:
@@ -133,13 +133,14 @@ class Word2Vec(word2vec.Word2Vec):
         tuned = self._tuned
         if alpha is None and not tuned.exists():
             raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha")
-        config = settings.load([tuned] if tuned.exists() else [], self.settings)
+        further = [*self.settings, f"train.device={self.device}"]
+        config = settings.load([tuned] if tuned.exists() else [], further)
         if self.optimizer == "SGD" and not self.optimizer_args and self._compiled(config):
-            config = settings.load([DESCENT], self.settings)
+            config = settings.load([DESCENT], further)
         optimizer = replace(config.optimizer, name=self.optimizer, lr=config.optimizer.lr if alpha is None else alpha)
         if self.optimizer_args is not None:
             optimizer = replace(optimizer, args=self.optimizer_args)
-        train = replace(config.train, epochs=epochs, seed=seed, device=self.device)
+        train = replace(config.train, epochs=epochs, seed=seed)
         model = replace(model, negative_pool=config.model.negative_pool, negative_pool_steps=config.model.negative_pool_steps)
         return replace(config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train)
 
@@ -149,7 +150,7 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _compiled(self, config: Config) -> bool:
         """Whether kernels for the CPU will train, which make SGD's steps as gensim does, one for each center."""
-        config, machine = replace(config, train=replace(config.train, device=self.device)), Machine.here()
+        machine = Machine.here()
         device = choose_device(config, machine)
         return device.type == "cpu" and choose_kernels(config, machine, device)
 

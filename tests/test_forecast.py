@@ -19,7 +19,7 @@ from w2v.optim import RowOptimizer
 from w2v.traffic import Spectrum
 
 ROOT = Path(__file__).parent.parent
-COMMIT = "cfb9706"
+COMMIT, AHEAD_COMMIT = "cfb9706", "873f751"  # of most runs, and of those that look ahead
 GIB = 1 << 30
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% negative_pool="
 TEXT8 = ROOT / "configs" / "text8.yaml"
@@ -37,8 +37,9 @@ def measured():
     found: dict[tuple[str, str], dict[str, float]] = {}
     with (ROOT / "tests" / "bench" / "results.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["commit"] == COMMIT:
-                found.setdefault((row["benchmark"], row["case"]), {})[row["metric"]] = float(row["value"])
+            if row["commit"] in (COMMIT, AHEAD_COMMIT):
+                ahead = "ahead " if row["commit"] == AHEAD_COMMIT else ""
+                found.setdefault((ahead + row["benchmark"], row["case"]), {})[row["metric"]] = float(row["value"])
     return found
 
 
@@ -79,6 +80,23 @@ def test_measured_runs_on_zipfs_words(measured, case, more):
     counted = gpu["text, vocabulary"] - foretold.share.text_bytes + gpu["places"] + SLOT_BYTES * foretold.slots
     assert counted < figures["gpu memory besides rows and ids"] * GIB < counted + GPU_RESERVE
     assert figures["host memory"] * GIB == pytest.approx(host["program"] + host["tables"], rel=0.05)  # the bench has no list of words
+
+
+@pytest.mark.parametrize(
+    "case, more",
+    [
+        ("65536 for 8 steps", []),
+        ("65536 for 8 steps transfer.gpu_bytes=20%", ["transfer.gpu_bytes=20%"]),
+        ("65536 for 1 steps model.negative_pool_steps=1", ["model.negative_pool_steps=1"]),
+    ],
+)
+def test_measured_runs_that_look_ahead(measured, case, more):
+    foretold = forecast(*zipf.SETTINGS, *more, rows=10_000_000)
+    figures = measured["ahead zipf", (ZIPF.replace("10%", "20%") if "20%" in case else ZIPF) + case]
+    assert foretold.words / foretold.slowest[0] == pytest.approx(figures["words/s"], rel=0.24)
+    assert foretold.rows.read / foretold.words == pytest.approx(figures["read"], rel=0.1)
+    without = forecast(*zipf.SETTINGS, *more, "transfer.lookahead=false", rows=10_000_000)
+    assert figures["read"] < without.rows.read / without.words
 
 
 @pytest.mark.parametrize("engine", ["resident", "mapped:50%"])

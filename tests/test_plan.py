@@ -182,6 +182,8 @@ def test_rows_that_are_used_soon_stay_where_rows_are_paged():
     planned = plan.make_plan(configured("vocab.min_count=1", "train.batch_size=1024", "model.negative_pool=1024"), opened)
     paged = replace(planned, engine="mapped", slots=120_000)
     assert not any(one.paging.lookahead for one in (planned, replace(planned, slots=120_000), replace(paged, slots=200_000)))
+    said = re.search(r"room for 120,000 rows there, steps_per_page=8, those stay that the next (.+) words use\n", str(paged)).group(1)
+    assert int(said.replace(",", "")) == paged.paging.lookahead * 32 * 1024
     assert 0 < replace(paged, slots=60_000).paging.lookahead < paged.paging.lookahead < 4_000_000 / 32 / 1024
     off = settings.load([], ["transfer.lookahead=false"])
     assert replace(paged, config=replace(planned.config, transfer=off.transfer)).paging == (paged.paging.steps, 0)

@@ -52,6 +52,27 @@ def loaded(ranks, folder, **what):
     return found.state
 
 
+def side_by_side(tables):
+    """The tables, their rows moved beside each other in one memory, as those of pinned tables may lie."""
+    records_TVR = torch.stack([table.records_VR for table in tables], dim=1).transpose(0, 1)
+    for table, table.records_VR in zip(tables, records_TVR, strict=True):
+        assert not table.records_VR.is_contiguous()
+    return tables
+
+
+@pytest.mark.parametrize("room", [0, ALL], ids=["written as they are", "copied first"])
+def test_rows_side_by_side_are_kept_as_others(tmp_path, small_files, room):
+    written(ALONE, tmp_path / "apart")
+    keeper = Checkpoints(tmp_path / "beside", side_by_side(dealt(ALONE)), room)
+    keeper.save({"step": 7, "positions": [0]})
+    keeper.wait()
+    files = sorted(path.relative_to(tmp_path / "apart") for path in (tmp_path / "apart").rglob("*.safetensors"))
+    assert len(files) > 2 and all((tmp_path / "apart" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes() for name in files)
+    tables = side_by_side(dealt(ALONE, filled=False))
+    latest(tmp_path / "beside", ALONE).load(tables, ALONE)
+    assert all(torch.equal(table.records_VR, expected.records_VR) for table, expected in zip(tables, dealt(ALONE), strict=True))
+
+
 @pytest.fixture
 def small_files(monkeypatch):
     monkeypatch.setattr(shards, "FILE_BYTES", 600)

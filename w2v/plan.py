@@ -17,6 +17,7 @@ from torch import Tensor
 import w2v
 from w2v import budget, environment, heldout, opening, settings, torchrun
 from w2v.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
+from w2v.batch import CHUNK_BATCHES
 from w2v.budget import GPU_RESERVE, Budget, Job
 from w2v.config import Config, ConfigError, ModelConfig
 from w2v.corpus import Corpus
@@ -72,6 +73,8 @@ class Plan:
         words, size = len(self.vocab.words), self.config.model.vector_size
         fields = " + ".join(["weight", *states])
         room = f"; room for {self.slots:,} rows there, steps_per_page={self.paging.steps}" if self.engine in LINKS else ""
+        if self.paging.lookahead:
+            room += f", those stay that the next {self.paging.lookahead * CHUNK_BATCHES * self._centers:,} words use"
         return "\n".join([
             f"machine   {self.machine}",
             f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",

@@ -3,8 +3,8 @@
 // is a bit at that rank. A warp has a stretch of that order, a word of bits for each lane.
 //
 // survey counts the rows that are missing or idle in each stretch; its last block sums the counts and settles how many come and leave.
-// Idle rows that are used soon, early ones, leave after all others, late ones.
-// list then names them. Slots of rows are looked up here and changed by the moves (rows.cu).
+// list then names them. Idle rows are early, if they are used soon, or late; early ones leave after all late ones. Slots of rows are looked
+// up here and changed by the moves (rows.cu).
 
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int MOST_ROWS = 0x7fffffff;

@@ -106,7 +106,7 @@ def test_kill_while_a_part_is_written_behind(tmp_path, monkeypatch):
 def test_a_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number, status):
     more = [*arguments, f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.epochs=200", "run.log_seconds=1000"]
     process = programs.start(*more)
-    while not list(tmp_path.glob("20*/train.log")):
+    while not list(tmp_path.glob("20*/env.txt")):  # the last file before training
         time.sleep(0.01)
     time.sleep(0.3)
     os.kill(process, number)

@@ -156,6 +156,7 @@ def test_words_in_clumps_are_fewer(text):
     clumped = Spectrum.of(2 * counts, np.concatenate([np.tile(three, 2) for three in np.array_split(ids, len(ids) // 3)]))
     assert by_chance.words == counts.sum() and by_chance.rows == ROWS and by_chance.clumps == pytest.approx(1, abs=0.02)
     assert clumped.clumps == pytest.approx(2, rel=0.02)
+    assert Spectrum.of(counts, ids[: len(ids) // 8]).clumps == pytest.approx(1, abs=0.02)  # of words that were counted in more text
     clumped, scattered = Traffic(clumped, ModelConfig()), Traffic(by_chance, ModelConfig())
     assert (clumped.touched(CENTERS) <= scattered.touched(CENTERS)).all()
     assert clumped.rows(clumped.touched(CENTERS)) < 0.99 * scattered.rows(scattered.touched(CENTERS))

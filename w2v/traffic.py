@@ -42,7 +42,8 @@ class Spectrum:
         counts_G, words_G = np.unique(counts_V, return_counts=True)
         size = min(STRETCH, len(ids_N) // 2)
         starts = np.linspace(0, len(ids_N) - size, STRETCHES).astype(int)
-        found, missed = np.mean([len(np.unique(ids_N[start : start + size])) for start in starts]), np.log1p(-size / len(ids_N))
+        found = np.mean([len(np.unique(ids_N[start : start + size])) for start in starts])
+        missed = np.log1p(-size / max(len(ids_N), counts_V.sum()))  # words may have been counted in more text than this
         fewest, most = 1.0, float(MOST_CLUMPS)
         while most - fewest > 1e-3:
             clumps = (fewest + most) / 2

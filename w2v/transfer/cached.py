@@ -89,11 +89,12 @@ class Cached(InSlots):
     def _least_used(self, idle_TV: Tensor, idle: int, number: int, soon_V: Tensor | None) -> Tensor:
         """Marks of so many of the `idle` rows, the least used: of those that are not used soon, and then of the others."""
         idle_N = idle_TV.flatten()[self._order_N]
-        place_N = idle_N.cumsum(0)
+        place_N = idle_N.cumsum(0, dtype=torch.int32)  # these are as long as both tables
         if soon_V is not None:
             soon_N = idle_N & soon_V.repeat(len(idle_TV))[self._order_N]
-            soon_before_N = soon_N.cumsum(0)
-            place_N += torch.where(soon_N, soon_before_N - place_N, soon_before_N[-1] - soon_before_N)  # after all that are used soon
+            soon_before_N = soon_N.cumsum(0, dtype=torch.int32)
+            # Those that are not used soon come after all that are.
+            place_N = torch.where(soon_N, soon_before_N, place_N.sub_(soon_before_N).add_(soon_before_N[-1]))
         chosen_TV = torch.zeros_like(idle_TV)
         chosen_TV.view(-1)[self._order_N] = idle_N & (place_N > idle - number)
         return chosen_TV

@@ -267,7 +267,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
         cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks, plan.paging.lookahead,
     )  # fmt: skip
-    uses_TV = None if together else expected_uses(plan)
+    uses_TV = expected_uses(plan, apart=not together)
     engine: Engine
     if link is None:
         engine = Resident()
@@ -296,11 +296,14 @@ def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
     return on_gpu
 
 
-def expected_uses(plan: Plan) -> Tensor:
-    """How often an epoch uses each row of this rank's shards of both tables: float64 [2, V] on the compute device."""
+def expected_uses(plan: Plan, apart: bool) -> Tensor:
+    """How often an epoch uses each row of this rank's shards of both tables: float64 [2, V] on the compute device.
+
+    apart: whether to count noise words too, so that a word's rows differ.
+    """
     model, vocab = plan.config.model, plan.vocab
     kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
-    noise_V = model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
+    noise_V = apart * model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
     uses_TV = np.stack([kept_V, kept_V + noise_V])
     return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
 

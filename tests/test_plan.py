@@ -6,12 +6,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
 from tests.bench import zipf
+from tests.test_cached import HostLink
 from w2v import backends, opening, plan, settings
 from w2v.config import ConfigError
 from w2v.transfer import timing
@@ -187,6 +189,28 @@ def test_rows_that_are_used_soon_stay_where_rows_are_paged():
     assert 0 < replace(paged, slots=60_000).paging.lookahead < paged.paging.lookahead < 4_000_000 / 32 / 1024
     off = settings.load([], ["transfer.lookahead=false"])
     assert replace(paged, config=replace(planned.config, transfer=off.transfer)).paging == (paged.paging.steps, 0)
+
+
+def test_looking_ahead_changes_no_bit_and_brings_fewer_rows(monkeypatch, one_thread):
+    """What `build` makes trains as in memory, whatever stays on the GPU, for which CPU memory stands here."""
+    monkeypatch.setitem(plan.LINKS, "staged", (HostLink, "cpu"))
+    opened = zipf.generate(20_000, 300_000, 1.0, torch.device("cpu"))
+    model = ["model.vector_size=4", "model.negative_pool=512", "model.negative_pool_steps=8", "vocab.min_count=1"]
+    steps = ["optimizer.name=Adam", "optimizer.lr=0.01", "train.batch_size=512", "train.kernels=reference"]
+    planned = plan.make_plan(configured(*model, *steps), opened)
+    blind = replace(planned.config, transfer=replace(planned.config.transfer, lookahead=False))
+    paged = replace(planned, engine="staged", slots=15_000)
+    rows_read, tables = [], []
+    for one in (planned, paged, replace(paged, config=blind)):
+        sampler, pipeline = plan.build(one)
+        batches = (batch for _ in range(2) for batch in sampler.epoch())
+        for step in islice(pipeline.ahead(batches), 400):
+            pipeline.step(step, 0.01)
+        pipeline.engine.flush()
+        rows_read.append(pipeline.engine.rows_read)
+        tables.append([table.records_VR for table in (pipeline.inputs, pipeline.outputs)])
+    assert all(torch.equal(ours, theirs) for other in tables[1:] for ours, theirs in zip(other, tables[0], strict=True))
+    assert paged.paging.lookahead > 1 and rows_read[0] == 0 < rows_read[1] < 0.8 * rows_read[2]
 
 
 def test_what_moves_is_said_and_how_to_make_it_less():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench import zipf
+from tests.test_cached import HostLink
 from w2v import skipgram
 from w2v.config import ModelConfig, OptimizerConfig, TransferConfig
 from w2v.optim import RowOptimizer
@@ -24,16 +25,6 @@ MODELS = [
     ModelConfig(sample=1e-3), ModelConfig(sample=1e-3, negative_pool=1500), ModelConfig(sample=0, negative=2, window=1),
     ModelConfig(sample=1e-3, negative_pool=20_000, negative_pool_steps=4),
 ]  # fmt: skip
-
-
-class InMemory:
-    """A link between tables and slots that are both in CPU memory."""
-
-    def read(self, table, rows_U, records_SR, slots_U):
-        records_SR[slots_U] = table.records_VR[rows_U]
-
-    def write(self, table, rows_U, records_SR, slots_U):
-        table.records_VR[rows_U] = records_SR[slots_U]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +68,7 @@ def brought(model, slots, steps, first, pages, batches, uses_TV=None):
     """How many rows the engine brings for each of so many pages after the first ones, and the mean size of a batch."""
     optimizer = RowOptimizer(OptimizerConfig())
     inputs, outputs = (Table(name, ROWS, 4, optimizer.states(4), optimizer.scalars, "cpu") for name in ("input", "output"))
-    engine = Cached(InMemory(), [inputs, outputs], slots, CPU, uses_TV)
+    engine = Cached(HostLink(), [inputs, outputs], slots, CPU, uses_TV)
     pipeline = Pipeline(inputs, outputs, engine, optimizer, CPU, steps)
     before, sizes = [], []
     for number, planned in enumerate(pipeline.ahead(batches)):

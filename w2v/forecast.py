@@ -128,8 +128,7 @@ class Forecast:
         touched, stepped = traffic.page_rows(self.centers), traffic.page_rows(self.centers, self.ranks)
         if not self.paged:
             return Rows(touched, stepped, 0.0, 1, True)
-        transfer = replace(self.config.transfer, lookahead=self.config.transfer.lookahead and self.ranks == 1)
-        steps, lookahead = traffic.paging(self.centers, self.slots, self.ranks, transfer)
+        steps, lookahead = traffic.paging(self.centers, self.slots, self.ranks, self.config.transfer)
         if (needed := self._page_rows(steps)) > self.slots:
             raise no_room(self.slots, needed)
         read = traffic.read(self.centers, slots, self.ranks, steps, lookahead) / self.ranks / steps

@@ -93,11 +93,10 @@ class Plan:
         """How rows come and stay: as configured, or what suits how many rows have room."""
         if self.slots in (0, 2 * self.ranks.rows(len(self.vocab.words))):  # what is true of any text need not be worked out
             return Paging(self.config.transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
-        return self._paging(Traffic.of_rank(self._spectrum, self.config.model, self.ranks.size))
+        return self._paging(self._traffic(self.config.model))
 
     def _paging(self, traffic: Traffic) -> Paging:
-        transfer, looks = self.config.transfer, self.engine in LINKS and self.ranks.size == 1  # a rank knows nothing of the others' text
-        transfer = replace(transfer, lookahead=transfer.lookahead and looks)
+        transfer = replace(self.config.transfer, lookahead=self.config.transfer.lookahead and self.engine in LINKS)
         return traffic.paging(self._centers, self.slots, self.ranks.size, transfer)
 
     @property
@@ -109,23 +108,27 @@ class Plan:
     def _spectrum(self) -> Spectrum:
         return Spectrum.of(self.vocab.counts, self.corpus.ids)
 
+    def _traffic(self, model: ModelConfig) -> Traffic:
+        return Traffic.of_rank(self._spectrum, model, self.ranks.size)
+
     def _link(self) -> list[str]:
         """How many rows are expected to move where not all have room on the GPU, and what would make them fewer."""
         if self.engine not in LINKS or self.slots == 2 * self.ranks.rows(len(self.vocab.words)):
             return []
         model, steps = self.config.model, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size
-        rows, hint = self._rows_read(model), ""
-        if steps and (fewer := self._rows_read(replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps))) < rows / 2:
-            hint = f"; {fewer:.2g} with model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}, with which Adam learns as much"
+        rows, hint = self._rows_read(self._traffic(model), self.paging), ""
+        if steps:
+            shared = self._traffic(replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps))
+            if (fewer := self._rows_read(shared, self._paging(shared))) < rows / 2:
+                pool = f"model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}"
+                hint = f"; {fewer:.2g} with {pool}, with which Adam learns as much"
         return [f"link      about {rows:.2g} rows a word of the text come over it, and as many go back{hint}"]
 
-    def _rows_read(self, model: ModelConfig) -> float:
+    def _rows_read(self, traffic: Traffic, paging: Paging) -> float:
         """By all ranks, for a word of the text."""
         size = self.ranks.size
-        traffic = Traffic.of_rank(self._spectrum, model, size)
-        steps, lookahead = self._paging(traffic)
-        words = steps * size * self._centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
-        return traffic.read(self._centers, size * self.slots, size, steps, lookahead) / words
+        words = paging.steps * size * self._centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
+        return traffic.read(self._centers, size * self.slots, size, *paging) / words
 
     def _kernels(self) -> str:
         if not self.fused:
@@ -267,14 +270,12 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
         cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks, plan.paging.lookahead,
     )  # fmt: skip
-    uses_TV = expected_uses(plan, apart=not together)
     engine: Engine
     if link is None:
         engine = Resident()
-    elif plan.slots and link is Mapped:
-        engine = CachedMapped([inputs, outputs], plan.slots, plan.device, uses_TV)
     elif plan.slots:
-        engine = Cached(link(), [inputs, outputs], plan.slots, plan.device, uses_TV)
+        held = [inputs, outputs], plan.slots, plan.device, expected_uses(plan, apart=not together)
+        engine = CachedMapped(*held) if link is Mapped else Cached(link(), *held)
     else:
         engine = Paged(link())
     if ranks.size > 1 and not plan.fused:

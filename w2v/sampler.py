@@ -27,8 +27,8 @@ from w2v.ranks import ALONE, Ranks
 
 Span = tuple[int, int]  # of sentences: the first, and the one after the last
 Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # of a cumulative distribution
-CHUNK_PIECES = 16  # parts of a chunk, in one of which a word is when it is looked ahead at
 Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]  # see kernels/reference.py
+CHUNK_PIECES = 16  # parts of a chunk, in one of which a word is when it is looked ahead at
 
 
 class Sampler:

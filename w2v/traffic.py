@@ -132,16 +132,19 @@ class Traffic:
         return steps
 
     def paging(self, centers: float, slots: float, ranks: int, transfer: TransferConfig) -> Paging:
-        """As configured, or what suits a rank that has so many `slots`; it looks ahead as far as rows that stay have room, or an epoch."""
+        """As configured, or what suits a rank that has so many `slots`; it looks ahead as far as rows that stay have room, or an epoch.
+
+        Several ranks do not look ahead, since each would have to know the others' text.
+        """
         steps = transfer.steps_per_page or self.steps_of_page(centers, slots, ranks)
-        if not transfer.lookahead or self.rows_of_two(centers, ranks, steps) > slots:
+        if ranks > 1 or not transfer.lookahead or self.rows_of_two(centers, ranks, steps) > slots:
             return Paging(steps)
 
         def filled(chunks: int) -> float:
             return self.rows(1 - self._gone_and_coming(centers, ranks, steps, 2, chunks)[0])
 
-        chunks = range(1, 1 + int(self._words / (CHUNK_BATCHES * ranks * centers)))
-        return Paging(steps, bisect_right(chunks, FILLED * ranks * slots, key=filled))
+        chunks = range(1, 1 + int(self._words / (CHUNK_BATCHES * centers)))
+        return Paging(steps, bisect_right(chunks, FILLED * slots, key=filled))
 
     def read(self, centers: float, slots: float, ranks: int = 1, steps: int = 1, lookahead: int = 0) -> float:
         """How many rows come over the links of all ranks, which have so many `slots` together, for a page; as many go back.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import ahead, console, durable, environment, hardware, host, loggers, settings, torchrun
+from w2v import ahead, console, durable, environment, host, loggers, settings, torchrun
 from w2v.signals import Signals
 
 
@@ -15,7 +15,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help="config files, then keys that override them")
     parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="say what the run would take, bytes and time; exit 0 if it fits, 3 if not")
-    hardware.add_options(parser)
     parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning, as YAML, and stop")
     args = parser.parse_intermixed_args(argv)
     if args.help_config:
@@ -37,10 +36,6 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
-    if hardware.asked(args):
-        from w2v import forecast  # heavy, as those below, so only once the config is known to be right
-
-        return forecast.tell(config, args)
     with ahead.reading(config, args.resume), signals.put_off():
         from w2v import opening, plan, runfolder, trainer, trial
 

@@ -54,21 +54,21 @@ evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)
 
 compare: $(INSTALLED) ## train every config of CONFIGS with every seed of SEEDS on CORPUS, and compare them: runs/compare-<date>/
-	$(PY) -m w2v.experiments $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+	$(PY) -m w2v.api.compare $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 sweep: $(INSTALLED) ## look for an optimizer's best settings: OPT, CORPUS, SEEDS, ARGS='section.key=value,value --lr .02 .04 --batch 32768'
 	@test -n "$(OPT)" || { echo "say which: make sweep OPT=Adamax" >&2; exit 2; }
-	$(PY) -m w2v.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+	$(PY) -m w2v.api.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no GPU
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "not gpu" -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-faults: $(INSTALLED) ## kill a run 50 times, a rank of two 20 times, and run the programs on 2,000 random inputs; some ten minutes
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 \
-	  --dist worksteal tests/test_faults_kill.py tests/test_ranks.py tests/test_faults_random.py $(ARGS)
+	  --dist worksteal tests/faults/test_faults_kill.py tests/faults/test_ranks.py tests/faults/test_faults_random.py $(ARGS)
 
 test-readme: $(INSTALLED) ## run README's make commands as they are printed, in a copy with small texts; some minutes
-	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/test_docs.py -k line_by_line $(ARGS)
+	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py -k line_by_line $(ARGS)
 
 test-gpu: $(INSTALLED) ## run the tests that need a GPU
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
@@ -80,9 +80,9 @@ CHECKED := edges or round_as_encode or (test_fused_training and Adam and not (Ad
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 W2V_STRESS_STEPS=1000 \
   compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name-exclude kns=native
 sanitize: $(INSTALLED) ## check the kernels' memory accesses and races with compute-sanitizer, which comes with CUDA; seven minutes of a GPU
-	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/test_kernels.py tests/test_cached.py tests/test_repeatable.py \
-	  tests/test_sampler.py tests/test_sharded_fused.py -k "$(CHECKED)"
-	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/test_cached.py tests/test_kernels.py tests/test_sharded_fused.py \
+	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/oracle/test_kernels.py tests/oracle/test_cached.py tests/oracle/test_repeatable.py \
+	  tests/unit/test_sampler.py tests/oracle/test_sharded_fused.py -k "$(CHECKED)"
+	$(SANITIZE) --tool racecheck $(PY) -m pytest -q -m gpu tests/oracle/test_cached.py tests/oracle/test_kernels.py tests/oracle/test_sharded_fused.py \
 	  -k "edges or plans_made or plain_twins or (sharing or stress) and planned"
 
 bench-cpu: $(INSTALLED) ## without a GPU, against gensim, from text to scored vectors: CORPUS, a text file; tests/bench/results.csv

@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from w2v import host
-from w2v.questions import ASKED
-from w2v.signals import Signals
+from w2v.system import process as host
+from w2v.system.signals import Signals
+from w2v.vectors.datasets import ASKED
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +60,8 @@ def count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    from w2v import commands, durable  # after parsing, so that --help answers at once
+    from w2v.api import commands
+    from w2v.system import files as durable  # after parsing, so that --help answers at once
 
     try:
         return commands.run(options)

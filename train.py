@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import ahead, console, durable, environment, host, loggers, settings, torchrun
-from w2v.signals import Signals
+from w2v import settings
+from w2v.distributed import launcher as torchrun
+from w2v.system import console
+from w2v.system import files as durable
+from w2v.system import process as host
+from w2v.system import versions as environment
+from w2v.system.signals import Signals
+from w2v.text import ahead
+from w2v.training import loggers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +44,9 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
         config = settings.load(files, assignments)
         loggers.check(config.run)
     with ahead.reading(config, args.resume), signals.put_off():
-        from w2v import opening, plan, runfolder, trainer, trial
+        from w2v.text import opening
+        from w2v.training import plan, trainer, trial
+        from w2v.training import run_folder as runfolder
 
     ranks = plan.join(config)
     console.log_to_console(quiet=ranks.rank > 0)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-from tests.forked import Programs
+from tests.support.forked import Programs
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`from w2v import Word2Vec`; torch and gensim are imported only then."""
     if name == "Word2Vec":
-        from w2v.word2vec import Word2Vec
+        from w2v.api.word2vec import Word2Vec
 
         return Word2Vec
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
-from w2v import durable
 from w2v.config import Config, ConfigError
+from w2v.system import files as durable
 
 # What other programs call our keys: word2vec.c, fastText, gensim before and after 4.0, torch.optim.
 FOREIGN_NAMES = {

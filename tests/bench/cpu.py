@@ -76,7 +76,12 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     import torch
 
     torch_took = {f"{kind} without torch": before[kind] - value for kind, value in _memory().items()}
-    from w2v import evaluation, export, host, plan, ranks, settings, trainer
+    from w2v import settings
+    from w2v.distributed import ranks
+    from w2v.system import process as host
+    from w2v.training import plan, trainer
+    from w2v.vectors import evaluate as evaluation
+    from w2v.vectors import export
 
     assert torch.get_num_threads() == host.cores()
     clock = Clock()

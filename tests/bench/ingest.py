@@ -31,7 +31,7 @@ def ingest_here(corpus: Path) -> int:
     import os
 
     from w2v.config import CorpusConfig, VocabConfig
-    from w2v.ingest import ingest
+    from w2v.text.encode import ingest
 
     with TemporaryDirectory(dir=corpus.parent) as folder:
         return ingest([corpus], Path(folder, "ids"), CorpusConfig(), VocabConfig(), len(os.sched_getaffinity(0))).raw_words

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.bench.measure import Figures, Section
-from w2v.table import Table
+from w2v.model.table import Table
 
 DIM = 128
 

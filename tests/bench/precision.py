@@ -3,7 +3,7 @@
     python tests/bench/precision.py --corpus wiki100.txt [--steps 500] [--batches 128 1024 ...] [--set section.key=value ...]
 
 float32; amp: products of matrices in bfloat16; bf16, fp16: the tables' rows too. The fused kernels multiply no matrices, so amp is
-nothing of its own there. The learning rate goes with the batch as `w2v.experiments.with_batch` says, and falls to 0 over the steps.
+nothing of its own there. The learning rate goes with the batch as `w2v.api.compare.with_batch` says, and falls to 0 over the steps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import plot_precision, results
 from tests.bench.measure import Figures, Section
 from tests.bench.steps import Steps, gpu_memory
-from w2v import console, plan, settings
+from w2v import settings
+from w2v.api.compare import Opened, with_batch
 from w2v.config import Config
-from w2v.experiments import Opened, with_batch
+from w2v.system import console
+from w2v.training import plan
 
 BATCHES = [2**power for power in range(7, 17)]
 PRECISIONS = {"reference": ["float32", "amp", "bf16", "fp16"], "fused": ["float32", "bf16", "fp16"]}  # by kernels

@@ -28,19 +28,20 @@ from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
-from w2v import settings, torchrun
+from w2v import settings
 from w2v.config import Config
-from w2v.host import cores
+from w2v.distributed import launcher as torchrun
+from w2v.distributed.exchange import ShardedPipeline
+from w2v.distributed.ranks import ALONE, Joined, Ranks
 from w2v.kernels import cuda
-from w2v.optim import RowOptimizer
-from w2v.pipeline import FusedPipeline
-from w2v.ranks import ALONE, Joined, Ranks
-from w2v.sampler import Sampler
-from w2v.sharded import ShardedPipeline
-from w2v.table import Table, uniform
-from w2v.traffic import Spectrum, Traffic
-from w2v.transfer.cached_mapped import CachedMapped
-from w2v.vocab import Vocab
+from w2v.model.optim import RowOptimizer
+from w2v.model.sampler import Sampler
+from w2v.model.table import Table, uniform
+from w2v.system.process import cores
+from w2v.text.vocab import Vocab
+from w2v.training.paging import Spectrum, Traffic
+from w2v.training.step import FusedPipeline
+from w2v.transfer.cache_mapped import CachedMapped
 
 DRAWN = 1 << 26  # words at a time
 SENDS = ("weights", "gradients")  # in the order in which a step sends them

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from w2v import environment
+from w2v.system import versions as environment
 
 FILE = Path(__file__).with_name("results.csv")
 COLUMNS = "date benchmark case metric value unit device torch cupy commit command".split()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.bench.measure import CALLS, WARMUPS, Figures, Section, milliseconds, rate, row_sets, share
-from w2v.table import Table
+from w2v.model.table import Table
 from w2v.transfer.mapped import Mapped
 
 DIM = 128

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.bench.measure import Figures
 from tests.bench.steps import Steps
-from w2v.pipeline import FusedPipeline
-from w2v.transfer.cached_mapped import CachedMapped
+from w2v.training.step import FusedPipeline
+from w2v.transfer.cache_mapped import CachedMapped
 from w2v.transfer.resident import Resident
 
 STAGES = {

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.bench.measure import Figures
-from w2v import plan
-from w2v.metrics import Total
-from w2v.optim import learning_rate
-from w2v.pipeline import Pipeline
-from w2v.plan import Plan
+from w2v.model.optim import learning_rate
+from w2v.training import plan
+from w2v.training.metrics import Total
+from w2v.training.plan import Plan
+from w2v.training.step import Pipeline
 
 
 class Stretch(NamedTuple):

@@ -17,9 +17,13 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages, steps
 from tests.bench.measure import Figures, Section
-from w2v import console, evaluation, experiments, plan, settings
+from w2v import settings
+from w2v.api import compare as experiments
+from w2v.api.compare import Opened
 from w2v.config import Config
-from w2v.experiments import Opened
+from w2v.system import console
+from w2v.training import plan
+from w2v.vectors import evaluate as evaluation
 
 
 def train_once(config: Config, opened: Opened) -> Figures:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, plot, results, speedtorch
 from tests.bench.measure import Figures, Run, Section, at_once, milliseconds, rate, row_sets, share
 from w2v.kernels import cuda
-from w2v.table import Table
+from w2v.model.table import Table
 
 PARTS = ["speedtorch", "memory", "records", "product"]
 BLOCKS = [16, 32, 64, 132, 264]

@@ -21,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps, gpu_memory, link
-from w2v import backends, console, plan, settings
-from w2v.corpus import Corpus
-from w2v.machine import Machine
-from w2v.plan import Plan
-from w2v.vocab import Vocab
+from w2v import settings
+from w2v.system import console
+from w2v.text.corpus import Corpus
+from w2v.text.vocab import Vocab
+from w2v.training import backends, plan
+from w2v.training.machine import Machine
+from w2v.training.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [ROOT / "configs/text8.yaml", ROOT / "configs/optimizers/adam.yaml"]

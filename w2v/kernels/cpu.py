@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.batch import Batch, Held
-from w2v.kernels import compiled
+from w2v.kernels import cpu_loops as compiled
+from w2v.kernels.batch import Batch, Held
 from w2v.kernels.cuda import Hyper
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.batch import Batch, Held
-from w2v.bits import signed
+from w2v.kernels.batch import Batch, Held
+from w2v.kernels.random import signed
 
-KERNELS = Path(__file__).parent
+KERNELS = Path(__file__).parent / "cu"
 THREADS = 256
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 SUMMED = 64  # steps whose sums are made at a time

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.bits import shift_right, splitmix64
+from w2v.kernels.random import shift_right, splitmix64
 
 
 class SkipgramResult(NamedTuple):

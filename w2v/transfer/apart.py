@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from w2v.batch import Held, Page
-from w2v.table import Init, RowState, Storage, Table, record_columns
-from w2v.transfer import Engine
+from w2v.kernels.batch import Held, Page
+from w2v.model.table import Init, RowState, Storage, Table, record_columns
+from w2v.transfer.engine import Engine
 from w2v.transfer.mapped import Mapped
 from w2v.transfer.paged import Paged
 from w2v.transfer.resident import Resident

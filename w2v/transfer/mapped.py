@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from w2v.kernels import cuda
-from w2v.table import Table
+from w2v.model.table import Table
 
 
 class Mapped:

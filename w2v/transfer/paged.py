@@ -7,9 +7,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from w2v.batch import Held, Page
-from w2v.table import Table
-from w2v.transfer import Engine, Link, streams
+from w2v.kernels.batch import Held, Page
+from w2v.model.table import Table
+from w2v.transfer import streams
+from w2v.transfer.engine import Engine, Link
 from w2v.transfer.timing import Waits
 
 

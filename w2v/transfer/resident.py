@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from w2v.batch import Held, Page
-from w2v.table import Table
-from w2v.transfer import Engine
+from w2v.kernels.batch import Held, Page
+from w2v.model.table import Table
+from w2v.transfer.engine import Engine
 
 
 class Resident(Engine):

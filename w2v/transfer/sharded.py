@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.batch import Held, Page
-from w2v.ranks import Ranks
-from w2v.table import Table
-from w2v.transfer import Engine
+from w2v.distributed.ranks import Ranks
+from w2v.kernels.batch import Held, Page
+from w2v.model.table import Table
+from w2v.transfer.engine import Engine
 
 
 class Request(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from w2v.table import Table
+from w2v.model.table import Table
 
 RING, BUFFER_BYTES = 3, 16 << 20  # 16 MiB copies reach 97 % of the link
 

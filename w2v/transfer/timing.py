@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from w2v.table import Storage, Table
-from w2v.transfer import Link
+from w2v.model.table import Storage, Table
+from w2v.transfer.engine import Link
 
 PROBE_BYTES = 256 << 20  # of a table that stands for a large one
 MOVED_BYTES = 16 << 20  # at a time

@@ -19,19 +19,42 @@ from w2v.training import loggers
 def main(argv: Sequence[str] | None = None) -> int:
     statuses = "exit status: 0 done, 2 an error, 3 too little memory or disk; 130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
     parser = argparse.ArgumentParser(description=__doc__, epilog=statuses)
-    parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value", help="config files, then keys that override them")
-    parser.add_argument("--resume", metavar="RUN", help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="say what the run would take, bytes and time; exit 0 if it fits, 3 if not")
-    parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning, as YAML, and stop")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="config.yaml | section.key=value",
+        help="config files, then keys that override them",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on in a run folder, or in the `latest` of run.dir, from its last checkpoint",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what the run would take, bytes and time; exit 0 if it fits, 3 if not",
+    )
+    parser.add_argument(
+        "--help-config",
+        action="store_true",
+        help="print every key with its default and meaning, as YAML, and stop",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.help_config:
         print(settings.describe(), end="")
         return 0
-    files, assignments = ([entry for entry in args.settings if ("=" in entry) == sets] for sets in (False, True))
+    files, assignments = (
+        [entry for entry in args.settings if ("=" in entry) == sets] for sets in (False, True)
+    )
     with Signals() as signals:
         try:
             run(files, assignments, args, signals)
-        except (ValueError, MemoryError, OSError) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
+        except (
+            ValueError,
+            MemoryError,
+            OSError,
+        ) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
             torchrun.say(error, durable.in_words(error))
             return 3 if isinstance(error, MemoryError) else 2
         except torchrun.RankLost as error:
@@ -39,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespace, signals: Signals) -> None:
+def run(
+    files: Sequence[str], assignments: Sequence[str], args: argparse.Namespace, signals: Signals
+) -> None:
     with torchrun.on_all():
         config = settings.load(files, assignments)
         loggers.check(config.run)
@@ -69,9 +94,29 @@ def run(files: Sequence[str], assignments: Sequence[str], args: argparse.Namespa
     if folder is None:
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
-    with lock as leads, planned.budget.explained(), durable.naming(folder), console.log_to_file(folder / "train.log", quiet=ranks.rank > 0):
-        held_out, raw_words, room = plan.held_out(planned), planned.corpus.raw_words, planned.budget.copies
-        with trainer.Trainer(config, planned.vocab, raw_words, sampler, pipeline, folder, held_out, signals, room, ranks) as job:
+    with (
+        lock as leads,
+        planned.budget.explained(),
+        durable.naming(folder),
+        console.log_to_file(folder / "train.log", quiet=ranks.rank > 0),
+    ):
+        held_out, raw_words, room = (
+            plan.held_out(planned),
+            planned.corpus.raw_words,
+            planned.budget.copies,
+        )
+        with trainer.Trainer(
+            config,
+            planned.vocab,
+            raw_words,
+            sampler,
+            pipeline,
+            folder,
+            held_out,
+            signals,
+            room,
+            ranks,
+        ) as job:
             if leads:  # only now, as a checkpoint may refuse the settings, which then must not become the run's
                 runfolder.begin(folder, config, environment.describe(planned.machine))
             job.train()

@@ -28,26 +28,45 @@ def require(holds: bool, name: str, value: Any, remedy: str) -> None:
         raise ConfigError(f"{name}={value} is out of range; it must be {remedy}")
 
 
-UNITS = {f"{prefix}{unit}": step**power for unit, step in (("B", 1000), ("iB", 1024)) for power, prefix in enumerate("KMGT", start=1)}
+UNITS = {
+    f"{prefix}{unit}": step**power
+    for unit, step in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
 SIZE = re.compile(rf"(\d+(?:\.\d*)?) *({'|'.join(UNITS)}|%|)")
 
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    path: str = key("enwiki-sample", "A name (enwiki-sample, text8), a text file (.gz .bz2 .xz .zst too), a directory or a Wikipedia dump.")
+    path: str = key(
+        "enwiki-sample",
+        "A name (enwiki-sample, text8), a text file (.gz .bz2 .xz .zst too), a directory or a Wikipedia dump.",
+    )
     lowercase: bool = key(False, "Lower-case the text before it is split into words.")
-    max_sentence_length: int = key(10_000, "Lines of more words than this are cut into pieces of it, as gensim does.")
+    max_sentence_length: int = key(
+        10_000, "Lines of more words than this are cut into pieces of it, as gensim does."
+    )
     data_dir: str = key("data", "Folder for downloaded corpora and cached ids.")
 
     def __post_init__(self) -> None:
-        require(self.max_sentence_length >= 2, "corpus.max_sentence_length", self.max_sentence_length, "at least 2")
+        require(
+            self.max_sentence_length >= 2,
+            "corpus.max_sentence_length",
+            self.max_sentence_length,
+            "at least 2",
+        )
 
 
 @dataclass(frozen=True)
 class VocabConfig:
     min_count: int = key(5, "Words that occur less often are dropped.")
-    max_final_vocab: int | None = key(None, "Keep at most this many of the most frequent words; null keeps all.")
-    max_vocab_size: int | None = key(None, "Forget rare words while counting when there are more than this, to save memory; null: never.")
+    max_final_vocab: int | None = key(
+        None, "Keep at most this many of the most frequent words; null keeps all."
+    )
+    max_vocab_size: int | None = key(
+        None,
+        "Forget rare words while counting when there are more than this, to save memory; null: never.",
+    )
 
     def __post_init__(self) -> None:
         require(self.min_count >= 1, "vocab.min_count", self.min_count, "at least 1")
@@ -60,57 +79,133 @@ class VocabConfig:
 class ModelConfig:
     vector_size: int = key(100, "Numbers in a word's vector.")
     window: int = key(5, "Largest distance, in words, between a center and its context words.")
-    shrink_windows: bool = key(True, "Draw each center's window from 1..window, so that near words weigh more.")
+    shrink_windows: bool = key(
+        True, "Draw each center's window from 1..window, so that near words weigh more."
+    )
     negative: int = key(5, "Noise words drawn for each center.")
-    negative_pool: int = key(0, "Pick noise words from a pool of this many, drawn before, so that fewer rows are touched; 0: no pool.")
-    negative_pool_steps: int = key(1, "Steps that pick from the same pool before a fresh one is drawn.")
-    sample: float = key(1e-4, "Threshold of the frequency above which words are subsampled; 0 keeps every word.")
+    negative_pool: int = key(
+        0,
+        "Pick noise words from a pool of this many, drawn before, so that fewer rows are touched; 0: no pool.",
+    )
+    negative_pool_steps: int = key(
+        1, "Steps that pick from the same pool before a fresh one is drawn."
+    )
+    sample: float = key(
+        1e-4, "Threshold of the frequency above which words are subsampled; 0 keeps every word."
+    )
     ns_exponent: float = key(0.75, "Noise words are drawn in proportion to count ** ns_exponent.")
 
     def __post_init__(self) -> None:
         require(self.vector_size >= 1, "model.vector_size", self.vector_size, "at least 1")
         require(self.window >= 1, "model.window", self.window, "at least 1")
-        require(self.negative >= 1, "model.negative", self.negative, "at least 1 (skip-gram here learns from negatives only)")
+        require(
+            self.negative >= 1,
+            "model.negative",
+            self.negative,
+            "at least 1 (skip-gram here learns from negatives only)",
+        )
         require(self.negative_pool >= 0, "model.negative_pool", self.negative_pool, "0 or more")
-        require(self.negative_pool_steps >= 1, "model.negative_pool_steps", self.negative_pool_steps, "at least 1")
+        require(
+            self.negative_pool_steps >= 1,
+            "model.negative_pool_steps",
+            self.negative_pool_steps,
+            "at least 1",
+        )
         pooled = self.negative_pool > 0 or self.negative_pool_steps == 1
-        require(pooled, "model.negative_pool_steps", self.negative_pool_steps, "1, or a pool to share: model.negative_pool=65536")
+        require(
+            pooled,
+            "model.negative_pool_steps",
+            self.negative_pool_steps,
+            "1, or a pool to share: model.negative_pool=65536",
+        )
         require(0 <= self.sample < 1, "model.sample", self.sample, "from 0 to below 1")
-        require(math.isfinite(self.ns_exponent), "model.ns_exponent", self.ns_exponent, "a finite number")
+        require(
+            math.isfinite(self.ns_exponent),
+            "model.ns_exponent",
+            self.ns_exponent,
+            "a finite number",
+        )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = key("Adamax", "Any torch.optim class that treats rows apart: Adamax, RMSprop, Adam, SGD, Adagrad, ...")
-    lr: float = key(0.4, "Learning rate at the start, or at the end of the warm-up; sparse rows want 10 to 200 times torch's defaults.")
-    args: dict[str, Any] = key({}, "Further arguments of the torch.optim class, passed as they are, such as {betas: [0.5, 0.99]}.")
-    step: Literal["table", "row"] = key("table", "Steps that bias correction counts: the table's, as SparseAdam does, or each row's own.")
-    occurrence_cap: int = key(0, "A row that takes part in n pairs of a step has its summed gradient scaled by min(1, cap / n); 0: no cap.")
-    schedule: Literal["constant", "linear", "cosine"] = key("linear", "How the learning rate falls to min_lr over the run.")
+    name: str = key(
+        "Adamax",
+        "Any torch.optim class that treats rows apart: Adamax, RMSprop, Adam, SGD, Adagrad, ...",
+    )
+    lr: float = key(
+        0.4,
+        "Learning rate at the start, or at the end of the warm-up; sparse rows want 10 to 200 times torch's defaults.",
+    )
+    args: dict[str, Any] = key(
+        {},
+        "Further arguments of the torch.optim class, passed as they are, such as {betas: [0.5, 0.99]}.",
+    )
+    step: Literal["table", "row"] = key(
+        "table",
+        "Steps that bias correction counts: the table's, as SparseAdam does, or each row's own.",
+    )
+    occurrence_cap: int = key(
+        0,
+        "A row that takes part in n pairs of a step has its summed gradient scaled by min(1, cap / n); 0: no cap.",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "linear", "How the learning rate falls to min_lr over the run."
+    )
     warmup: float = key(0.0, "Share of the run over which the learning rate first rises from 0.")
     min_lr: float = key(0.0, "Learning rate at the end of a linear or cosine schedule.")
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.lr) and self.lr > 0, "optimizer.lr", self.lr, "a number above 0")
         require(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "from 0 to below 1")
-        require(self.occurrence_cap >= 0, "optimizer.occurrence_cap", self.occurrence_cap, "0 or more; 16 suits SGD at lr 0.1")
-        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"from 0 to optimizer.lr={self.lr}")
+        require(
+            self.occurrence_cap >= 0,
+            "optimizer.occurrence_cap",
+            self.occurrence_cap,
+            "0 or more; 16 suits SGD at lr 0.1",
+        )
+        require(
+            0 <= self.min_lr <= self.lr,
+            "optimizer.min_lr",
+            self.min_lr,
+            f"from 0 to optimizer.lr={self.lr}",
+        )
 
 
 @dataclass(frozen=True)
 class TransferConfig:
     engine: Literal["auto", "resident", "mapped", "staged"] = key(
-        "auto", "Tables on the compute device (resident), or in CPU memory that the GPU reads in place (mapped) or by copies (staged)."
+        "auto",
+        "Tables on the compute device (resident), or in CPU memory that the GPU reads in place (mapped) or by copies (staged).",
     )
-    gpu_bytes: str = key("auto", "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.")
-    steps_per_page: int = key(0, "Steps whose rows come to the GPU together; 0: as many, up to 8, as leave room for the next page's.")
-    lookahead: bool = key(True, "Keep the rows on the GPU that the text uses soon, as far ahead as there is room for them; one GPU only.")
-    table_dir: str = key("", "Folder for files that hold the tables while the run lasts, for those larger than memory; empty: in memory.")
+    gpu_bytes: str = key(
+        "auto",
+        "GPU memory for rows of mapped or staged tables: 20GiB, 50% of the tables, 0, or auto, what is free.",
+    )
+    steps_per_page: int = key(
+        0,
+        "Steps whose rows come to the GPU together; 0: as many, up to 8, as leave room for the next page's.",
+    )
+    lookahead: bool = key(
+        True,
+        "Keep the rows on the GPU that the text uses soon, as far ahead as there is room for them; one GPU only.",
+    )
+    table_dir: str = key(
+        "",
+        "Folder for files that hold the tables while the run lasts, for those larger than memory; empty: in memory.",
+    )
 
     def __post_init__(self) -> None:
         valid = "auto, 0, a size such as 500MB or 20GiB, or a share of the tables such as 50%"
-        require(self.gpu_bytes == "auto" or SIZE.fullmatch(self.gpu_bytes) is not None, "transfer.gpu_bytes", self.gpu_bytes, valid)
-        require(self.steps_per_page >= 0, "transfer.steps_per_page", self.steps_per_page, "0 or more")
+        require(
+            self.gpu_bytes == "auto" or SIZE.fullmatch(self.gpu_bytes) is not None,
+            "transfer.gpu_bytes",
+            self.gpu_bytes,
+            valid,
+        )
+        require(
+            self.steps_per_page >= 0, "transfer.steps_per_page", self.steps_per_page, "0 or more"
+        )
 
     def gpu_bytes_of(self, table_bytes: int) -> int | None:
         """`gpu_bytes` as a number, for tables of that many bytes; None for auto."""
@@ -124,14 +219,25 @@ class TransferConfig:
 class TrainConfig:
     epochs: int = key(5, "Passes over the corpus.")
     batch_size: int = key(65_536, "Centers of one optimizer step, counted after subsampling.")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the step is computed; auto takes the GPU when there is one.")
-    kernels: Literal["auto", "reference", "fused"] = key("auto", "Arithmetic of a step: plain torch, or kernels made for it, fused.")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Where the step is computed; auto takes the GPU when there is one."
+    )
+    kernels: Literal["auto", "reference", "fused"] = key(
+        "auto", "Arithmetic of a step: plain torch, or kernels made for it, fused."
+    )
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
-        "float32", "amp: matrix products of 16 bits; bf16, fp16: the tables' rows too, which halves what crosses the link."
+        "float32",
+        "amp: matrix products of 16 bits; bf16, fp16: the tables' rows too, which halves what crosses the link.",
     )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.")
-    held_out_words: int = key(0, "Keep sentences of about this many words, spread over the text, for a loss that compares across settings.")
-    deterministic: bool = key(False, "Use only operations that give the same bits in every run, at some cost in speed on a GPU.")
+    held_out_words: int = key(
+        0,
+        "Keep sentences of about this many words, spread over the text, for a loss that compares across settings.",
+    )
+    deterministic: bool = key(
+        False,
+        "Use only operations that give the same bits in every run, at some cost in speed on a GPU.",
+    )
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "train.epochs", self.epochs, "at least 1")
@@ -143,17 +249,43 @@ class TrainConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs", "Folder that holds the run folders.")
-    name: str = key("", "Ending of the run folder's name <date>-<name>; empty takes corpus and optimizer.")
-    log_seconds: float = key(10.0, "Seconds between two lines of metrics.jsonl, and of the log when there is no terminal.")
-    tensorboard: bool = key(False, "Write the curve for TensorBoard too, into the run folder; needs the package tensorboard.")
-    wandb: str = key("", "Project of Weights & Biases to write the curve to as well; empty: none. Needs the package wandb.")
-    score_epochs: bool = key(False, "Score the vectors on the analogies after every epoch, not only at the end.")
-    checkpoint_minutes: float = key(10.0, "Minutes between checkpoints, which epochs end with as well; 0: one at the end of the run.")
+    name: str = key(
+        "", "Ending of the run folder's name <date>-<name>; empty takes corpus and optimizer."
+    )
+    log_seconds: float = key(
+        10.0,
+        "Seconds between two lines of metrics.jsonl, and of the log when there is no terminal.",
+    )
+    tensorboard: bool = key(
+        False,
+        "Write the curve for TensorBoard too, into the run folder; needs the package tensorboard.",
+    )
+    wandb: str = key(
+        "",
+        "Project of Weights & Biases to write the curve to as well; empty: none. Needs the package wandb.",
+    )
+    score_epochs: bool = key(
+        False, "Score the vectors on the analogies after every epoch, not only at the end."
+    )
+    checkpoint_minutes: float = key(
+        10.0,
+        "Minutes between checkpoints, which epochs end with as well; 0: one at the end of the run.",
+    )
 
     def __post_init__(self) -> None:
-        require(not {"/", "\0"} & set(self.name), "run.name", repr(self.name), "without slashes, as the folder lies in run.dir")
+        require(
+            not {"/", "\0"} & set(self.name),
+            "run.name",
+            repr(self.name),
+            "without slashes, as the folder lies in run.dir",
+        )
         require(self.log_seconds > 0, "run.log_seconds", self.log_seconds, "above 0")
-        require(0 <= self.checkpoint_minutes < math.inf, "run.checkpoint_minutes", self.checkpoint_minutes, "0 or more")
+        require(
+            0 <= self.checkpoint_minutes < math.inf,
+            "run.checkpoint_minutes",
+            self.checkpoint_minutes,
+            "0 or more",
+        )
 
 
 @dataclass(frozen=True)

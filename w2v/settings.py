@@ -21,15 +21,38 @@ from w2v.system import files as durable
 
 # What other programs call our keys: word2vec.c, fastText, gensim before and after 4.0, torch.optim.
 FOREIGN_NAMES = {
-    "size": "model.vector_size", "dim": "model.vector_size", "ws": "model.window", "neg": "model.negative",
-    "subsample": "model.sample", "t": "model.sample", "alpha": "optimizer.lr", "min_alpha": "optimizer.min_lr",
-    "learning_rate": "optimizer.lr", "iter": "train.epochs", "epoch": "train.epochs", "minCount": "vocab.min_count",
-    "batch": "train.batch_size", "batch_words": "train.batch_size", "train": "corpus.path", "input": "corpus.path",
-    "sentences": "corpus.path", "corpus_file": "corpus.path", "output": "run.dir", "momentum": "optimizer.args.momentum",
-    "betas": "optimizer.args.betas", "eps": "optimizer.args.eps", "weight_decay": "optimizer.args.weight_decay",
-}  # fmt: skip
+    "size": "model.vector_size",
+    "dim": "model.vector_size",
+    "ws": "model.window",
+    "neg": "model.negative",
+    "subsample": "model.sample",
+    "t": "model.sample",
+    "alpha": "optimizer.lr",
+    "min_alpha": "optimizer.min_lr",
+    "learning_rate": "optimizer.lr",
+    "iter": "train.epochs",
+    "epoch": "train.epochs",
+    "minCount": "vocab.min_count",
+    "batch": "train.batch_size",
+    "batch_words": "train.batch_size",
+    "train": "corpus.path",
+    "input": "corpus.path",
+    "sentences": "corpus.path",
+    "corpus_file": "corpus.path",
+    "output": "run.dir",
+    "momentum": "optimizer.args.momentum",
+    "betas": "optimizer.args.betas",
+    "eps": "optimizer.args.eps",
+    "weight_decay": "optimizer.args.weight_decay",
+}
 COMMAND_LINE = "the command line"
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping such as {betas: [0.5, 0.99]}"}
+EXPECTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping such as {betas: [0.5, 0.99]}",
+}
 
 
 def load(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> Config:
@@ -47,13 +70,17 @@ def load(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> C
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{assignment!r} is neither an existing .yaml file nor section.key=value; see --help-config")
+            raise ConfigError(
+                f"{assignment!r} is neither an existing .yaml file nor section.key=value; see --help-config"
+            )
         _set(merged, name, _parse(name, text), source=COMMAND_LINE)
     try:
         config: Any = OmegaConf.to_object(merged)
         return config
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {_one_line(error)}; write a plain value, or a key's full name in ${{...}}") from None
+        raise ConfigError(
+            f"{error.full_key}: {_one_line(error)}; write a plain value, or a key's full name in ${{...}}"
+        ) from None
 
 
 def save(config: Config, path: str | Path) -> None:
@@ -63,7 +90,11 @@ def save(config: Config, path: str | Path) -> None:
 
 def as_dict(config: Config) -> dict[str, Any]:
     """The value of each key by its dotted name."""
-    return {name: getattr(getattr(config, section), key) for name in names() for section, key in [name.split(".")]}
+    return {
+        name: getattr(getattr(config, section), key)
+        for name in names()
+        for section, key in [name.split(".")]
+    }
 
 
 def describe() -> str:
@@ -74,7 +105,9 @@ def describe() -> str:
         for entry in fields(kind):
             default = getattr(kind(), entry.name)
             choices = _choices(types[f"{section}.{entry.name}"])
-            sentence = entry.metadata["help"] + (f" One of: {', '.join(choices)}." if choices else "")
+            sentence = entry.metadata["help"] + (
+                f" One of: {', '.join(choices)}." if choices else ""
+            )
             written = default if default and isinstance(default, str) else json.dumps(default)
             lines += [f"  # {sentence}", f"  {entry.name}: {written}"]
         lines.append("")
@@ -83,14 +116,21 @@ def describe() -> str:
 
 def reference() -> str:
     """docs/configuration.md: a table of the keys of each section."""
-    lines = ["# Configuration", "", "Written by `make docs` from `w2v/config.py`; `train.py --help-config` prints the same as YAML.", ""]
+    lines = [
+        "# Configuration",
+        "",
+        "Written by `make docs` from `w2v/config.py`; `train.py --help-config` prints the same as YAML.",
+        "",
+    ]
     for section, kind in _sections().items():
         lines += [f"## {section}", "", "| key | default | takes | meaning |", "|---|---|---|---|"]
         for entry in fields(kind):
             name = f"{section}.{entry.name}"
             hint, default = _types()[name], getattr(kind(), entry.name)
             takes = ", ".join(_choices(hint)) or _expected(hint, None)
-            lines.append(f"| `{name}` | `{json.dumps(default)}` | {takes} | {entry.metadata['help']} |")
+            lines.append(
+                f"| `{name}` | `{json.dumps(default)}` | {takes} | {entry.metadata['help']} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -99,7 +139,9 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     """Which keys of `as_dict` differ, each with both values in words; one that an `old` program did not know had the default."""
     old = as_dict(Config()) | old
     differ = [name for name in new if old[name] != new[name]]
-    return {name: f"{name}={_show(new[name])} instead of {_show(old[name])}" for name in sorted(differ)}
+    return {
+        name: f"{name}={_show(new[name])} instead of {_show(old[name])}" for name in sorted(differ)
+    }
 
 
 def names() -> Iterator[str]:
@@ -109,7 +151,11 @@ def names() -> Iterator[str]:
 
 def _types() -> dict[str, Any]:
     """The type of each key by its dotted name."""
-    return {f"{section}.{key}": hint for section, kind in _sections().items() for key, hint in get_type_hints(kind).items()}
+    return {
+        f"{section}.{key}": hint
+        for section, kind in _sections().items()
+        for key, hint in get_type_hints(kind).items()
+    }
 
 
 def _sections() -> dict[str, Any]:
@@ -124,21 +170,35 @@ def _choices(hint: Any) -> tuple[str, ...]:
 def _read(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The dotted names of a YAML file with their values, `${...}` unresolved."""
     if not Path(path).is_file():
-        near = difflib.get_close_matches(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")], n=1, cutoff=0.5)
-        remedy = f"did you mean {near[0]}?" if near else "name a .yaml file, or set a key with section.key=value"
+        near = difflib.get_close_matches(
+            str(path), [str(p) for p in Path(path).parent.glob("*.yaml")], n=1, cutoff=0.5
+        )
+        remedy = (
+            f"did you mean {near[0]}?"
+            if near
+            else "name a .yaml file, or set a key with section.key=value"
+        )
         raise ConfigError(f"config file {path} does not exist; {remedy}")
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"config file {path} cannot be read as YAML: {_one_line(error)}") from None
+        raise ConfigError(
+            f"config file {path} cannot be read as YAML: {_one_line(error)}"
+        ) from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config file {path} must hold sections such as 'model:' with keys below them; see --help-config")
+        raise ConfigError(
+            f"config file {path} must hold sections such as 'model:' with keys below them; see --help-config"
+        )
     if not loaded:
-        raise ConfigError(f"config file {path} is empty; write sections such as 'model:' with keys below them, or leave it out")
+        raise ConfigError(
+            f"config file {path} is empty; write sections such as 'model:' with keys below them, or leave it out"
+        )
     for section, content in loaded.items():
         if isinstance(content, dict):
             yield from ((f"{section}.{key}", value) for key, value in content.items())
-        elif content is not None or section not in _sections():  # a section with every key commented out says nothing
+        elif (
+            content is not None or section not in _sections()
+        ):  # a section with every key commented out says nothing
             yield str(section), content
 
 
@@ -147,16 +207,22 @@ def _parse(name: str, text: str) -> Any:
     if _types().get(name) is str and text[:1] not in ("'", '"'):
         return text
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        parsed: Any = OmegaConf.to_container(
+            OmegaConf.from_dotlist([f"value={text}"]), resolve=False
+        )
         return parsed["value"]
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}={_show(text)} (from {COMMAND_LINE}) cannot be read as YAML: {_one_line(error)}") from None
+        raise ConfigError(
+            f"{name}={_show(text)} (from {COMMAND_LINE}) cannot be read as YAML: {_one_line(error)}"
+        ) from None
 
 
 def _set(merged: Any, name: str, value: Any, source: str) -> None:
     if name in _sections():
         other = f" or {FOREIGN_NAMES[name]}" if name in FOREIGN_NAMES else ""
-        raise ConfigError(f"{name}={_show(value)} (from {source}): '{name}' is a section; write {name}.<key>{other}, see --help-config")
+        raise ConfigError(
+            f"{name}={_show(value)} (from {source}): '{name}' is a section; write {name}.<key>{other}, see --help-config"
+        )
     hint = _types().get(name)
     parent, _, last = name.rpartition(".")
     if hint is None and not (parent == "optimizer.args" and last.isidentifier()):
@@ -167,9 +233,13 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
         str(value).encode()  # a name that is not UTF-8 could not be saved with the run
         OmegaConf.update(merged, name, value, merge=False)
     except GrammarParseError as error:
-        raise ConfigError(f"{name}={_show(value)} (from {source}) is not a valid ${{...}}: {_one_line(error)}") from None
+        raise ConfigError(
+            f"{name}={_show(value)} (from {source}) is not a valid ${{...}}: {_one_line(error)}"
+        ) from None
     except (OmegaConfBaseException, ValueError, OverflowError):
-        raise ConfigError(f"{name}={_show(value)} (from {source}) is not {_expected(hint, value)}") from None
+        raise ConfigError(
+            f"{name}={_show(value)} (from {source}) is not {_expected(hint, value)}"
+        ) from None
 
 
 def _expected(hint: Any, value: Any) -> str:
@@ -177,9 +247,19 @@ def _expected(hint: Any, value: Any) -> str:
     if choices := _choices(hint):
         near = difflib.get_close_matches(str(value), choices, n=1)
         return f"one of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
-    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)] if get_origin(hint) is not dict else [dict]
-    words = " or ".join("null" if kind is type(None) else EXPECTED.get(kind, "a plain YAML value") for kind in kinds)
-    return words + (f"; write {value:.0f}" if int in kinds and isinstance(value, float) and value.is_integer() else "")
+    kinds = (
+        [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+        if get_origin(hint) is not dict
+        else [dict]
+    )
+    words = " or ".join(
+        "null" if kind is type(None) else EXPECTED.get(kind, "a plain YAML value") for kind in kinds
+    )
+    return words + (
+        f"; write {value:.0f}"
+        if int in kinds and isinstance(value, float) and value.is_integer()
+        else ""
+    )
 
 
 def _suggestion(unknown: str) -> str:
@@ -191,8 +271,12 @@ def _suggestion(unknown: str) -> str:
         nearest = FOREIGN_NAMES[last]
     elif near_section and not section:
         return f"; did you mean the section '{near_section[0]}'?"
-    elif near_key and (section != "optimizer" or f"optimizer.{near_key[0]}" in known or near_key[0] == last):
-        nearest = difflib.get_close_matches(unknown, [name for name in known if known[name] == near_key[0]], n=1, cutoff=0)[0]
+    elif near_key and (
+        section != "optimizer" or f"optimizer.{near_key[0]}" in known or near_key[0] == last
+    ):
+        nearest = difflib.get_close_matches(
+            unknown, [name for name in known if known[name] == near_key[0]], n=1, cutoff=0
+        )[0]
     elif section == "optimizer" and last.isidentifier():
         nearest = f"optimizer.args.{last}"
     else:
@@ -202,7 +286,11 @@ def _suggestion(unknown: str) -> str:
 
 def _show(value: Any) -> str:
     """A value on one line of at most 80 characters, as YAML writes it."""
-    text = json.dumps(value) if value is None or isinstance(value, bool) else " ".join(str(value).split())
+    text = (
+        json.dumps(value)
+        if value is None or isinstance(value, bool)
+        else " ".join(str(value).split())
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -22,7 +22,11 @@ from time import perf_counter, sleep
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 ADAM = ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"]
-CASES = {"gensim": [], "w2v SGD": ["configs/cpu.yaml"], "w2v Adam": ADAM}  # as arguments of train.py
+CASES = {
+    "gensim": [],
+    "w2v SGD": ["configs/cpu.yaml"],
+    "w2v Adam": ADAM,
+}  # as arguments of train.py
 MEMORY = {"peak": "VmRSS", "peak anonymous": "RssAnon"}  # as /proc/<pid>/status names it
 UNITS = {"words/s": "", "analogies": "%"}  # seconds, otherwise
 UNITS |= dict.fromkeys([*MEMORY, *(f"{kind} without torch" for kind in MEMORY)], "MiB")
@@ -41,14 +45,20 @@ class Clock:
         self.seconds[stage], self._last = now - self._last, now
 
     def figures(self, raw_words: int, accuracy: float) -> dict[str, float]:
-        return self.seconds | {"words/s": raw_words / self.seconds["training"], "analogies": 100 * accuracy}
+        return self.seconds | {
+            "words/s": raw_words / self.seconds["training"],
+            "analogies": 100 * accuracy,
+        }
 
 
 def _memory(process: int | str = "self") -> dict[str, float]:
     """MiB that a process takes, by kind; nothing once it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
-        return {kind: int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024 for kind, name in MEMORY.items()}
+        return {
+            kind: int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024
+            for kind, name in MEMORY.items()
+        }
     except (OSError, TypeError):
         return {}
 
@@ -58,10 +68,24 @@ def gensim(corpus: Path, epochs: int, folder: Path) -> dict[str, float]:
     from gensim.test.utils import datapath
 
     clock, workers = Clock(), len(os.sched_getaffinity(0))
-    model = Word2Vec(vector_size=100, window=5, negative=5, sample=1e-4, min_count=5, sg=1, workers=workers, epochs=epochs)
+    model = Word2Vec(
+        vector_size=100,
+        window=5,
+        negative=5,
+        sample=1e-4,
+        min_count=5,
+        sg=1,
+        workers=workers,
+        epochs=epochs,
+    )
     model.build_vocab(corpus_file=str(corpus))
     clock.done("ingest")
-    model.train(corpus_file=str(corpus), total_words=model.corpus_total_words, total_examples=model.corpus_count, epochs=epochs)
+    model.train(
+        corpus_file=str(corpus),
+        total_words=model.corpus_total_words,
+        total_examples=model.corpus_count,
+        epochs=epochs,
+    )
     clock.done("training")
     accuracy, _ = model.wv.evaluate_word_analogies(datapath("questions-words.txt"))
     clock.done("evaluation")
@@ -75,7 +99,9 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     before = _memory()
     import torch
 
-    torch_took = {f"{kind} without torch": before[kind] - value for kind, value in _memory().items()}
+    torch_took = {
+        f"{kind} without torch": before[kind] - value for kind, value in _memory().items()
+    }
     from w2v import settings
     from w2v.distributed import ranks
     from w2v.system import process as host
@@ -86,12 +112,19 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     assert torch.get_num_threads() == host.cores()
     clock = Clock()
     files = [str(ROOT / entry) for entry in arguments if "=" not in entry]
-    here = [f"corpus.path={corpus}", f"corpus.data_dir={folder}", "train.device=cpu", f"train.epochs={epochs}"]
+    here = [
+        f"corpus.path={corpus}",
+        f"corpus.data_dir={folder}",
+        "train.device=cpu",
+        f"train.epochs={epochs}",
+    ]
     config = settings.load(files, [entry for entry in arguments if "=" in entry] + here)
     planned = plan.make_plan(config)
     clock.done("ingest")
     sampler, pipeline = plan.build(planned)
-    trainer.Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder).train()
+    trainer.Trainer(
+        config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder
+    ).train()
     pipeline.finish()
     host.return_freed_memory()
     clock.done("training")
@@ -106,7 +139,16 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
 
 def measure(case: str, corpus: Path, epochs: int) -> dict[str, float]:
     """One run in a process of its own."""
-    command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs), "--case", case]
+    command = [
+        sys.executable,
+        __file__,
+        "--corpus",
+        str(corpus),
+        "--epochs",
+        str(epochs),
+        "--case",
+        case,
+    ]
     start, peak = perf_counter(), dict.fromkeys(MEMORY, 0.0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
@@ -116,11 +158,16 @@ def measure(case: str, corpus: Path, epochs: int) -> dict[str, float]:
     if process.returncode:
         raise SystemExit(process.returncode)
     figures = json.loads(lines[-1])
-    less = {f"{kind} without torch": value + figures.get(f"{kind} without torch", 0) for kind, value in peak.items()}
+    less = {
+        f"{kind} without torch": value + figures.get(f"{kind} without torch", 0)
+        for kind, value in peak.items()
+    }
     return figures | {"whole process": seconds} | peak | less
 
 
-def compare(corpus: Path, epochs: int, runs: int, cases: list[str], kept: Path | None = None) -> dict[str, dict[str, tuple[float, str]]]:
+def compare(
+    corpus: Path, epochs: int, runs: int, cases: list[str], kept: Path | None = None
+) -> dict[str, dict[str, tuple[float, str]]]:
     """The cases in turn, `runs` times: {case: {metric: (median or spread, unit)}}, and ratios to gensim's medians.
 
     kept: a file of single runs, which are not made again.
@@ -147,30 +194,59 @@ def compare(corpus: Path, epochs: int, runs: int, cases: list[str], kept: Path |
             figures[case][metric] = (median(values), UNITS.get(metric, "s"))
             figures[case][f"{metric} spread"] = (max(values) - min(values), UNITS.get(metric, "s"))
     for case in figures.keys() - {"gensim"} if "gensim" in figures else ():
-        for metric in ("words/s", "whole process", "peak without torch", "peak anonymous without torch"):
-            figures[case][f"{metric} of gensim's"] = (figures[case][metric][0] / figures["gensim"][metric][0], "x")
+        for metric in (
+            "words/s",
+            "whole process",
+            "peak without torch",
+            "peak anonymous without torch",
+        ):
+            figures[case][f"{metric} of gensim's"] = (
+                figures[case][metric][0] / figures["gensim"][metric][0],
+                "x",
+            )
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="a text file, not packed, which gensim reads too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="a text file, not packed, which gensim reads too"
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--kept", type=Path, help="where single runs are kept and found again, to go on with --runs later")
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        help="where single runs are kept and found again, to go on with --runs later",
+    )
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     if args.case:
         with TemporaryDirectory() as folder:
             more = [] if args.case == "gensim" else [CASES[args.case]]
-            print(json.dumps((ours if more else gensim)(args.corpus.resolve(), args.epochs, Path(folder), *more)))
+            print(
+                json.dumps(
+                    (ours if more else gensim)(
+                        args.corpus.resolve(), args.epochs, Path(folder), *more
+                    )
+                )
+            )
         return
     from tests.bench import results
 
-    for case, figures in compare(args.corpus, args.epochs, args.runs, args.cases, args.kept).items():
-        results.append("cpu", f"{args.corpus.stem} {args.epochs} epochs, {case}, runs={args.runs}", figures, args.results or results.FILE)
+    for case, figures in compare(
+        args.corpus, args.epochs, args.runs, args.cases, args.kept
+    ).items():
+        results.append(
+            "cpu",
+            f"{args.corpus.stem} {args.epochs} epochs, {case}, runs={args.runs}",
+            figures,
+            args.results or results.FILE,
+        )
 
 
 if __name__ == "__main__":

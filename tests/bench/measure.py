@@ -63,7 +63,9 @@ def share(achieved: tuple[float, str], possible: tuple[float, str]) -> tuple[flo
     return 100 * achieved[0] / possible[0], "%"
 
 
-def row_sets(table_rows: int, count: int, in_order: bool = True, device: str = "cuda") -> list[Tensor]:
+def row_sets(
+    table_rows: int, count: int, in_order: bool = True, device: str = "cuda"
+) -> list[Tensor]:
     """Random sets of `count` rows, int64, sorted if `in_order`; no row is in two of them. One for each call of a timing, or all that
     the table has rows for."""
     sets = min(CALLS, table_rows // count)
@@ -93,9 +95,14 @@ def format_table(cases: dict[str, Figures]) -> str:
     units = {metric: unit for figures in cases.values() for metric, (_, unit) in figures.items()}
     lines = [["", *(f"{metric} [{unit}]" if unit else metric for metric, unit in units.items())]]
     for case, figures in cases.items():
-        lines.append([case, *(shown(figures[metric][0]) if metric in figures else "-" for metric in units)])
+        lines.append(
+            [case, *(shown(figures[metric][0]) if metric in figures else "-" for metric in units)]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
 
 
 def shown(value: float) -> str:

@@ -46,13 +46,21 @@ def cupy_cuda(rows: int) -> tuple[Any, int]:
     return table, table.data.ptr
 
 
-WAYS = {"ours pinned": ours, "torch pinned": torch_pinned, "CuPy pinned": cupy_pinned, "torch CUDA": torch_cuda, "CuPy CUDA": cupy_cuda}
+WAYS = {
+    "ours pinned": ours,
+    "torch pinned": torch_pinned,
+    "CuPy pinned": cupy_pinned,
+    "torch CUDA": torch_cuda,
+    "CuPy CUDA": cupy_cuda,
+}
 
 
 def tables(rows: int, file: Path) -> None:
     """Bytes of each way over those of the numbers, and the time to allocate and zero it."""
     nbytes = rows * DIM * 4
-    section = Section("transfer", f"Memory of {rows:,} x {DIM} float32, {nbytes / 1e9:.2f} GB", file)
+    section = Section(
+        "transfer", f"Memory of {rows:,} x {DIM} float32, {nbytes / 1e9:.2f} GB", file
+    )
     for way in WAYS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             section.add(f"memory of {rows} rows, {way}", process.submit(taken, way, rows).result())
@@ -73,21 +81,41 @@ def taken(way: str, rows: int) -> Figures:
     before, free, start = process_bytes(), torch.cuda.mem_get_info()[0], time.perf_counter()
     table, address = WAYS[way](rows)
     torch.cuda.synchronize()
-    seconds, gpu, nbytes = time.perf_counter() - start, free - torch.cuda.mem_get_info()[0], rows * DIM * 4
-    after, mapped = process_bytes(), 0 if "CUDA" in way else mapping_bytes(Path("/proc/self/maps").read_text(), address, nbytes)
+    seconds, gpu, nbytes = (
+        time.perf_counter() - start,
+        free - torch.cuda.mem_get_info()[0],
+        rows * DIM * 4,
+    )
+    after, mapped = (
+        process_bytes(),
+        0 if "CUDA" in way else mapping_bytes(Path("/proc/self/maps").read_text(), address, nbytes),
+    )
     assert table is not None
     figures = {key: ((after[key] - before[key]) / 1e9, "GB") for key in before}
-    figures |= {"mapped": (mapped / 1e9, "GB"), "GPU": (gpu / 1e9, "GB"), "over the table": (max(mapped, gpu) / nbytes, "times")}
+    figures |= {
+        "mapped": (mapped / 1e9, "GB"),
+        "GPU": (gpu / 1e9, "GB"),
+        "over the table": (max(mapped, gpu) / nbytes, "times"),
+    }
     return figures | {"set-up": (seconds, "s"), "set-up rate": (nbytes / 2**30 / seconds, "GiB/s")}
 
 
 def process_bytes(status: str | None = None) -> dict[str, int]:
     """Bytes in memory and locked there, from the text of /proc/self/status, which is in KiB; 0 where the kernel does not say."""
-    sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+):\s+(\d+) kB$", status or Path("/proc/self/status").read_text(), re.M)}
+    sizes = {
+        key: 1024 * int(kib)
+        for key, kib in re.findall(
+            r"^(\w+):\s+(\d+) kB$", status or Path("/proc/self/status").read_text(), re.M
+        )
+    }
     return {"RSS": sizes.get("VmRSS", 0), "locked": sizes.get("VmLck", 0) + sizes.get("VmPin", 0)}
 
 
 def mapping_bytes(maps: str, address: int, nbytes: int) -> int:
     """Bytes of the mappings, in the text of /proc/self/maps, that hold a piece of memory."""
-    mappings = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps.splitlines()]
-    return sum(stop - start for start, stop in mappings if start < address + nbytes and stop > address)
+    mappings = [
+        tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps.splitlines()
+    ]
+    return sum(
+        stop - start for start, stop in mappings if start < address + nbytes and stop > address
+    )

@@ -26,7 +26,10 @@ from w2v.system import console
 from w2v.training import plan
 
 BATCHES = [2**power for power in range(7, 17)]
-PRECISIONS = {"reference": ["float32", "amp", "bf16", "fp16"], "fused": ["float32", "bf16", "fp16"]}  # by kernels
+PRECISIONS = {
+    "reference": ["float32", "amp", "bf16", "fp16"],
+    "fused": ["float32", "bf16", "fp16"],
+}  # by kernels
 
 
 def measure(config: Config, opened: Opened, number: int) -> Figures:
@@ -44,7 +47,9 @@ def measure(config: Config, opened: Opened, number: int) -> Figures:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--base", nargs="+", default=["configs/text8.yaml"])
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
@@ -57,7 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
     if args.steps < 3:
         parser.error(f"--steps {args.steps}: 3 or more are needed to tell the first from the last")
     if not torch.cuda.is_available() or find_spec("cupy") is None:
-        sys.exit("bench-precision needs a CUDA GPU and CuPy, and finds " + ("no CuPy" if torch.cuda.is_available() else "no GPU"))
+        sys.exit(
+            "bench-precision needs a CUDA GPU and CuPy, and finds "
+            + ("no CuPy" if torch.cuda.is_available() else "no GPU")
+        )
     console.log_to_console()
     try:
         sweep(args)
@@ -69,14 +77,32 @@ def main(arguments: list[str] | None = None) -> None:
 def sweep(args: argparse.Namespace) -> None:
     """Measure every batch size with every precision of the kernels."""
     opened = Opened()
-    section = Section("precision", f"{args.steps} steps on {Path(args.corpus).stem}, by precision, kernels and batch size", args.results)
+    section = Section(
+        "precision",
+        f"{args.steps} steps on {Path(args.corpus).stem}, by precision, kernels and batch size",
+        args.results,
+    )
     for kernels in args.kernels:
         for precision in PRECISIONS[kernels]:
-            common = [f"corpus.path={args.corpus}", "transfer.engine=resident", f"train.kernels={kernels}", f"train.precision={precision}"]
+            common = [
+                f"corpus.path={args.corpus}",
+                "transfer.engine=resident",
+                f"train.kernels={kernels}",
+                f"train.precision={precision}",
+            ]
             config = settings.load(args.base, [*common, "run.checkpoint_minutes=0", *args.set])
             measure(config, opened, 3)  # compiles the kernels
             for batch in args.batches:
-                case = " ".join([Path(args.corpus).stem, precision, kernels, f"batch {batch}", f"{args.steps} steps", *args.set])
+                case = " ".join(
+                    [
+                        Path(args.corpus).stem,
+                        precision,
+                        kernels,
+                        f"batch {batch}",
+                        f"{args.steps} steps",
+                        *args.set,
+                    ]
+                )
                 section.add(case, measure(with_batch(config, batch), opened, args.steps))
     section.print()
 

@@ -81,7 +81,9 @@ class Timed(Joined):
 class Shares(Steps):
     """The steps of this rank's share of the text, and of its rows; their time is that of all ranks."""
 
-    def __init__(self, config: Config, ranks: Ranks, rows: int, words: int, batch: int, room: float):
+    def __init__(
+        self, config: Config, ranks: Ranks, rows: int, words: int, batch: int, room: float
+    ):
         self.device, self._ranks, self._raw_words = torch.device("cuda"), ranks, words // ranks.size
         self._total, self._done, self._passes = 0, 0, 0.0
         model, self._optimizer = config.model, config.optimizer
@@ -90,33 +92,72 @@ class Shares(Steps):
         counts_V = (words * share_V).round_().clamp_(min=1).long()
         self.ids_N = self._draw(share_V.cumsum(0))
         vocab = Vocab(Numbered(rows), counts_V.cpu().numpy(), words, rows)
-        keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
+        keep_V, noise_V = (
+            vocab.keep_probabilities(model.sample),
+            vocab.noise_distribution(model.ns_exponent),
+        )
         offsets_S = np.append(np.arange(0, self._raw_words - 1, SENTENCE), self._raw_words)
-        sampler = Sampler(self.ids_N, offsets_S, keep_V, noise_V, model, batch // ranks.size, ranks.rank, self.device, draw=cuda.draw)
+        sampler = Sampler(
+            self.ids_N,
+            offsets_S,
+            keep_V,
+            noise_V,
+            model,
+            batch // ranks.size,
+            ranks.rank,
+            self.device,
+            draw=cuda.draw,
+        )
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
-        tables = [Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned") for key in ("input", "output")]
+        tables = [
+            Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned")
+            for key in ("input", "output")
+        ]
         values = uniform(size, 0.5 / size, config.train.seed)
         tables[0].initialise(lambda rows_n: values(ranks.global_rows(rows_n)), self.device)
         fields = sum(column.stop - column.start for column in tables[0].columns.values())
-        self.bytes = sum(table.rows * fields * table.dtype.itemsize for table in tables)  # of the numbers, without padding
+        self.bytes = sum(
+            table.rows * fields * table.dtype.itemsize for table in tables
+        )  # of the numbers, without padding
         self.pinned = sum(-(-table.bytes // mmap.PAGESIZE) * mmap.PAGESIZE for table in tables)
         kept_V = counts_V * torch.from_numpy(keep_V).to(self.device)
-        uses_TV = torch.stack([kept_V, kept_V + model.negative * kept_V.sum() * torch.from_numpy(noise_V).to(self.device)])
-        engine = CachedMapped(tables, int(room * 2 * tables[0].rows), self.device, uses_TV[:, ranks.rank :: ranks.size].contiguous())
+        uses_TV = torch.stack(
+            [
+                kept_V,
+                kept_V + model.negative * kept_V.sum() * torch.from_numpy(noise_V).to(self.device),
+            ]
+        )
+        engine = CachedMapped(
+            tables,
+            int(room * 2 * tables[0].rows),
+            self.device,
+            uses_TV[:, ranks.rank :: ranks.size].contiguous(),
+        )
         del share_V, counts_V, kept_V, uses_TV
         torch.cuda.empty_cache()
-        kind, traffic = FusedPipeline if ranks.size == 1 else ShardedPipeline, Traffic(Spectrum.zipf(rows, words), model)
-        steps_per_page = config.transfer.steps_per_page or traffic.steps_of_page(batch // ranks.size, engine.slots, ranks.size)
-        self.pipeline = kind(*tables, engine, optimizer, self.device, steps_per_page, ranks=ranks, rows=rows)
+        kind, traffic = (
+            FusedPipeline if ranks.size == 1 else ShardedPipeline,
+            Traffic(Spectrum.zipf(rows, words), model),
+        )
+        steps_per_page = config.transfer.steps_per_page or traffic.steps_of_page(
+            batch // ranks.size, engine.slots, ranks.size
+        )
+        self.pipeline = kind(
+            *tables, engine, optimizer, self.device, steps_per_page, ranks=ranks, rows=rows
+        )
         self._ahead = self.pipeline.ahead(batch for _ in count() for batch in sampler.epoch())
 
     def _draw(self, cdf_V: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(self._ranks.rank)
         ids_N = torch.empty(self._raw_words, dtype=torch.int32, device=self.device)
         for part in ids_N.split(DRAWN):
-            uniform_n = torch.rand(len(part), dtype=torch.float64, device=self.device, generator=generator)
-            part.copy_(torch.searchsorted(cdf_V, uniform_n, out_int32=True).clamp_(max=len(cdf_V) - 1))
+            uniform_n = torch.rand(
+                len(part), dtype=torch.float64, device=self.device, generator=generator
+            )
+            part.copy_(
+                torch.searchsorted(cdf_V, uniform_n, out_int32=True).clamp_(max=len(cdf_V) - 1)
+            )
         return ids_N
 
     def _wait(self) -> None:
@@ -130,9 +171,22 @@ def measure(steps: Shares, ranks: Ranks, warm_up: int, number: int) -> tuple[Fig
     before, sent = Moved.by(steps.pipeline), ranks.bytes_sent
     stretch = steps(number)
     moved, sent = Moved.by(steps.pipeline).since(before), ranks.bytes_sent - sent
-    gigabytes, rss = steps.pipeline.inputs.bytes / steps.pipeline.inputs.rows / 1e9, memory.process_bytes()["RSS"]
-    mine = stretch.words, moved.read * gigabytes, moved.written * gigabytes, sent / 1e9, steps.bytes, steps.pinned, rss
-    words, read, written, sent, records, pinned, rss = (sum(figure) for figure in zip(*ranks.gather(mine), strict=True))
+    gigabytes, rss = (
+        steps.pipeline.inputs.bytes / steps.pipeline.inputs.rows / 1e9,
+        memory.process_bytes()["RSS"],
+    )
+    mine = (
+        stretch.words,
+        moved.read * gigabytes,
+        moved.written * gigabytes,
+        sent / 1e9,
+        steps.bytes,
+        steps.pinned,
+        rss,
+    )
+    words, read, written, sent, records, pinned, rss = (
+        sum(figure) for figure in zip(*ranks.gather(mine), strict=True)
+    )
     figures = {
         "words/s": (words / stretch.seconds, ""),
         "step": (1000 * stretch.seconds / number, "ms"),
@@ -150,16 +204,34 @@ def measure(steps: Shares, ranks: Ranks, warm_up: int, number: int) -> tuple[Fig
     if isinstance(ranks, Timed):
         ranks.note()
         steps(stages.MEASURED)
-        noted = {f"{name}, sent": (1000 * ms / stages.MEASURED, "us") for name, ms in ranks.noted().items()}
+        noted = {
+            f"{name}, sent": (1000 * ms / stages.MEASURED, "us")
+            for name, ms in ranks.noted().items()
+        }
     return figures, stages.measure(steps) | noted
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda number: int(float(number)), default=10_000_000, help="of each of the two tables")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows",
+        type=lambda number: int(float(number)),
+        default=10_000_000,
+        help="of each of the two tables",
+    )
     parser.add_argument("--words", type=lambda number: int(float(number)), default=1_000_000_000)
-    parser.add_argument("--batch", type=int, default=131_072, metavar="CENTERS", help="of a step of all ranks")
-    parser.add_argument("--room", type=float, default=0.1, metavar="SHARE", help="of the rows, for which the GPUs together have memory")
+    parser.add_argument(
+        "--batch", type=int, default=131_072, metavar="CENTERS", help="of a step of all ranks"
+    )
+    parser.add_argument(
+        "--room",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of the rows, for which the GPUs together have memory",
+    )
     parser.add_argument("--warm-up", type=int, default=200, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
@@ -168,7 +240,14 @@ def main() -> None:
     ranks = Timed() if torchrun.started() else ALONE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
-    config = settings.load(CONFIGS, [f"model.negative_pool={args.batch // 2 // ranks.size}", "model.negative_pool_steps=8", *args.set])
+    config = settings.load(
+        CONFIGS,
+        [
+            f"model.negative_pool={args.batch // 2 // ranks.size}",
+            "model.negative_pool_steps=8",
+            *args.set,
+        ],
+    )
     began = time.perf_counter()
     steps = Shares(config, ranks, args.rows, args.words, args.batch, args.room)
     ranks.gather(None)
@@ -176,7 +255,13 @@ def main() -> None:
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
         case = f"{ranks.size} GPUs, {args.rows} rows, {args.words} words, Adam float32 mapped:{args.room:.0%}"
-        case = " ".join([case, f"batch {args.batch} pool {args.batch // 2} for {config.model.negative_pool_steps} steps", *args.set])
+        case = " ".join(
+            [
+                case,
+                f"batch {args.batch} pool {args.batch // 2} for {config.model.negative_pool_steps} steps",
+                *args.set,
+            ]
+        )
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
     ranks.part()

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.bench.measure import CALLS, WARMUPS, Figures, Section, milliseconds, rate, row_sets, share
+from tests.bench.measure import (
+    CALLS,
+    WARMUPS,
+    Figures,
+    Section,
+    milliseconds,
+    rate,
+    row_sets,
+    share,
+)
 from w2v.model.table import Table
 from w2v.transfer.mapped import Mapped
 
@@ -34,15 +43,21 @@ class Case(NamedTuple):
 
 
 class Way(NamedTuple):
-    get: Callable[[Any], Tensor]  # a set of rows -> their values on the GPU, in the order of the set
+    get: Callable[
+        [Any], Tensor
+    ]  # a set of rows -> their values on the GPU, in the order of the set
     put: Callable[[Any], object]  # a set of rows <- the variable
-    sets: list[Any]  # where and as what this way wants them; the first is never written, so that `check` knows its values
+    sets: list[
+        Any
+    ]  # where and as what this way wants them; the first is never written, so that `check` knows its values
     queued: bool  # as in `milliseconds`: False where the CPU moves rows
 
 
 def rows(link: Figures, table_rows: int, moved: int, file: Path) -> None:
     """Times of each way, and over ours, which includes sorting the rows and giving back their order."""
-    values_CD, variable_ND = (torch.randn(count, DIM, device="cuda") for count in (CHUNK_ROWS, moved))
+    values_CD, variable_ND = (
+        torch.randn(count, DIM, device="cuda") for count in (CHUNK_ROWS, moved)
+    )
     case = Case(table_rows, values_CD, row_sets(table_rows, moved, in_order=False), variable_ND)
     title = f"{moved:,} random rows of {DIM} float32 of {table_rows:,}, to and from a CUDA variable ({torch.get_num_threads()} CPU threads)"
     section = Section("transfer", title, file)
@@ -52,7 +67,10 @@ def rows(link: Figures, table_rows: int, moved: int, file: Path) -> None:
             check(way, case)
             figures = measured(way, 4 * variable_ND.numel(), link, on_gpu="CUDA" in name)
             ours = ours or figures
-            figures |= {f"{key} over ours": (figures[key][0] / ours[key][0], "times") for key in ("to GPU", "from GPU")}
+            figures |= {
+                f"{key} over ours": (figures[key][0] / ours[key][0], "times")
+                for key in ("to GPU", "from GPU")
+            }
             section.add(f"{moved} of {table_rows} rows, {name}", figures)
     section.print()
 
@@ -60,14 +78,19 @@ def rows(link: Figures, table_rows: int, moved: int, file: Path) -> None:
 def check(way: Way, case: Case) -> None:
     """What is about to be timed moves the right rows, in the order asked for."""
     kept, written, *_ = way.sets
-    assert torch.equal(way.get(kept), case.values_CD[torch.as_tensor(kept, device="cuda") % CHUNK_ROWS])
+    assert torch.equal(
+        way.get(kept), case.values_CD[torch.as_tensor(kept, device="cuda") % CHUNK_ROWS]
+    )
     way.put(written)
     assert torch.equal(way.get(written), case.variable_ND)
 
 
 def measured(way: Way, nbytes: int, link: Figures, on_gpu: bool) -> Figures:
     sets = way.sets[1:]
-    to, back = (milliseconds(lambda i, move=move: move(sets[i % len(sets)]), way.queued) for move in (way.get, way.put))
+    to, back = (
+        milliseconds(lambda i, move=move: move(sets[i % len(sets)]), way.queued)
+        for move in (way.get, way.put)
+    )
     figures = {"to GPU": (to, "ms"), "from GPU": (back, "ms"), "sum": (to + back, "ms")}
     for key in ("to GPU", "from GPU"):
         figures[f"{key} rate"] = rate(nbytes, figures[key][0])
@@ -77,7 +100,11 @@ def measured(way: Way, nbytes: int, link: Figures, on_gpu: bool) -> Figures:
 
 
 def ours_pinned(case: Case) -> dict[str, Way]:
-    table, link, records_ND = Table("bench", case.rows, DIM, {}, {}, "pinned"), Mapped(), torch.empty_like(case.variable_ND)
+    table, link, records_ND = (
+        Table("bench", case.rows, DIM, {}, {}, "pinned"),
+        Mapped(),
+        torch.empty_like(case.variable_ND),
+    )
     for start in range(0, case.rows, CHUNK_ROWS):
         part = table["weight"][start : start + CHUNK_ROWS]
         part.copy_(case.values_CD[: len(part)])
@@ -91,7 +118,12 @@ def ours_pinned(case: Case) -> dict[str, Way]:
 
     sorted_before = [rows_N.sort().values for rows_N in case.sets]
     return {
-        "ours": Way(lambda rows_N: get(*rows_N.sort()), lambda rows_N: put(*rows_N.sort()), case.sets, queued=True),
+        "ours": Way(
+            lambda rows_N: get(*rows_N.sort()),
+            lambda rows_N: put(*rows_N.sort()),
+            case.sets,
+            queued=True,
+        ),
         "ours, rows sorted before": Way(get, put, sorted_before, queued=True),
     }
 
@@ -102,7 +134,9 @@ def cupy_pinned(case: Case) -> dict[str, Way]:
 
     nbytes = case.rows * DIM * 4
     memory = cupy.cuda.PinnedMemory(nbytes)
-    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.ptr, nbytes, memory, torch.cuda.current_device()), 0)
+    pointer = cupy.cuda.MemoryPointer(
+        cupy.cuda.UnownedMemory(memory.ptr, nbytes, memory, torch.cuda.current_device()), 0
+    )
     return {"CuPy pinned": _cupy_way(cupy.ndarray((case.rows, DIM), cupy.float32, pointer), case)}
 
 
@@ -122,12 +156,19 @@ def _cupy_way(table_VD: Any, case: Case) -> Way:
     def put(rows_N: Any) -> None:
         table_VD[rows_N] = variable_ND
 
-    return Way(lambda rows_N: torch.from_dlpack(table_VD[rows_N]), put, [cupy.asarray(rows_N) for rows_N in case.sets], queued=True)
+    return Way(
+        lambda rows_N: torch.from_dlpack(table_VD[rows_N]),
+        put,
+        [cupy.asarray(rows_N) for rows_N in case.sets],
+        queued=True,
+    )
 
 
 def torch_pinned(case: Case) -> dict[str, Way]:
     """The naive way, and with a pinned buffer between: rows are moved into it on all cores, and it is copied whole."""
-    table_VD, buffer_ND = (torch.empty(count, DIM, pin_memory=True) for count in (case.rows, len(case.variable_ND)))
+    table_VD, buffer_ND = (
+        torch.empty(count, DIM, pin_memory=True) for count in (case.rows, len(case.variable_ND))
+    )
     _fill(table_VD, case.values_CD)
     sets = [rows_N.cpu() for rows_N in case.sets]
 
@@ -174,13 +215,21 @@ def product(file: Path) -> None:
     times = {
         "on the CPU": 1e3 * median(seconds[WARMUPS:]),
         "on the GPU": milliseconds(lambda _: a_gpu @ b_gpu, queued=True),
-        "on the GPU, copied each way": milliseconds(lambda _: (a_ND.cuda() @ b_gpu).cpu(), queued=False),
+        "on the GPU, copied each way": milliseconds(
+            lambda _: (a_ND.cuda() @ b_gpu).cpu(), queued=False
+        ),
         "on the GPU, copied each way, pinned": milliseconds(
-            lambda _: result_ND.copy_(pinned_ND.to("cuda", non_blocking=True) @ b_gpu, non_blocking=True), queued=False
+            lambda _: result_ND.copy_(
+                pinned_ND.to("cuda", non_blocking=True) @ b_gpu, non_blocking=True
+            ),
+            queued=False,
         ),
     }
     title = f"[{PRODUCT_ROWS:,} x {DIM}] times [{DIM} x {DIM}], float32 ({torch.get_num_threads()} CPU threads)"
     section = Section("transfer", title, file)
     for where, ms in times.items():
-        section.add(f"product {where}", {"time": (ms, "ms"), "over the GPU alone": (ms / times["on the GPU"], "times")})
+        section.add(
+            f"product {where}",
+            {"time": (ms, "ms"), "over the GPU alone": (ms / times["on the GPU"], "times")},
+        )
     section.print()

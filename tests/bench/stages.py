@@ -38,7 +38,10 @@ NETWORK = "nccl"
 ZEROES = re.compile("FillFunctor|Memset")
 COPIES = ("Memcpy", "Memset")  # which are no kernels
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
-WARM_UP, MEASURED = 24, 96  # multiples of the steps of a page; chunks of the corpus are subsampled every 20 steps or so
+WARM_UP, MEASURED = (
+    24,
+    96,
+)  # multiples of the steps of a page; chunks of the corpus are subsampled every 20 steps or so
 
 
 class Activity(NamedTuple):
@@ -59,7 +62,10 @@ def measure(steps: Steps) -> Figures:
     """
     steps(WARM_UP)
     plain = steps(MEASURED)
-    figures = {"step": (1e6 * plain.seconds / MEASURED, "us"), "CPU": (1e6 * plain.cpu / MEASURED, "us")}
+    figures = {
+        "step": (1e6 * plain.seconds / MEASURED, "us"),
+        "CPU": (1e6 * plain.cpu / MEASURED, "us"),
+    }
     if steps.device.type == "cpu":
         return figures
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -67,15 +73,21 @@ def measure(steps: Steps) -> Figures:
     events = profiler.events()
     on_gpu = [
         Activity(event.name, event.device_resource_id, event.time_range.start, event.time_range.end)
-        for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]  # fmt: skip
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
     waits = sum(event.time_range.elapsed_us() for event in events if event.name in WAITS)
-    known = isinstance(steps.pipeline, FusedPipeline) and isinstance(steps.pipeline.engine, (Resident, CachedMapped))
+    known = isinstance(steps.pipeline, FusedPipeline) and isinstance(
+        steps.pipeline.engine, (Resident, CachedMapped)
+    )
     stages = by_stage(on_gpu) if known else {}
     return figures | {
         "waits": (waits / MEASURED, "us"),
         "busy": (busy(on_gpu) / MEASURED, "us"),
-        "kernels": (sum(not activity.name.startswith(COPIES) for activity in on_gpu) / MEASURED, ""),
+        "kernels": (
+            sum(not activity.name.startswith(COPIES) for activity in on_gpu) / MEASURED,
+            "",
+        ),
         "copies": (sum(activity.name.startswith(COPIES) for activity in on_gpu) / MEASURED, ""),
         **{stage: (us / MEASURED, "us") for stage, us in stages.items()},
     }

@@ -55,7 +55,11 @@ class Steps:
         computed = time.thread_time() - computed
         self._wait()
         seconds = time.perf_counter() - began
-        mean = loss.read() / pairs.read() if pairs.read() and not int(self.pipeline.fault) else math.nan
+        mean = (
+            loss.read() / pairs.read()
+            if pairs.read() and not int(self.pipeline.fault)
+            else math.nan
+        )
         return Stretch((self._passes - passes) * self._raw_words, seconds, computed, mean)
 
     def _wait(self) -> None:
@@ -102,5 +106,8 @@ def gpu_memory(pipeline: Pipeline, ids_N: object) -> Figures:
     figures = {"gpu memory": (most / 2**30, "GiB")}
     if slots := getattr(pipeline.engine, "slots", 0):
         ids = ids_N.nbytes if isinstance(ids_N, Tensor) else 0
-        figures["gpu memory besides rows and ids"] = ((most - ids - slots * pipeline.inputs.bytes / pipeline.inputs.rows) / 2**30, "GiB")
+        figures["gpu memory besides rows and ids"] = (
+            (most - ids - slots * pipeline.inputs.bytes / pipeline.inputs.rows) / 2**30,
+            "GiB",
+        )
     return figures

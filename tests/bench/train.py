@@ -39,12 +39,21 @@ def train_once(config: Config, opened: Opened) -> Figures:
         "words/s": (trained / seconds, ""),
         "seconds": (seconds, "s"),
         "loss": (trainer.metrics.loss, ""),
-        **{name: (100 * getattr(score, part).accuracy, "%") for name, part in
-           [("analogies", "total"), ("semantic", "semantic"), ("syntactic", "syntactic")]},
-        **{found.name: (found.spearman or 0.0, "") for found in evaluation.similarities(words, vectors)},
+        **{
+            name: (100 * getattr(score, part).accuracy, "%")
+            for name, part in [
+                ("analogies", "total"),
+                ("semantic", "semantic"),
+                ("syntactic", "syntactic"),
+            ]
+        },
+        **{
+            found.name: (found.spearman or 0.0, "")
+            for found in evaluation.similarities(words, vectors)
+        },
         **steps.link(steps.Moved.by(pipeline), pipeline, trained, seconds),
         **memory,
-    }  # fmt: skip
+    }
 
 
 def over_seeds(runs: list[Figures]) -> Figures:
@@ -65,11 +74,18 @@ def engine_settings(engine: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--base", default="configs/text8.yaml")
     parser.add_argument("--configs", nargs="+", default=["configs/optimizers/adamax.yaml"])
-    parser.add_argument("--engines", nargs="+", default=["auto"], help="each with the GPU memory for rows, if any: mapped:50%%")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=["auto"],
+        help="each with the GPU memory for rows, if any: mapped:50%%",
+    )
     parser.add_argument("--precisions", nargs="+", default=["float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
@@ -80,16 +96,30 @@ def main(arguments: list[str] | None = None) -> None:
     breakdown = Section("stages", "What the time of a step goes into", args.results)
     try:
         for path, engine, precision in product(args.configs, args.engines, args.precisions):
-            common = [f"corpus.path={args.corpus}", *engine_settings(engine), f"train.precision={precision}", "run.checkpoint_minutes=0"]
-            configs = [settings.load([args.base, path], [*common, f"train.seed={seed}", *args.set]) for seed in args.seeds]
-            found = plan.make_plan(configs[0], opened(configs[0])).engine + engine.removeprefix(engine.partition(":")[0])
-            cases[" ".join([Path(args.corpus).stem, Path(path).stem, found, precision, *args.set])] = configs
+            common = [
+                f"corpus.path={args.corpus}",
+                *engine_settings(engine),
+                f"train.precision={precision}",
+                "run.checkpoint_minutes=0",
+            ]
+            configs = [
+                settings.load([args.base, path], [*common, f"train.seed={seed}", *args.set])
+                for seed in args.seeds
+            ]
+            found = plan.make_plan(configs[0], opened(configs[0])).engine + engine.removeprefix(
+                engine.partition(":")[0]
+            )
+            cases[
+                " ".join([Path(args.corpus).stem, Path(path).stem, found, precision, *args.set])
+            ] = configs
         for case, configs in cases.items():
             experiments.warm_up(configs[0], opened)
             figures = over_seeds([train_once(config, opened) for config in configs])
             results.append("train", f"{case} seeds={len(configs)}", figures, args.results)
             gc.collect()
-            breakdown.add(case, stages.measure(steps.Steps(plan.make_plan(configs[0], opened(configs[0])))))
+            breakdown.add(
+                case, stages.measure(steps.Steps(plan.make_plan(configs[0], opened(configs[0]))))
+            )
         breakdown.print()
     except ValueError as error:
         sys.exit(str(error))

@@ -32,23 +32,38 @@ class Sizes(NamedTuple):
     fetched: int  # rows at a time, of SpeedTorch's own table
     table_rows: tuple[int, ...]  # of how many each
     memory_rows: int
-    gib: tuple[float, ...]  # tables for `records`; all record sizes in the first, `record_bytes_more` in the others
+    gib: tuple[
+        float, ...
+    ]  # tables for `records`; all record sizes in the first, `record_bytes_more` in the others
     record_bytes: tuple[int, ...]
     record_bytes_more: tuple[int, ...]
     counts: tuple[int, ...]  # rows moved at a time
 
 
 FULL = Sizes(
-    256_000_000, 131_072, (1_000_000, 10_000_000), 10_000_000, (6, 32),
-    (256, 512, 1024, 1200, 1536, 2048, 4096), (512, 1536), (1024, 8192, 65_536, 524_288, 1_048_576),
-)  # fmt: skip
-QUICK = Sizes(16_000_000, 8192, (100_000,), 100_000, (0.125, 0.25), (512, 1536), (1536,), (1024, 8192))
+    256_000_000,
+    131_072,
+    (1_000_000, 10_000_000),
+    10_000_000,
+    (6, 32),
+    (256, 512, 1024, 1200, 1536, 2048, 4096),
+    (512, 1536),
+    (1024, 8192, 65_536, 524_288, 1_048_576),
+)
+QUICK = Sizes(
+    16_000_000, 8192, (100_000,), 100_000, (0.125, 0.25), (512, 1536), (1536,), (1024, 8192)
+)
 
 
 def contiguous(nbytes: int) -> Figures:
     """Rates of cudaMemcpyAsync between pinned CPU memory and the GPU: each way, and both ways at once, which is their total."""
-    host_in, host_out = (torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda").cpu().pin_memory() for _ in range(2))
-    gpu_in, gpu_out = (torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2))
+    host_in, host_out = (
+        torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda").cpu().pin_memory()
+        for _ in range(2)
+    )
+    gpu_in, gpu_out = (
+        torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2)
+    )
 
     def to_gpu(i: int) -> None:
         gpu_in.copy_(host_in, non_blocking=True)
@@ -87,9 +102,14 @@ class Moves:
         self.records_VR, self.sets = records_VR, row_sets(len(records_VR), count)
         self.narrow = [rows.int() for rows in self.sets]
         self.nbytes = count * records_VR.shape[1] * 4
-        self.arriving, self.leaving = (torch.randn(count, records_VR.shape[1], device="cuda") for _ in range(2))
+        self.arriving, self.leaving = (
+            torch.randn(count, records_VR.shape[1], device="cuda") for _ in range(2)
+        )
         self.address = torch.tensor([records_VR.data_ptr()], device="cuda")
-        self.slots, self.numbers = torch.arange(count, dtype=torch.int32, device="cuda"), torch.tensor([count, 0], device="cuda")
+        self.slots, self.numbers = (
+            torch.arange(count, dtype=torch.int32, device="cuda"),
+            torch.tensor([count, 0], device="cuda"),
+        )
         self.disjoint = len(self.sets) > 1
         self._check()
 
@@ -115,7 +135,9 @@ class Moves:
             expected = self.leaving.clone(), self.arriving.clone()
             self.both(0)
             self.gather(1)
-            assert torch.equal(self.arriving, expected[0]) and torch.equal(self.leaving, expected[1])
+            assert torch.equal(self.arriving, expected[0]) and torch.equal(
+                self.leaving, expected[1]
+            )
 
 
 def records(link: Figures, sizes: Sizes, file: Path) -> None:
@@ -123,7 +145,9 @@ def records(link: Figures, sizes: Sizes, file: Path) -> None:
     for gib in sizes.gib:
         table, set_up = pinned_table(gib)
         set_ups.add(f"set-up {gib:g} GiB", set_up)
-        section = Section("transfer", f"Sorted random records of a pinned table of {gib:g} GiB", file)
+        section = Section(
+            "transfer", f"Sorted random records of a pinned table of {gib:g} GiB", file
+        )
         for record_bytes in sizes.record_bytes if gib == sizes.gib[0] else sizes.record_bytes_more:
             for count in sizes.counts:
                 records_VR = as_records(table, record_bytes)
@@ -152,7 +176,11 @@ def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
     table, _ = pinned_table(sizes.gib[0])
     count = min(65_536, sizes.counts[-1])
     moves = Moves(as_records(table, 1536), count)
-    section = Section("transfer", f"Thread blocks of the kernels: {count:,} records of 1,536 bytes of {sizes.gib[0]:g} GiB", file)
+    section = Section(
+        "transfer",
+        f"Thread blocks of the kernels: {count:,} records of 1,536 bytes of {sizes.gib[0]:g} GiB",
+        file,
+    )
     usual = cuda.MOVING_BLOCKS
 
     def launched(move: Run, number: int) -> Run:
@@ -165,9 +193,15 @@ def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
     try:
         for number in numbers:
             figures = {}
-            runs = [("gather", moves.gather, 1, "to GPU"), ("scatter", moves.scatter, 1, "from GPU"), ("both", moves.both, 2, "both")]
+            runs = [
+                ("gather", moves.gather, 1, "to GPU"),
+                ("scatter", moves.scatter, 1, "from GPU"),
+                ("both", moves.both, 2, "both"),
+            ]
             for move, run, directions, way in runs:
-                figures[move] = rate(directions * moves.nbytes, milliseconds(launched(run, number), queued=True))
+                figures[move] = rate(
+                    directions * moves.nbytes, milliseconds(launched(run, number), queued=True)
+                )
                 figures[f"{move} share"] = share(figures[move], link[way])
             section.add(f"blocks {number}", figures)
     finally:
@@ -176,23 +210,43 @@ def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--gib", nargs="+", type=float, help="pinned tables of `records`; all must fit in CPU memory, one at a time (6 32)")
-    parser.add_argument("--blocks", nargs="*", type=int, metavar="N", help=f"sweep the kernels' thread blocks instead ({BLOCKS})")
+    parser.add_argument(
+        "--gib",
+        nargs="+",
+        type=float,
+        help="pinned tables of `records`; all must fit in CPU memory, one at a time (6 32)",
+    )
+    parser.add_argument(
+        "--blocks",
+        nargs="*",
+        type=int,
+        metavar="N",
+        help=f"sweep the kernels' thread blocks instead ({BLOCKS})",
+    )
     parser.add_argument("--results", type=Path, default=results.FILE)
-    parser.add_argument("--plot", type=Path, help="default: docs/transfer.png, and none with --quick or --blocks")
+    parser.add_argument(
+        "--plot", type=Path, help="default: docs/transfer.png, and none with --quick or --blocks"
+    )
     args = parser.parse_args(arguments)
     if min(args.blocks or [1]) < 1:
         parser.error(f"--blocks {min(args.blocks)}: a kernel needs one block or more")
     if not torch.cuda.is_available() or find_spec("cupy") is None:
-        sys.exit("bench-transfer needs a CUDA GPU and CuPy, and finds " + ("no CuPy" if torch.cuda.is_available() else "no GPU"))
+        sys.exit(
+            "bench-transfer needs a CUDA GPU and CuPy, and finds "
+            + ("no CuPy" if torch.cuda.is_available() else "no GPU")
+        )
     torch.manual_seed(0)
     sizes = QUICK if args.quick else FULL
     sizes = sizes._replace(gib=tuple(args.gib or sizes.gib))
 
-    section = Section("transfer", "Contiguous copies between pinned CPU memory and the GPU", args.results)
+    section = Section(
+        "transfer", "Contiguous copies between pinned CPU memory and the GPU", args.results
+    )
     link = contiguous(sizes.copy_bytes)
     section.add(f"contiguous {sizes.copy_bytes // 10**6} MB", link)
     section.print()

@@ -51,7 +51,9 @@ class Numbered(Sequence[str]):
         return f"w{range(self._count)[number]}"
 
 
-def generate(vocabulary: int, words: int, exponent: float, device: torch.device, seed: int = 0) -> tuple[Vocab, Corpus]:
+def generate(
+    vocabulary: int, words: int, exponent: float, device: torch.device, seed: int = 0
+) -> tuple[Vocab, Corpus]:
     """About so many words in random order: word r occurs in proportion to 1 / (r + 1) ** exponent, and at least once.
 
     The ids take 4 bytes a word of CPU memory, and 20 or so a word on the device while they are shuffled.
@@ -59,11 +61,17 @@ def generate(vocabulary: int, words: int, exponent: float, device: torch.device,
     share_V = np.arange(1, vocabulary + 1, dtype=np.float64) ** -exponent
     counts_V = np.maximum(1, np.rint(words * share_V / share_V.sum())).astype(np.int64)
     total = int(counts_V.sum())
-    order_N = torch.randperm(total, generator=torch.Generator(device).manual_seed(seed), device=device)
+    order_N = torch.randperm(
+        total, generator=torch.Generator(device).manual_seed(seed), device=device
+    )
     rows_V = torch.arange(vocabulary, dtype=torch.int32, device=device)
-    ids_N = rows_V.repeat_interleave(torch.from_numpy(counts_V).to(device), output_size=total)[order_N]
+    ids_N = rows_V.repeat_interleave(torch.from_numpy(counts_V).to(device), output_size=total)[
+        order_N
+    ]
     offsets_S = np.append(np.arange(0, total - 1, SENTENCE), total)  # no sentence of one word
-    return Vocab(Numbered(vocabulary), counts_V, total, vocabulary), Corpus(ids_N.cpu().numpy(), offsets_S, total)
+    return Vocab(Numbered(vocabulary), counts_V, total, vocabulary), Corpus(
+        ids_N.cpu().numpy(), offsets_S, total
+    )
 
 
 def train(planned: Plan, warm_up: int, number: int) -> tuple[Figures, Figures]:
@@ -91,7 +99,9 @@ def train(planned: Plan, warm_up: int, number: int) -> tuple[Figures, Figures]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabulary", type=int, default=10_000_000)
     parser.add_argument("--words", type=int, default=200_000_000)
     parser.add_argument("--exponent", type=float, default=1.0)
@@ -116,7 +126,9 @@ def main(arguments: list[str] | None = None) -> None:
         figures, measured = train(planned, args.warm_up, args.steps)
     except (ValueError, MemoryError) as error:
         sys.exit(str(error))
-    engine = planned.engine + (f":{config.transfer.gpu_bytes}" if planned.engine in backends.LINKS else "")
+    engine = planned.engine + (
+        f":{config.transfer.gpu_bytes}" if planned.engine in backends.LINKS else ""
+    )
     case = f"{args.vocabulary} words of a text of {opened[1].raw_words}, exponent {args.exponent:g}, {config.optimizer.name} "
     case += f"{config.train.precision} {engine} negative_pool={config.model.negative_pool} for {config.model.negative_pool_steps} steps"
     case = " ".join([case, *args.set])

@@ -26,7 +26,10 @@ def corpus(tmp_path_factory):
     rng = np.random.default_rng(0)
     shares = 1 / np.arange(1, 41)
     words = [[f"{topic}of{word}" for word in rng.permutation(40)] for topic in range(10)]
-    lines = [" ".join(rng.choice(words[rng.integers(10)], 16, p=shares / shares.sum())) for _ in range(1300)]
+    lines = [
+        " ".join(rng.choice(words[rng.integers(10)], 16, p=shares / shares.sum()))
+        for _ in range(1300)
+    ]
     path = tmp_path_factory.mktemp("corpus") / "topics.txt"
     path.write_text("\n".join(lines))
     return path
@@ -35,7 +38,9 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_learns(path, corpus):
     base = [] if path.parent.name == "configs" else [ROOT / "configs" / "text8.yaml"]
-    config = settings.load([*base, path], [*SMALL, f"corpus.path={corpus}", f"corpus.data_dir={corpus.parent}"])
+    config = settings.load(
+        [*base, path], [*SMALL, f"corpus.path={corpus}", f"corpus.data_dir={corpus.parent}"]
+    )
     config = with_batch(config, 400)
     torch.set_num_threads(1)  # quickest for so small steps
     planned = plan.make_plan(config)
@@ -49,10 +54,19 @@ def test_each_config_learns(path, corpus):
     after = held_out.loss(pipeline.inputs["weight"], pipeline.outputs["weight"])
     assert len(losses) == 50 and np.isfinite(losses).all()
     assert before == pytest.approx(6 * math.log(2), rel=0.03)  # the outputs are zero
-    assert np.mean(losses[-10:]) < 0.995 * np.mean(losses[:3]) and after < 0.995 * before, (losses[:3], losses[-3:], before, after)
+    assert np.mean(losses[-10:]) < 0.995 * np.mean(losses[:3]) and after < 0.995 * before, (
+        losses[:3],
+        losses[-3:],
+        before,
+        after,
+    )
 
 
 def test_every_rowwise_optimizer_has_a_config_named_after_it():
-    ours = {settings.load([path]).optimizer.name: path.stem for path in CONFIGS if path.parent.name == "optimizers"}
+    ours = {
+        settings.load([path]).optimizer.name: path.stem
+        for path in CONFIGS
+        if path.parent.name == "optimizers"
+    }
     assert set(ours) == set(rowwise_optimizers())
     assert all(name.lower() == stem for name, stem in ours.items())

@@ -30,13 +30,24 @@ def corpus(tmp_path_factory):
 
 def program(*arguments, script="train.py", **environment):
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, arguments)], capture_output=True, text=True, timeout=120,
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+    )
 
 
 def train(corpus, folder, *more, **environment):
-    done = program(f"corpus.path={corpus}", f"corpus.data_dir={folder / 'data'}", f"run.dir={folder}", *SETTINGS, *more, **environment)
+    done = program(
+        f"corpus.path={corpus}",
+        f"corpus.data_dir={folder / 'data'}",
+        f"run.dir={folder}",
+        *SETTINGS,
+        *more,
+        **environment,
+    )
     assert done.returncode == 0, done.stderr
     (run,) = folder.glob("20*")
     return run, done.stdout
@@ -44,10 +55,18 @@ def train(corpus, folder, *more, **environment):
 
 def test_a_run_on_the_cpu_imports_neither_gensim_nor_scipy_nor_torchs_compiler(corpus, tmp_path):
     """50, 17 and 70 MiB: what there is beside tables has to be small, for a run to take no more memory than gensim."""
-    settings = [f"corpus.path={corpus}", f"corpus.data_dir={tmp_path}", f"run.dir={tmp_path}", *SETTINGS, "optimizer.name=SGD"]
+    settings = [
+        f"corpus.path={corpus}",
+        f"corpus.data_dir={tmp_path}",
+        f"run.dir={tmp_path}",
+        *SETTINGS,
+        "optimizer.name=SGD",
+    ]
     heavy = {"gensim", "scipy.linalg", "torch._dynamo"}
     code = f"import sys, train; assert train.main({settings}) == 0; print('found', {heavy} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0 and "found set()" in done.stdout, done.stdout + done.stderr
     assert (next(tmp_path.glob("20*")) / "scores.json").exists()
 
@@ -64,16 +83,34 @@ def test_a_run_leaves_all_it_promises(corpus, tmp_path):
     assert set(near) == {"green", "blue", "pink", "grey"}
     last = sorted((run / "checkpoints").iterdir())[-1]
     manifest = json.loads((last / "manifest.json").read_text())
-    assert [name for name, _ in manifest["tables"]["input"]["fields"]] == ["weight", "exp_avg", "exp_inf"]
+    assert [name for name, _ in manifest["tables"]["input"]["fields"]] == [
+        "weight",
+        "exp_avg",
+        "exp_inf",
+    ]
     assert manifest["tables"]["input"]["scalars"]["step"] == manifest["step"]
     records = load_file(last / "input-00000-of-00001.safetensors")["records"]
     assert np.array_equal(records[:, :16], vectors.vectors)
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["words"] == 3200 * 20 and logged[-1]["loss"] < logged[0]["loss"]
-    for part in ("machine ", "engine    resident on cpu", "3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):
+    for part in (
+        "machine ",
+        "engine    resident on cpu",
+        "3,200 words",
+        "trained 64,000 words",
+        str(run),
+        "KeyedVectors.load",
+    ):
         assert part in said, part
     card = (run / "README.md").read_text()
-    for part in ("| text |", "3,200 words, 10 distinct", "10 words that occur", "20 epochs, 64,000 words", "name: Adamax", "no GPU"):
+    for part in (
+        "| text |",
+        "3,200 words, 10 distinct",
+        "10 words that occur",
+        "20 epochs, 64,000 words",
+        "name: Adamax",
+        "no GPU",
+    ):
         assert part in card, part
     (block,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
     subprocess.run([sys.executable, "-c", block], cwd=run, check=True)
@@ -100,9 +137,16 @@ def test_same_seed_same_vectors_whatever_the_hash_seed(corpus, tmp_path):
     ],
 )
 def test_user_errors_are_one_line_and_leave_nothing(corpus, tmp_path, arguments, words):
-    done = program(f"corpus.path={corpus}", f"corpus.data_dir={tmp_path / 'data'}", f"run.dir={tmp_path / 'runs'}", *arguments)
+    done = program(
+        f"corpus.path={corpus}",
+        f"corpus.data_dir={tmp_path / 'data'}",
+        f"run.dir={tmp_path / 'runs'}",
+        *arguments,
+    )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+    assert (
+        done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
+    ), done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -130,7 +174,14 @@ def test_what_is_left_at_the_end_is_not_looked_through():
 @pytest.mark.parametrize("engine", ["resident", "mapped"])
 @pytest.mark.parametrize("optimizer", ["Adam", "NAdam"])
 def test_deterministic_runs_on_the_gpu_give_the_same_bits(corpus, tmp_path, engine, optimizer):
-    more = ["train.device=cuda", "train.deterministic=true", f"transfer.engine={engine}", f"optimizer.name={optimizer}"]
+    more = [
+        "train.device=cuda",
+        "train.deterministic=true",
+        f"transfer.engine={engine}",
+        f"optimizer.name={optimizer}",
+    ]
     folders = [tmp_path / "first", tmp_path / "second"]
-    first, second = (train(corpus, folder, *more, CUDA_VISIBLE_DEVICES="0")[0] for folder in folders)
+    first, second = (
+        train(corpus, folder, *more, CUDA_VISIBLE_DEVICES="0")[0] for folder in folders
+    )
     assert (first / "vectors.bin").read_bytes() == (second / "vectors.bin").read_bytes()

@@ -16,7 +16,10 @@ BAD_IDS = [
     (torch.tensor([1.0]), "ids are torch.float32 on cpu; give int32 or int64"),
     (np.array([1], np.uint8), "ids are torch.uint8"),
     (torch.tensor([True]), "ids are torch.bool"),
-    (torch.empty(2, dtype=torch.int64, device="meta"), "ids are torch.int64 on meta; give int32 or int64 on the CPU or a GPU"),
+    (
+        torch.empty(2, dtype=torch.int64, device="meta"),
+        "ids are torch.int64 on meta; give int32 or int64 on the CPU or a GPU",
+    ),
 ]
 
 
@@ -36,9 +39,15 @@ def test_bad_ids_are_refused(tmp_path, storage, device, ids, words):
 @pytest.mark.parametrize(
     "values, words",
     [
-        (torch.ones(2, DIM + 1), rf"values have shape \[2, {DIM + 1}\], but these ids take \[2, {DIM}\]"),
+        (
+            torch.ones(2, DIM + 1),
+            rf"values have shape \[2, {DIM + 1}\], but these ids take \[2, {DIM}\]",
+        ),
         (torch.ones(DIM), rf"values have shape \[{DIM}\]"),
-        (torch.ones(2, DIM, dtype=torch.int64), "values are torch.int64 on cpu; give numbers in floating point"),
+        (
+            torch.ones(2, DIM, dtype=torch.int64),
+            "values are torch.int64 on cpu; give numbers in floating point",
+        ),
         (torch.ones(2, DIM, device="meta"), "values are torch.float32 on meta"),
     ],
 )
@@ -57,15 +66,27 @@ def test_a_spent_page_cannot_be_used(tmp_path, storage, device):
     stepped.vectors.sum().backward()
     table.step(stepped)
     for page in (stepped, released):
-        for use in (lambda p: p.weight, lambda p: p.vectors, lambda p: p.slots, lambda p: p.rows, table.step):
-            with pytest.raises(ValueError, match="this page is spent: it was written back or released; ask for a new one"):
+        for use in (
+            lambda p: p.weight,
+            lambda p: p.vectors,
+            lambda p: p.slots,
+            lambda p: p.rows,
+            table.step,
+        ):
+            with pytest.raises(
+                ValueError,
+                match="this page is spent: it was written back or released; ask for a new one",
+            ):
                 use(page)
 
 
 def test_a_page_of_another_embedding_is_refused(tmp_path):
     table, other = embedding(tmp_path), embedding(tmp_path)
     page = other.page([1])
-    with pytest.raises(ValueError, match=r"not one of Embedding\(9, 6, storage='cpu', device='cpu'\); step it with the embedding that"):
+    with pytest.raises(
+        ValueError,
+        match=r"not one of Embedding\(9, 6, storage='cpu', device='cpu'\); step it with the embedding that",
+    ):
         table.step(page)
     other.step(page)
 
@@ -75,9 +96,14 @@ def test_a_row_is_in_one_page_at_a_time(tmp_path, storage, device):
     table = embedding(tmp_path, storage, device)
     first, second = table.page([1, 2, 5]), table.page([3, 4])
     for use in (table.page, lambda ids: table.put(ids, torch.ones(len(ids), DIM))):
-        with pytest.raises(ValueError, match="row 4 is also in another page in flight; step or release that page first"):
+        with pytest.raises(
+            ValueError,
+            match="row 4 is also in another page in flight; step or release that page first",
+        ):
             use([0, 8, 4, 5])
-    with pytest.raises(ValueError, match=r"2 page\(s\) are in flight, which would overwrite rows of x.npy"):
+    with pytest.raises(
+        ValueError, match=r"2 page\(s\) are in flight, which would overwrite rows of x.npy"
+    ):
         table.load("x.npy")
     assert table.get([4]).shape == (1, DIM)  # reading is no harm
     table.step(second)
@@ -100,14 +126,20 @@ def test_bad_learning_rates_are_refused_and_the_page_stays(tmp_path, lr):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"optimizer": "adamax"}, "optimizer.name=adamax is not a torch.optim class; did you mean Adamax"),
+        (
+            {"optimizer": "adamax"},
+            "optimizer.name=adamax is not a torch.optim class; did you mean Adamax",
+        ),
         ({"optimizer": "Muon"}, "optimizer.name=Muon .*cannot be paged"),
         ({"lr": -1.0}, "optimizer.lr=-1.0"),
         ({"step": "rows"}, "step='rows' is unknown; choose 'table' or 'row'"),
         ({"device": "gpu"}, "device='gpu' cannot be used"),
         ({"device": "meta"}, "device='meta' is not the CPU or the current GPU"),
         ({"rows": 0}, "a table of 0 rows"),
-        ({"optimizer": "Adam", "step": "row", "dtype": torch.bfloat16}, "cannot hold the state 'step' that counts for each row"),
+        (
+            {"optimizer": "Adam", "step": "row", "dtype": torch.bfloat16},
+            "cannot hold the state 'step' that counts for each row",
+        ),
         ({"init": normal(DIM + 1, 1.0, 1)}, rf"init gives \[9, {DIM + 1}\] for 9 rows"),
     ],
 )
@@ -126,7 +158,9 @@ def test_a_table_that_fails_leaves_no_file(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("settings", [{"storage": "cuda"}, {"storage": "pinned"}, {"device": "cuda"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"storage": "cuda"}, {"storage": "pinned"}, {"device": "cuda"}], ids=str
+)
 def test_without_a_gpu_its_use_is_refused(tmp_path, settings):
     with pytest.raises(ValueError, match=r"=.(cuda|pinned).*; use (storage|device)='cpu'"):
         embedding(tmp_path, **{"device": None} | settings)
@@ -136,7 +170,11 @@ def save_other(path, kind):
     if kind == "text":
         path.write_text("no numbers")
     elif path.suffix == ".npy":
-        shape, dtype = {"rows": ((ROWS - 1, DIM), np.float32), "dtype": ((ROWS, DIM), np.int32), "dim": ((3,), np.float32)}[kind]
+        shape, dtype = {
+            "rows": ((ROWS - 1, DIM), np.float32),
+            "dtype": ((ROWS, DIM), np.int32),
+            "dim": ((3,), np.float32),
+        }[kind]
         np.save(path, np.ones(shape, dtype))
     else:
         folder = path.parent / kind
@@ -158,5 +196,8 @@ def test_files_of_another_table_are_refused(tmp_path, ending, kind):
     if ending == ".npy" and kind in ("dtype", "dim", "text"):
         with pytest.raises(ValueError, match=r"x.npy (holds .*astype|cannot be read)"):
             RowStore.open(path)
-    with pytest.raises(ValueError, match=r"x.bin has the ending '.bin'; choose .npy for the weights, or .safetensors"):
+    with pytest.raises(
+        ValueError,
+        match=r"x.bin has the ending '.bin'; choose .npy for the weights, or .safetensors",
+    ):
         table.save(tmp_path / "x.bin")

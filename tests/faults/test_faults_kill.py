@@ -31,7 +31,9 @@ KILLS = int(os.environ.get("W2V_KILLS", "3"))
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """A run of a thousand steps over a small text, deterministic, that saves as often as it can."""
-    return saving_run(tmp_path_factory.mktemp("corpus"), 1_500, "train.epochs=3", "train.batch_size=64")
+    return saving_run(
+        tmp_path_factory.mktemp("corpus"), 1_500, "train.epochs=3", "train.batch_size=64"
+    )
 
 
 def test_kill_at_random_moments(programs, arguments, tmp_path):
@@ -46,7 +48,9 @@ def test_kill_at_random_moments(programs, arguments, tmp_path):
     while kills < KILLS or not finished:
         folder = tmp_path / str(runs)
         begun = list(folder.glob("20*/config.yaml"))
-        process = programs.start(*(["--resume", begun[0].parent] if begun else [*arguments, f"run.dir={folder}"]))
+        process = programs.start(
+            *(["--resume", begun[0].parent] if begun else [*arguments, f"run.dir={folder}"])
+        )
         if kills < KILLS:
             time.sleep(rng.uniform(0, 1.05 * duration))
             with contextlib.suppress(ProcessLookupError):
@@ -61,8 +65,14 @@ def test_kill_at_random_moments(programs, arguments, tmp_path):
             (run,) = {path.parent for path in folder.glob("20*/vectors.bin")}
             assert (run / "vectors.bin").read_bytes() == vectors
             last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-            assert {key: last[key] for key in ("step", "words")} == {key: json.loads(curve)[key] for key in ("step", "words")}
-            leftovers = {path.name for path in run.rglob("*") if path.name.endswith((".partial", ".part")) or ".saving" in path.name}
+            assert {key: last[key] for key in ("step", "words")} == {
+                key: json.loads(curve)[key] for key in ("step", "words")
+            }
+            leftovers = {
+                path.name
+                for path in run.rglob("*")
+                if path.name.endswith((".partial", ".part")) or ".saving" in path.name
+            }
             assert not leftovers and len(list((run / "checkpoints").iterdir())) <= 2
             finished, runs = finished + 1, runs + 1
         elif not list(folder.glob("20*/config.yaml")):
@@ -100,12 +110,22 @@ def test_kill_while_a_part_is_written_behind(tmp_path, monkeypatch):
         saved.load(tables)
         assert all((table.records_VR == saved.state["step"]).all() for table in tables)
         steps.append(saved.state["step"])
-    print(f"{len(steps)} kills after steps {steps}, {halves} of them while a checkpoint was written")
+    print(
+        f"{len(steps)} kills after steps {steps}, {halves} of them while a checkpoint was written"
+    )
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number, status):
-    more = [*arguments, f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.epochs=200", "run.log_seconds=1000"]
+    more = [
+        *arguments,
+        f"run.dir={tmp_path}",
+        "run.checkpoint_minutes=0",
+        "train.epochs=200",
+        "run.log_seconds=1000",
+    ]
     process = programs.start(*more)
     while not list(tmp_path.glob("20*/env.txt")):  # the last file before training
         time.sleep(0.01)
@@ -118,7 +138,9 @@ def test_a_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, numbe
     (saved,) = check_checkpoints(run)
     steps, done = Checkpoint(saved).state["step"], Checkpoint(saved).state["epochs_done"]
     assert 0 < done < 200 and not (run / "vectors.bin").exists()
-    found, said = programs.run("--resume", "latest", f"run.dir={tmp_path}", f"train.epochs={math.ceil(done)}")
+    found, said = programs.run(
+        "--resume", "latest", f"run.dir={tmp_path}", f"train.epochs={math.ceil(done)}"
+    )
     assert found == 0 and f"going on from {saved}, after {steps:,} steps" in said, said
     assert (run / "vectors.bin").exists()
 
@@ -132,7 +154,9 @@ def test_a_second_signal_ends_it_at_once_while_it_ends_by_the_first():
 
 
 def test_a_second_signal_ends_it_at_once(programs, arguments, tmp_path):
-    process = programs.start(*arguments, f"run.dir={tmp_path}", "train.epochs=1000", "run.checkpoint_minutes=0")
+    process = programs.start(
+        *arguments, f"run.dir={tmp_path}", "train.epochs=1000", "run.checkpoint_minutes=0"
+    )
     while not list(tmp_path.glob("20*/train.log")):
         time.sleep(0.01)
     os.kill(process, signal.SIGTERM)
@@ -144,7 +168,12 @@ def test_a_second_signal_ends_it_at_once(programs, arguments, tmp_path):
 def test_a_signal_before_training_leaves_nothing_half_written(programs, arguments, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words that are read for a while " * 3_000_000)
-    process = programs.start(*arguments, f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", f"run.dir={tmp_path / 'runs'}")
+    process = programs.start(
+        *arguments,
+        f"corpus.path={text}",
+        f"corpus.data_dir={tmp_path / 'data'}",
+        f"run.dir={tmp_path / 'runs'}",
+    )
     while "reading" not in programs.output.read_text():
         time.sleep(0.01)
     os.kill(process, signal.SIGTERM)
@@ -161,5 +190,9 @@ def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):
     settings.save(settings.load([], arguments), run / "config.yaml")
     with runfolder.lock(run):
         status, said = programs.run("--resume", run)
-    assert status == 2 and f"error: {run} is in use by process {os.getpid()}; wait for it" in said and said.count("\n") == 1
+    assert (
+        status == 2
+        and f"error: {run} is in use by process {os.getpid()}; wait for it" in said
+        and said.count("\n") == 1
+    )
     assert not checkpoint.latest(run / "checkpoints")

@@ -21,21 +21,44 @@ from w2v.config import Config
 CASES = int(os.environ.get("W2V_CASES", "15"))  # of each property
 OPTIMIZERS = "Adam Adamax RMSprop SGD Adagrad NAdam Rprop SparseAdam LBFGS Optimizer".split()
 SIZES = {  # kept small: the remainder of a number by three, times this
-    "model.vector_size": 1, "model.window": 1, "model.negative": 1, "model.negative_pool": 8, "train.epochs": 1, "train.batch_size": 16,
-}  # fmt: skip
-TYPES = {f"{section.name}.{key}": hint for section in fields(Config) for key, hint in get_type_hints(section.default_factory).items()}
+    "model.vector_size": 1,
+    "model.window": 1,
+    "model.negative": 1,
+    "model.negative_pool": 8,
+    "train.epochs": 1,
+    "train.batch_size": 16,
+}
+TYPES = {
+    f"{section.name}.{key}": hint
+    for section in fields(Config)
+    for key, hint in get_type_hints(section.default_factory).items()
+}
 few_examples = tried(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
 
-anything = st.one_of(st.integers(), st.floats(), st.text(max_size=20), st.booleans(), st.none(), st.lists(st.integers(), max_size=3))
+anything = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.booleans(),
+    st.none(),
+    st.lists(st.integers(), max_size=3),
+)
 OF_TYPE = {bool: st.booleans(), int: st.integers(0, 6), float: st.floats(0, 1)}
-keys = st.sampled_from([*TYPES] * 4 + ["model.windoww", "x", "optimizer.args.betas", "optimizer.args.x", "model", "=", ""])
+keys = st.sampled_from(
+    [*TYPES] * 4
+    + ["model.windoww", "x", "optimizer.args.betas", "optimizer.args.x", "model", "=", ""]
+)
 
 
 @st.composite
 def assignment(draw):
     """A key and a value, which may suit it."""
     key = draw(keys)
-    choices = OPTIMIZERS if key == "optimizer.name" else [choice for choice in get_args(TYPES.get(key)) if isinstance(choice, str)]
+    choices = (
+        OPTIMIZERS
+        if key == "optimizer.name"
+        else [choice for choice in get_args(TYPES.get(key)) if isinstance(choice, str)]
+    )
     suiting = st.sampled_from(choices) if choices else OF_TYPE.get(TYPES.get(key), anything)
     value = draw(st.one_of(suiting, suiting, suiting, anything))
     return key, value % 3 * SIZES[key] if key in SIZES and isinstance(value, int) else value
@@ -84,18 +107,34 @@ def nested(assigned):
     return sections
 
 
-yaml_like = st.recursive(anything, lambda inner: st.dictionaries(st.text(max_size=8) | keys, inner, max_size=3), max_leaves=8)
+yaml_like = st.recursive(
+    anything,
+    lambda inner: st.dictionaries(st.text(max_size=8) | keys, inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @few_examples
-@given(st.one_of(st.binary(max_size=200), *(values.map(json.dumps).map(str.encode) for values in (yaml_like, assignments.map(nested)))))
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        *(
+            values.map(json.dumps).map(str.encode)
+            for values in (yaml_like, assignments.map(nested))
+        ),
+    )
+)
 def test_any_config_file(program, tmp_path, content):
     (tmp_path / "any.yaml").write_bytes(content)
     program(tmp_path / "any.yaml", *arguments_for(tmp_path))
 
 
 @few_examples
-@given(st.binary(max_size=300), st.sampled_from(["txt", "gz", "xz", "bz2", "zst", "xml"]), st.booleans())
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["txt", "gz", "xz", "bz2", "zst", "xml"]),
+    st.booleans(),
+)
 def test_any_corpus(program, tmp_path, content, ending, text_first):
     paths = arguments_for(tmp_path)[1:]
     corpus = tmp_path / f"corpus.{ending}"
@@ -104,8 +143,18 @@ def test_any_corpus(program, tmp_path, content, ending, text_first):
 
 
 @few_examples
-@given(st.binary(max_size=300) | st.integers(0, 10_000), st.sampled_from(["kv", "bin", "txt", "vec"]), st.sampled_from(
-    [["score"], ["nn", "a"], ["analogies", "a", "-", "b", "+", "c"], ["export", "--bin", "--safetensors", "--to", "out"]]))  # fmt: skip
+@given(
+    st.binary(max_size=300) | st.integers(0, 10_000),
+    st.sampled_from(["kv", "bin", "txt", "vec"]),
+    st.sampled_from(
+        [
+            ["score"],
+            ["nn", "a"],
+            ["analogies", "a", "-", "b", "+", "c"],
+            ["export", "--bin", "--safetensors", "--to", "out"],
+        ]
+    ),
+)
 def test_any_vectors(program, finished, tmp_path, content, ending, command):
     """Random bytes, or a run's own with one of them another."""
     file = tmp_path / f"any.{ending}"

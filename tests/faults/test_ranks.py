@@ -56,15 +56,24 @@ def vectors(folder):
 def whole(programs, arguments, tmp_path_factory):
     """The vectors of two ranks that nothing happened to, and how long they took."""
     folder, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
-    status, said = programs.run(*arguments, f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0", ranks=2)
-    assert status == 0 and said.count("trained 15,000 words") == said.count("run folder  ") == 1, said
-    assert all(said.count(f"rank {rank}    ") == 1 for rank in (0, 1)) and said.count(" GB/s sent to the others") == 2, said
+    status, said = programs.run(
+        *arguments, f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0", ranks=2
+    )
+    assert status == 0 and said.count("trained 15,000 words") == said.count("run folder  ") == 1, (
+        said
+    )
+    assert (
+        all(said.count(f"rank {rank}    ") == 1 for rank in (0, 1))
+        and said.count(" GB/s sent to the others") == 2
+    ), said
     assert "destroy_process_group" not in said, said  # as NCCL warns where it was left out
     return vectors(folder), time.monotonic() - begun
 
 
 def children(process):
-    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
 
 
 def wait_for(process, what, seconds=60):
@@ -86,7 +95,11 @@ def test_a_killed_rank_ends_the_job_and_it_goes_on(programs, arguments, tmp_path
     while kills < KILLS or not finished:
         folder = tmp_path / str(runs)
         begun = list(folder.glob("20*/config.yaml"))
-        _, ranks = started(programs, *(["--resume", begun[0].parent] if begun else [*arguments, f"run.dir={folder}"]), ranks=2)
+        _, ranks = started(
+            programs,
+            *(["--resume", begun[0].parent] if begun else [*arguments, f"run.dir={folder}"]),
+            ranks=2,
+        )
         killed, moment = time.monotonic() + 600, kills < KILLS
         if moment:
             time.sleep(rng.uniform(0, duration))
@@ -94,14 +107,20 @@ def test_a_killed_rank_ends_the_job_and_it_goes_on(programs, arguments, tmp_path
                 os.kill(rng.choice(ranks), signal.SIGKILL)
                 killed = time.monotonic()
         status, said = programs.wait()
-        assert time.monotonic() - killed < 60 and status in (0, 1) and (status == 0 or "exitcode  : -9" in said), said
+        assert (
+            time.monotonic() - killed < 60
+            and status in (0, 1)
+            and (status == 0 or "exitcode  : -9" in said)
+        ), said
         kills += status
         for run in folder.glob("20*"):
             check_checkpoints(run, "step-*")
         if status == 0:
             assert vectors(folder) == vectors_whole
             names = [path.name for path in run_folder(folder).rglob("*")]
-            assert not [name for name in names if name.endswith((".partial", ".part")) or ".rank-" in name]
+            assert not [
+                name for name in names if name.endswith((".partial", ".part")) or ".rank-" in name
+            ]
             assert len(list((run_folder(folder) / "checkpoints").iterdir())) == 2
             finished, runs = finished + 1, runs + 1
         elif not list(folder.glob("20*/config.yaml")):
@@ -115,25 +134,41 @@ def test_torchrun_starts_the_ranks_again_and_the_run_goes_on(programs, arguments
     wait_for(job, lambda: list(tmp_path.glob("20*/checkpoints/step-????????")))
     os.kill(ranks[1], signal.SIGKILL)
     status, said = programs.wait()
-    assert status == 0 and said.count("going on from") == 1 and len(vectors(tmp_path)) > 200 * 8 * 4, said
+    assert (
+        status == 0 and said.count("going on from") == 1 and len(vectors(tmp_path)) > 200 * 8 * 4
+    ), said
 
 
 @pytest.mark.parametrize("number, others", [(signal.SIGINT, 0), (signal.SIGTERM, 4)])
-def test_a_signal_to_the_job_saves_and_other_ranks_go_on(programs, device, arguments, tmp_path, number, others):
+def test_a_signal_to_the_job_saves_and_other_ranks_go_on(
+    programs, device, arguments, tmp_path, number, others
+):
     others = others if device == "cpu" else min(others, torch.cuda.device_count())
-    more = [*arguments, *AS_IT_COMES, f"run.dir={tmp_path}", "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=1000"]
+    more = [
+        *arguments,
+        *AS_IT_COMES,
+        f"run.dir={tmp_path}",
+        "run.checkpoint_minutes=0",
+        "train.epochs=500",
+        "run.log_seconds=1000",
+    ]
     job, _ = started(programs, *more, ranks=2)
     wait_for(job, lambda: list(tmp_path.glob("20*/metrics.jsonl")))
     time.sleep(0.5)
     os.kill(job, number)
     _, said = programs.wait()
-    assert said.count("stopping at step") == said.count("go on with   python train.py --resume") == 1 and "rror" not in said, said
+    assert (
+        said.count("stopping at step") == said.count("go on with   python train.py --resume") == 1
+        and "rror" not in said
+    ), said
     assert "destroy_process_group" not in said, said
     run = run_folder(tmp_path)
     (saved,) = (run / "checkpoints").iterdir()
     done = Checkpoint(saved).state["epochs_done"]
     assert 0 < done < 500 and Checkpoint(saved).ranks == 2
-    found, said = programs.run("--resume", run, f"train.epochs={math.floor(done) + 1}", ranks=others)
+    found, said = programs.run(
+        "--resume", run, f"train.epochs={math.floor(done) + 1}", ranks=others
+    )
     assert found == 0 and f"going on from {saved}" in said and (run / "vectors.bin").exists(), said
     assert Checkpoint(max((run / "checkpoints").iterdir())).ranks == (others or 1)
 
@@ -141,13 +176,16 @@ def test_a_signal_to_the_job_saves_and_other_ranks_go_on(programs, device, argum
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["train.seed=${local_rank}"], "error: train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike"),
+        (
+            ["train.seed=${local_rank}"],
+            "error: train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike",
+        ),
         (["train.epochs=0"], "error: train.epochs=0 is out of range; it must be at least 1"),
         (["corpus.path=none.txt"], "error: corpus.path='none.txt' is no file"),
         (["optimizer.lr=1e30"], "training diverged at step "),
     ],
     ids=["differ", "config", "text", "diverged"],
-)  # fmt: skip
+)
 def test_errors_are_said_once_and_end_all_ranks(programs, arguments, tmp_path, more, words):
     status, said = programs.run(*arguments, f"run.dir={tmp_path}", *more, ranks=2)
     assert status == 1 and "exitcode  : 2" in said and "host  " in said, said

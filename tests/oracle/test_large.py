@@ -25,11 +25,19 @@ pytestmark = pytest.mark.gpu
 def table(rows, storage, seed=0, states=None):
     """Its last rows are random."""
     nbytes = rows * DIM * DTYPE.itemsize * (1 + len(states or {}))
-    free = torch.cuda.mem_get_info()[0] if storage == "cuda" else min(free_host_bytes(), lockable_bytes())
+    free = (
+        torch.cuda.mem_get_info()[0]
+        if storage == "cuda"
+        else min(free_host_bytes(), lockable_bytes())
+    )
     if 1.1 * nbytes > free:
-        pytest.skip(f"a {storage} table of {nbytes / 2**30:.1f} GiB has no room in {free / 2**30:.1f} GiB")
+        pytest.skip(
+            f"a {storage} table of {nbytes / 2**30:.1f} GiB has no room in {free / 2**30:.1f} GiB"
+        )
     made = Table("large", rows, DIM, states or {}, {}, storage, DTYPE)
-    made["weight"][-FEW:] = torch.randn(FEW, DIM, generator=torch.Generator().manual_seed(seed)).to(made.records_VR)
+    made["weight"][-FEW:] = torch.randn(FEW, DIM, generator=torch.Generator().manual_seed(seed)).to(
+        made.records_VR
+    )
     return made
 
 
@@ -53,7 +61,11 @@ def test_records_are_gathered_and_scattered(storage):
 
 def test_slots_far_apart():
     """Records move between a table and slots on the GPU that lie beyond 2^31 elements, too."""
-    large, rows, slots = table(FEW, "pinned"), some_rows(300, 2).cuda(), some_rows(300, 3).cuda() + FIRST
+    large, rows, slots = (
+        table(FEW, "pinned"),
+        some_rows(300, 2).cuda(),
+        some_rows(300, 3).cuda() + FIRST,
+    )
     records = table(ROWS, "cuda", seed=1).records_VR
     before, expected = large.records_VR.clone(), records[FIRST:].cpu().clone()
     Mapped().read(large, rows, records, slots)
@@ -95,8 +107,14 @@ def test_rows_change_places():
 def test_steps_in_place(name):
     """Claims, gradients and the optimizer's kernel, for words at the end of the vocabulary."""
     g, device = torch.Generator().manual_seed(3), torch.device("cuda")
-    words, negatives = (torch.randint(FEW, shape, generator=g, dtype=torch.int32).to(device) for shape in ((3000,), (2000, 5)))
-    windows, sentences = torch.randint(1, 6, (2000,), generator=g, dtype=torch.int32).to(device), torch.arange(3000).int().to(device) // 20
+    words, negatives = (
+        torch.randint(FEW, shape, generator=g, dtype=torch.int32).to(device)
+        for shape in ((3000,), (2000, 5))
+    )
+    windows, sentences = (
+        torch.randint(1, 6, (2000,), generator=g, dtype=torch.int32).to(device),
+        torch.arange(3000).int().to(device) // 20,
+    )
 
     def stepped(rows):
         optimizer, first = RowOptimizer(OptimizerConfig(name=name, lr=0.1), fused=True), rows - FEW

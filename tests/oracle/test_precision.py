@@ -12,20 +12,40 @@ from w2v.model.table import Table, uniform
 from w2v.training.step import Pipeline
 from w2v.transfer.resident import Resident
 
-CASES = [("float32", torch.float32, None), ("amp", torch.float32, torch.bfloat16), ("bf16", torch.bfloat16, torch.bfloat16),
-         ("fp16", torch.float16, torch.float16)]  # fmt: skip
+CASES = [
+    ("float32", torch.float32, None),
+    ("amp", torch.float32, torch.bfloat16),
+    ("bf16", torch.bfloat16, torch.bfloat16),
+    ("fp16", torch.float16, torch.float16),
+]
 
 
 def train(dtype, product, device="cpu", epochs=3, rows=60, dim=32):
-    ids = (np.arange(3000) * 7 % 11 + np.arange(3000) % 5 * 11).astype(np.int32)  # a text with a pattern
+    ids = (np.arange(3000) * 7 % 11 + np.arange(3000) % 5 * 11).astype(
+        np.int32
+    )  # a text with a pattern
     optimizer = RowOptimizer(OptimizerConfig(name="Adagrad", lr=0.1))
-    tables = [Table(name, rows, dim, optimizer.states(dim), optimizer.scalars, device, dtype) for name in ("input", "output")]
+    tables = [
+        Table(name, rows, dim, optimizer.states(dim), optimizer.scalars, device, dtype)
+        for name in ("input", "output")
+    ]
     tables[0].initialise(uniform(dim, 0.5, 1))
     sampler = Sampler(
-        ids, np.array([0, len(ids)]), np.ones(rows), np.full(rows, 1 / rows), ModelConfig(window=2), 500, 1, torch.device(device)
+        ids,
+        np.array([0, len(ids)]),
+        np.ones(rows),
+        np.full(rows, 1 / rows),
+        ModelConfig(window=2),
+        500,
+        1,
+        torch.device(device),
     )
     pipeline = Pipeline(*tables, Resident(), optimizer, torch.device(device), product=product)
-    losses = [float(pipeline.step(planned, 0.1).loss) for _ in range(epochs) for planned in pipeline.ahead(sampler.epoch())]
+    losses = [
+        float(pipeline.step(planned, 0.1).loss)
+        for _ in range(epochs)
+        for planned in pipeline.ahead(sampler.epoch())
+    ]
     assert not pipeline.fault
     return losses, tables
 
@@ -40,7 +60,9 @@ def test_losses_are_those_of_float32_but_for_rounding(name, dtype, product, devi
 
 
 def test_a_step_that_overflows_is_left_out(monkeypatch):
-    monkeypatch.setattr(LossScale, "FIRST", 2.0**40)  # too large for any step: halved until they fit
+    monkeypatch.setattr(
+        LossScale, "FIRST", 2.0**40
+    )  # too large for any step: halved until they fit
     losses, tables = train(torch.float16, torch.float16, epochs=12)
     scale = float(tables[0].scalars["loss_scale"])
     assert 2.0**4 < scale < 2.0**18 and len(set(losses[:5])) == 5

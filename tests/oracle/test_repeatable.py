@@ -15,9 +15,19 @@ run.checkpoint_minutes=0
 ENGINES = [
     ["train.device=cpu"],
     pytest.param(["transfer.engine=resident"], marks=GPU),
-    *(pytest.param([f"transfer.engine={link}", f"transfer.gpu_bytes={room}", f"transfer.steps_per_page={steps}"], marks=GPU)
-      for link in ("mapped", "staged") for room, steps in ((0, 1), ("60%", 1), ("100%", 3))),
-]  # fmt: skip
+    *(
+        pytest.param(
+            [
+                f"transfer.engine={link}",
+                f"transfer.gpu_bytes={room}",
+                f"transfer.steps_per_page={steps}",
+            ],
+            marks=GPU,
+        )
+        for link in ("mapped", "staged")
+        for room, steps in ((0, 1), ("60%", 1), ("100%", 3))
+    ),
+]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -34,16 +44,30 @@ def train(words, *assignments):
     made = plan.make_plan(config, zipf.generate(2000, words, 1.0, torch.device("cpu")))
     sampler, pipeline = plan.build(made)
     lr = config.optimizer.lr
-    losses = [pipeline.step(planned, lr).loss for _ in range(config.train.epochs) for planned in pipeline.ahead(sampler.epoch())]
+    losses = [
+        pipeline.step(planned, lr).loss
+        for _ in range(config.train.epochs)
+        for planned in pipeline.ahead(sampler.epoch())
+    ]
     pipeline.engine.flush()
     assert not int(pipeline.fault)
-    return torch.stack(losses).cpu(), [table.records_VR.cpu().clone() for table in (pipeline.inputs, pipeline.outputs)], made
+    return (
+        torch.stack(losses).cpu(),
+        [table.records_VR.cpu().clone() for table in (pipeline.inputs, pipeline.outputs)],
+        made,
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])
 @pytest.mark.parametrize("engine", ENGINES, ids=" ".join)
 def test_two_deterministic_runs_are_equal(engine, optimizer, as_it_was):
-    run = 20_000, "train.deterministic=true", "train.epochs=2", f"optimizer.name={optimizer}", *engine
+    run = (
+        20_000,
+        "train.deterministic=true",
+        "train.epochs=2",
+        f"optimizer.name={optimizer}",
+        *engine,
+    )
     (losses, tables, made), (others, other_tables, _) = train(*run), train(*run)
     assert made.fused == (made.device.type == "cpu") and len(losses) > 20
     assert torch.equal(losses, others) and all(map(torch.equal, tables, other_tables))
@@ -52,12 +76,23 @@ def test_two_deterministic_runs_are_equal(engine, optimizer, as_it_was):
 PAGED = "transfer.engine=mapped transfer.gpu_bytes=60% train.kernels="
 
 
-@pytest.mark.parametrize("place", ["train.device=cpu", *(pytest.param(PAGED + kernels, marks=GPU) for kernels in ("fused", "reference"))])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "train.device=cpu",
+        *(pytest.param(PAGED + kernels, marks=GPU) for kernels in ("fused", "reference")),
+    ],
+)
 @pytest.mark.parametrize("precision", ["float32", "amp", "bf16", "fp16"])
 def test_losses_are_finite_over_twenty_epochs(precision, place):
     """With Adam; an eps of its own for float16, as the warning says."""
     eps = 1e-3 if precision == "fp16" else 1e-8
-    run = "train.epochs=20", f"train.precision={precision}", "optimizer.name=Adam", f"optimizer.args.eps={eps}"
+    run = (
+        "train.epochs=20",
+        f"train.precision={precision}",
+        "optimizer.name=Adam",
+        f"optimizer.args.eps={eps}",
+    )
     losses, tables, _ = train(10_000, *run, *place.split())
     assert losses.isfinite().all() and all(table.isfinite().all() for table in tables)
     assert losses[-10:].mean() < 0.97 * losses[:10].mean()

@@ -39,7 +39,11 @@ GPU = pytest.mark.gpu
 PLACES = {  # engine, storage of the tables, device
     "resident": (lambda tables: Resident(), "cpu", "cpu"),
     "paged": (lambda tables: Paged(HostSide()), "cpu", "cpu"),
-    "roomy": (lambda tables: Cached(HostSide(), tables, 2 * ROWS, torch.device("cpu")), "cpu", "cpu"),
+    "roomy": (
+        lambda tables: Cached(HostSide(), tables, 2 * ROWS, torch.device("cpu")),
+        "cpu",
+        "cpu",
+    ),
     "tight": (lambda tables: Cached(HostSide(), tables, 108, torch.device("cpu")), "cpu", "cpu"),
     "file": (lambda tables: Cached(HostSide(), tables, 108, torch.device("cpu")), "mmap", "cpu"),
     "gpu": (lambda tables: Resident(), "cuda", "cuda"),
@@ -47,7 +51,9 @@ PLACES = {  # engine, storage of the tables, device
     "paged mapped": (lambda tables: Paged(Mapped()), "pinned", "cuda"),
     "staged": (lambda tables: Cached(Staged(), tables, 108, torch.device("cuda")), "cpu", "cuda"),
 }
-PLACE = [name if where[2] == "cpu" else pytest.param(name, marks=GPU) for name, where in PLACES.items()]
+PLACE = [
+    name if where[2] == "cpu" else pytest.param(name, marks=GPU) for name, where in PLACES.items()
+]
 COMBINATIONS = [  # all of them on a GPU; without one, all optimizers in one place and one optimizer in all places
     pytest.param(name, place, marks=[GPU] if device == "cuda" else [])
     for place, (*_, device) in PLACES.items()
@@ -66,23 +72,56 @@ class HostSide(HostLink):
         super().write(table, rows_U, records_SR, slice(None) if slots_U is None else slots_U)
 
 
-def make(folder, *more, place="resident", stop_after=None, dtype=torch.float32, steps_per_page=1, fused=False, poison=None):
+def make(
+    folder,
+    *more,
+    place="resident",
+    stop_after=None,
+    dtype=torch.float32,
+    steps_per_page=1,
+    fused=False,
+    poison=None,
+):
     """A trainer over a small text; it gets SIGTERM after so many steps, and numbers that are not finite at step `poison`."""
-    config = settings.load([], ["train.epochs=4", "train.batch_size=40", "optimizer.lr=0.05", "run.log_seconds=1000", *more])
+    config = settings.load(
+        [],
+        [
+            "train.epochs=4",
+            "train.batch_size=40",
+            "optimizer.lr=0.05",
+            "run.log_seconds=1000",
+            *more,
+        ],
+    )
     engine, storage, device = PLACES[place]
     optimizer, rng = RowOptimizer(config.optimizer, fused), np.random.default_rng(4)
     ids = (rng.zipf(1.4, 2_000) % ROWS).astype(np.int32)
-    vocab = Vocab([f"w{i}" for i in range(ROWS)], np.bincount(ids, minlength=ROWS) + 1, len(ids), ROWS)
+    vocab = Vocab(
+        [f"w{i}" for i in range(ROWS)], np.bincount(ids, minlength=ROWS) + 1, len(ids), ROWS
+    )
     folder.mkdir(exist_ok=True)
     tables = []
     for number, name in enumerate(("input", "output")):
         path = folder / f"{name}-{time.monotonic_ns()}" if storage == "mmap" else None
-        tables.append(Table(name, ROWS, DIM, optimizer.states(DIM), optimizer.scalars, storage, dtype, path))
+        tables.append(
+            Table(name, ROWS, DIM, optimizer.states(DIM), optimizer.scalars, storage, dtype, path)
+        )
         tables[-1].initialise(uniform(DIM, 0.3, number))
     offsets = np.arange(0, len(ids) + 1, 20)
     noise = vocab.noise_distribution(config.model.ns_exponent)
-    sampler = Sampler(ids, offsets, np.ones(ROWS), noise, config.model, config.train.batch_size, 1, torch.device(device))
-    pipeline = (FusedPipeline if fused else Pipeline)(*tables, engine(tables), optimizer, torch.device(device), steps_per_page)
+    sampler = Sampler(
+        ids,
+        offsets,
+        np.ones(ROWS),
+        noise,
+        config.model,
+        config.train.batch_size,
+        1,
+        torch.device(device),
+    )
+    pipeline = (FusedPipeline if fused else Pipeline)(
+        *tables, engine(tables), optimizer, torch.device(device), steps_per_page
+    )
     signals, step = Signals(), pipeline.step
 
     def stopping_step(planned, lr):
@@ -118,7 +157,10 @@ def assert_same(ours, theirs):
     (our_records, our_scalars), (their_records, their_scalars) = content(ours), content(theirs)
     assert all(torch.equal(a, b) for a, b in zip(our_records, their_records, strict=True))
     assert our_scalars == their_scalars
-    assert ours.metrics.step == theirs.metrics.step == STEPS and ours.metrics.loss == theirs.metrics.loss
+    assert (
+        ours.metrics.step == theirs.metrics.step == STEPS
+        and ours.metrics.loss == theirs.metrics.loss
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +176,10 @@ def deterministic(monkeypatch):
 
 @pytest.mark.parametrize("name, place", COMBINATIONS)
 def test_100_steps_and_100_more_are_200(tmp_path, name, place):
-    more, what = [f"optimizer.name={name}", "optimizer.schedule=cosine", "optimizer.lr=0.002"], {"place": place, "steps_per_page": 3}
+    more, what = (
+        [f"optimizer.name={name}", "optimizer.schedule=cosine", "optimizer.lr=0.002"],
+        {"place": place, "steps_per_page": 3},
+    )
     whole = trained(tmp_path / "whole", *more, **what)
     stopped(tmp_path / "run", *more, stop_after=100, **what)
     assert_same(trained(tmp_path / "run", *more, **what), whole)
@@ -160,7 +205,9 @@ def test_the_command_to_go_on_with_can_be_pasted(tmp_path, caplog):
 def test_a_folder_whose_user_has_not_yet_said_who_it_is(tmp_path):
     with runfolder.lock(tmp_path):
         (tmp_path / ".lock").write_text("")
-        with pytest.raises(runfolder.RunFolderError, match="is in use by another process; wait for it"):
+        with pytest.raises(
+            runfolder.RunFolderError, match="is in use by another process; wait for it"
+        ):
             runfolder.lock(tmp_path)
 
 
@@ -177,18 +224,32 @@ def test_the_counts_of_fused_training_go_on(tmp_path):
 
 
 def test_checkpoints_by_time_and_by_epoch_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(pace, "HELD_SECONDS", float("inf"))  # a slow disk would put the next one off
+    monkeypatch.setattr(
+        pace, "HELD_SECONDS", float("inf")
+    )  # a slow disk would put the next one off
     more = ["optimizer.name=Adam"]
     whole = trained(tmp_path / "whole", *more, "run.checkpoint_minutes=0")
     assert latest(tmp_path / "whole" / "checkpoints") is None
     often = make(tmp_path / "often", *more, "run.checkpoint_minutes=1e-9", place="tight")
     save = often.checkpoints.save
-    often.checkpoints.save = lambda state: save(state, wait=True)  # as none falls due while the one before is written
+    often.checkpoints.save = lambda state: save(
+        state, wait=True
+    )  # as none falls due while the one before is written
     often.train()
     assert_same(often, whole)
-    assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [3, 1, 18, 50]
+    assert latest(tmp_path / "often" / "checkpoints").state["samplers"][0]["position"] == [
+        3,
+        1,
+        18,
+        50,
+    ]
     by_epoch = trained(tmp_path / "epochs", *more)
-    assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [3, 0, 0, 0]
+    assert latest(tmp_path / "epochs" / "checkpoints").state["samplers"][0]["position"] == [
+        3,
+        0,
+        0,
+        0,
+    ]
     assert_same(by_epoch, whole)
 
 
@@ -206,11 +267,21 @@ class Clock:
     "held, at, said",
     [
         (0.1, [11, 22, 33, 44, 50, 61, 72, 83, 94], []),
-        (50, [11, 22, 33, 44, 50, 61, 72, 83, 94], ["this checkpoint held training up for 50.0 s", "for 450.0 s in all"]),
-        (155, [11, 37, 50, 76], ["for 155.0 s; the next by time comes 25.8 minutes later", "for 620.0 s in all"]),
+        (
+            50,
+            [11, 22, 33, 44, 50, 61, 72, 83, 94],
+            ["this checkpoint held training up for 50.0 s", "for 450.0 s in all"],
+        ),
+        (
+            155,
+            [11, 37, 50, 76],
+            ["for 155.0 s; the next by time comes 25.8 minutes later", "for 620.0 s in all"],
+        ),
     ],
 )
-def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(tmp_path, monkeypatch, caplog, held, at, said):
+def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(
+    tmp_path, monkeypatch, caplog, held, at, said
+):
     """A step takes a minute, a checkpoint is due after 10.5, and an epoch has 50 steps."""
     clock, saved = Clock(), []
     monkeypatch.setattr(pace, "time", clock)
@@ -230,7 +301,9 @@ def test_checkpoints_that_hold_training_up_take_a_tenth_of_the_time(tmp_path, mo
         trainer.train()
     assert saved == at
     messages = [message for message in caplog.messages if "held training up" in message]
-    assert len(messages) == len(said) and all(message.endswith(words) for message, words in zip(messages, said, strict=True)), messages
+    assert len(messages) == len(said) and all(
+        message.endswith(words) for message, words in zip(messages, said, strict=True)
+    ), messages
 
 
 def test_the_curve_goes_on_without_a_gap_or_a_second_line(tmp_path):
@@ -240,7 +313,9 @@ def test_the_curve_goes_on_without_a_gap_or_a_second_line(tmp_path):
 
     trained(tmp_path / "whole", "run.log_seconds=1e-9")
     stopped(tmp_path / "run", "run.log_seconds=1e-9", stop_after=100)
-    (tmp_path / "run" / "metrics.jsonl").open("a").write('{"step": 101, "wor')  # as if it had been killed
+    (tmp_path / "run" / "metrics.jsonl").open("a").write(
+        '{"step": 101, "wor'
+    )  # as if it had been killed
     trained(tmp_path / "run", "run.log_seconds=1e-9")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     assert len(curve(tmp_path / "run")) == STEPS
@@ -259,11 +334,25 @@ def test_the_curve_in_tensorboard_goes_on_and_ends_with_the_scores(tmp_path):
         trainer.train()
         trainer.export()
     shown = EventAccumulator(str(tmp_path)).Reload()
-    assert set(shown.Tags()["scalars"]) == {"training/loss", "training/lr", "training/words_per_s", "scores/analogies"}
-    events, lines = shown.Scalars("training/loss"), [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [event.step for event in events] == [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert set(shown.Tags()["scalars"]) == {
+        "training/loss",
+        "training/lr",
+        "training/words_per_s",
+        "scores/analogies",
+    }
+    events, lines = (
+        shown.Scalars("training/loss"),
+        [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()],
+    )
+    assert (
+        [event.step for event in events]
+        == [line["step"] for line in lines]
+        == list(range(1, STEPS + 1))
+    )
     assert [event.value for event in events] == pytest.approx([line["loss"] for line in lines])
-    assert [(event.step, event.value) for event in shown.Scalars("scores/analogies")] == [(STEPS, 0)]
+    assert [(event.step, event.value) for event in shown.Scalars("scores/analogies")] == [
+        (STEPS, 0)
+    ]
 
 
 def test_a_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
@@ -281,28 +370,46 @@ def test_a_checkpoint_from_before_there_were_ranks_goes_on(tmp_path):
     stopped(tmp_path / "run", stop_after=70)
     file = tmp_path / "run" / "checkpoints" / "step-00000070" / "manifest.json"
     manifest = json.loads(file.read_text())
-    file.write_text(checkpoint._sealed(manifest | {"position": manifest.pop("samplers")[0]["position"]}))
+    file.write_text(
+        checkpoint._sealed(manifest | {"position": manifest.pop("samplers")[0]["position"]})
+    )
     assert_same(trained(tmp_path / "run"), whole)
 
 
 def test_rows_that_moved_are_counted_through(tmp_path):
     whole = trained(tmp_path / "whole", place="paged")
     stopped(tmp_path / "run", place="paged", stop_after=70)
-    assert trained(tmp_path / "run", place="paged")._final["rows"] == whole._final["rows"] and all(whole._final["rows"])
+    assert trained(tmp_path / "run", place="paged")._final["rows"] == whole._final["rows"] and all(
+        whole._final["rows"]
+    )
 
 
 def test_another_text_is_refused(tmp_path):
     stopped(tmp_path / "run", stop_after=10)
     trainer = make(tmp_path / "other")
     trainer.vocab.words[3] = "another"
-    with pytest.raises(CheckpointError, match=r"step-00000010 was trained on another text or vocabulary than corpus.path=\S+ is now"):
-        Trainer(trainer.config, trainer.vocab, 2_000, trainer.sampler, trainer.pipeline, tmp_path / "run")
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000010 was trained on another text or vocabulary than corpus.path=\S+ is now",
+    ):
+        Trainer(
+            trainer.config,
+            trainer.vocab,
+            2_000,
+            trainer.sampler,
+            trainer.pipeline,
+            tmp_path / "run",
+        )
 
 
 def test_settings_that_may_not_change_are_named(tmp_path):
     stopped(tmp_path, stop_after=10)
     settings.save(make(tmp_path / "other").config, tmp_path / "config.yaml")
-    runfolder.resumed(tmp_path, [], ["train.epochs=9", "run.log_seconds=3", "optimizer.lr=0.01", "transfer.engine=mapped"])
+    runfolder.resumed(
+        tmp_path,
+        [],
+        ["train.epochs=9", "run.log_seconds=3", "optimizer.lr=0.01", "transfer.engine=mapped"],
+    )
     said = r"step-00000010 has other settings: model.window=3 instead of 5; train.seed=2 instead of 1; leave them as they were"
     with pytest.raises(ConfigError, match=said):
         runfolder.resumed(tmp_path, [], ["train.seed=2", "model.window=3", "train.epochs=9"])
@@ -318,19 +425,31 @@ def test_numbers_that_are_not_finite_stop_the_run_and_are_not_written(tmp_path, 
         with pytest.raises(Diverged) as stop:
             trainer.train()
         said = str(stop.value)
-        assert said.startswith("training diverged at step 61 (Adamax, lr 0.035): no longer finite: the loss, the gradients of the input ")
+        assert said.startswith(
+            "training diverged at step 61 (Adamax, lr 0.035): no longer finite: the loss, the gradients of the input "
+        )
         assert "optimizer.warmup" in said and "\n" not in said
         good = f"the last good checkpoint is {tmp_path}/checkpoints/step-00000050: python train.py --resume {tmp_path} optimizer.lr=0.0125"
         assert (good if saved else "no checkpoint yet") in said
-        assert trainer.pipeline.inputs["weight"].isfinite().all() and trainer.pipeline.outputs["weight"][1:].isfinite().all()
+        assert (
+            trainer.pipeline.inputs["weight"].isfinite().all()
+            and trainer.pipeline.outputs["weight"][1:].isfinite().all()
+        )
     if saved:
-        assert_same(trained(tmp_path, *more, place=place), trained(tmp_path / "whole", *more, place=place))
+        assert_same(
+            trained(tmp_path, *more, place=place), trained(tmp_path / "whole", *more, place=place)
+        )
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adadelta", "NAdam"])
 def test_a_rate_far_too_high_writes_nothing_that_is_not_finite(tmp_path, name):
-    trainer = make(tmp_path, f"optimizer.name={name}", "optimizer.lr=1e36", "optimizer.schedule=constant")
-    with pytest.raises(Diverged, match=r"diverged at step \d+ .*no longer finite: the .*; no such number was written"):
+    trainer = make(
+        tmp_path, f"optimizer.name={name}", "optimizer.lr=1e36", "optimizer.schedule=constant"
+    )
+    with pytest.raises(
+        Diverged,
+        match=r"diverged at step \d+ .*no longer finite: the .*; no such number was written",
+    ):
         trainer.train()
     for table in (trainer.pipeline.inputs, trainer.pipeline.outputs):
         assert table.records_VR.isfinite().all()

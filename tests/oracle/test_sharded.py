@@ -22,7 +22,9 @@ ROWS, DIM, STEPS, CENTERS = 23, 6, 6, 12
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=["2 CPUs", "4 CPUs", pytest.param("2 GPUs", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module", params=["2 CPUs", "4 CPUs", pytest.param("2 GPUs", marks=pytest.mark.gpu)]
+)
 def pool(request):
     size, device = int(request.param[0]), "cuda" if "GPU" in request.param else "cpu"
     if device == "cuda" and torch.cuda.device_count() < size:
@@ -75,16 +77,28 @@ def trained(ranks, name, optimizer, dtype, cap=0, steps_per_page=1, device="cpu"
     torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, occurrence_cap=cap))
     rows, place = ranks.rows(ROWS), storage(name, device)
-    tables = [Table(key, rows, DIM, optimizer.states(DIM), optimizer.scalars, place, dtype) for key in ("input", "output")]
+    tables = [
+        Table(key, rows, DIM, optimizer.states(DIM), optimizer.scalars, place, dtype)
+        for key in ("input", "output")
+    ]
     for seed, table in enumerate(tables):
         table.initialise(lambda rows, seed=seed: start(ranks.global_rows(rows), seed).to(dtype))
     engine = make_engine(name, tables, device)
     if ranks.size > 1:
         engine = Sharded(engine, ranks)
-    pipeline = Pipeline(*tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS)
-    results = [pipeline.step(planned, 0.05) for planned in pipeline.ahead(some_batches(ranks.rank, ranks.size, device))]
+    pipeline = Pipeline(
+        *tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS
+    )
+    results = [
+        pipeline.step(planned, 0.05)
+        for planned in pipeline.ahead(some_batches(ranks.rank, ranks.size, device))
+    ]
     engine.flush()
-    return [table.records_VR.cpu() for table in tables], [float(loss) for loss, _ in results], [int(pairs) for _, pairs in results]
+    return (
+        [table.records_VR.cpu() for table in tables],
+        [float(loss) for loss, _ in results],
+        [int(pairs) for _, pairs in results],
+    )
 
 
 def together(shards):
@@ -98,9 +112,13 @@ def together(shards):
 def check(pool, name, optimizer, dtype=torch.float64, cap=0, steps_per_page=1):
     tables, losses, pairs = trained(ALONE, "resident", optimizer, dtype, cap)
     several = pool.run(trained, name, optimizer, dtype, cap, steps_per_page, pool.device)
-    close = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
+    close = (
+        {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
+    )
     for number, table in enumerate(tables):
-        torch.testing.assert_close(together([ours[number] for ours, _, _ in several]), table, **close)
+        torch.testing.assert_close(
+            together([ours[number] for ours, _, _ in several]), table, **close
+        )
     for _, our_losses, our_pairs in several:
         assert our_losses == pytest.approx(losses, rel=1e-5) and our_pairs == pairs
 
@@ -134,13 +152,20 @@ def diverged(ranks, at_rank, device):
     if ranks.rank == 0:
         tables[0]["weight"][0] = torch.nan  # row 0, which belongs to rank 0
     before = [table.records_VR.clone() for table in tables]
-    pipeline = Pipeline(*tables, Sharded(Resident(), ranks), optimizer, torch.device(device), ranks=ranks, rows=ROWS)
+    pipeline = Pipeline(
+        *tables, Sharded(Resident(), ranks), optimizer, torch.device(device), ranks=ranks, rows=ROWS
+    )
     parts = [0 if ranks.rank == at_rank else 5, 7], [0, 0], [1, 1], [[9], [9]]
-    words, sentences, windows, noise = (torch.tensor(part, dtype=torch.int32, device=device) for part in parts)
+    words, sentences, windows, noise = (
+        torch.tensor(part, dtype=torch.int32, device=device) for part in parts
+    )
     batch = Batch(words, sentences, 0, windows, noise, 1, 0.0)
     for planned in pipeline.ahead([batch]):
         pipeline.step(planned, 0.05)
-    kept = [torch.equal(old.nan_to_num(), table.records_VR.nan_to_num()) for old, table in zip(before, tables, strict=True)]
+    kept = [
+        torch.equal(old.nan_to_num(), table.records_VR.nan_to_num())
+        for old, table in zip(before, tables, strict=True)
+    ]
     return int(pipeline.fault) >> len(FAULTS), kept
 
 
@@ -152,5 +177,9 @@ def test_a_fault_of_one_rank_stops_all_before_they_write(pool):
 def test_rows_are_dealt_in_turn():
     ranks = [type("Some", (type(ALONE),), {"rank": rank, "size": 3})() for rank in range(3)]
     shards = [some.global_rows(torch.arange(some.rows(ROWS))) for some in ranks]
-    assert torch.equal(torch.cat(shards).sort().values, torch.arange(ROWS)) and [len(shard) for shard in shards] == [8, 8, 7]
-    assert all(torch.equal(shard % 3, torch.full_like(shard, rank)) for rank, shard in enumerate(shards))
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(ROWS)) and [
+        len(shard) for shard in shards
+    ] == [8, 8, 7]
+    assert all(
+        torch.equal(shard % 3, torch.full_like(shard, rank)) for rank, shard in enumerate(shards)
+    )

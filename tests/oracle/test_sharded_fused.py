@@ -48,10 +48,22 @@ def some_batches(ranks, device, sentences=9):
         sentence = torch.from_numpy(np.sort(draw.integers(0, sentences, CENTERS))).int()
         windows = torch.from_numpy(draw.integers(1, WINDOW + 1, CENTERS)).int()
         negatives = torch.from_numpy(draw.integers(0, ROWS, (CENTERS, 4))).int()
-        inner = sorted(cut.integers(0, CENTERS + 1, ranks.size - 1)) if number % 3 else [0] * (ranks.size - 1)
+        inner = (
+            sorted(cut.integers(0, CENTERS + 1, ranks.size - 1))
+            if number % 3
+            else [0] * (ranks.size - 1)
+        )
         begin, end = [0, *inner, CENTERS][ranks.rank : ranks.rank + 2]
         windows, negatives = windows[begin:end], negatives[begin:end]
-        yield Batch(words.to(device), sentence.to(device), int(begin), windows.to(device), negatives.to(device), WINDOW, 0.0)
+        yield Batch(
+            words.to(device),
+            sentence.to(device),
+            int(begin),
+            windows.to(device),
+            negatives.to(device),
+            WINDOW,
+            0.0,
+        )
 
 
 def make(ranks, name, device, dtype, slots, steps_per_page, cap):
@@ -64,15 +76,23 @@ def make(ranks, name, device, dtype, slots, steps_per_page, cap):
     for seed, table in enumerate(tables):
         whole = uniform(DIM, 0.5, seed)
         table.initialise(lambda rows, whole=whole: whole(ranks.global_rows(rows)))
-    engine = CachedMapped(tables, int(slots * 2 * rows), torch.device(device)) if slots else Resident()
+    engine = (
+        CachedMapped(tables, int(slots * 2 * rows), torch.device(device)) if slots else Resident()
+    )
     kind = FusedPipeline if ranks is ALONE else ShardedPipeline
-    return kind(*tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS)
+    return kind(
+        *tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS
+    )
 
 
 def trained(ranks, name, device, dtype=torch.float32, slots=0.0, steps_per_page=1, cap=0):
     """The weights of this rank's rows, the losses and the numbers of pairs."""
     pipeline = make(ranks, name, device, dtype, slots, steps_per_page, cap)
-    results = [pipeline.step(planned, LR) for _ in range(2) for planned in pipeline.ahead(some_batches(ranks, device))]
+    results = [
+        pipeline.step(planned, LR)
+        for _ in range(2)
+        for planned in pipeline.ahead(some_batches(ranks, device))
+    ]
     pipeline.engine.flush()
     weights = [table["weight"].float().cpu() for table in (pipeline.inputs, pipeline.outputs)]
     assert not int(pipeline.fault)
@@ -87,7 +107,10 @@ def check(several, alone, near):
             whole[rank :: len(several)] = shards[number]
         assert (whole - expected).norm() < near * expected.norm()
     for _, our_losses, our_pairs in several:
-        assert our_losses == several[0][1] == pytest.approx(losses, rel=10 * near) and our_pairs == pairs
+        assert (
+            our_losses == several[0][1] == pytest.approx(losses, rel=10 * near)
+            and our_pairs == pairs
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -105,7 +128,11 @@ def test_occurrences_are_counted_over_all_ranks(device, steps_per_page):
 @pytest.mark.parametrize("dim", [1, 2, 5])
 def test_what_ranks_report_takes_several_rows_of_short_vectors(device, dim, monkeypatch):
     monkeypatch.setitem(globals(), "DIM", dim)
-    check(checked(together(3, trained, "Adam", device, torch.float32, 0.0, 5)), trained(ALONE, "Adam", device), 1e-3)
+    check(
+        checked(together(3, trained, "Adam", device, torch.float32, 0.0, 5)),
+        trained(ALONE, "Adam", device),
+        1e-3,
+    )
 
 
 def exchanges(ranks, *case):
@@ -118,10 +145,18 @@ def exchanges(ranks, *case):
 
 
 @pytest.mark.parametrize("steps_per_page, cap, of_a_step", [(1, 0, 2), (1, 8, 3), (5, 0, 2)])
-def test_a_page_takes_one_exchange_and_a_step_two_and_one_for_numbers_of_pairs(device, steps_per_page, cap, of_a_step):
-    passes, pages = 2, -(-STEPS // steps_per_page)  # a pass begins with the numbers of its first page
+def test_a_page_takes_one_exchange_and_a_step_two_and_one_for_numbers_of_pairs(
+    device, steps_per_page, cap, of_a_step
+):
+    passes, pages = (
+        2,
+        -(-STEPS // steps_per_page),
+    )  # a pass begins with the numbers of its first page
     sent = passes * (1 + pages + of_a_step * STEPS)
-    assert checked(together(2, exchanges, "Adam", device, torch.float32, 0.0, steps_per_page, cap)) == [sent] * 2
+    assert (
+        checked(together(2, exchanges, "Adam", device, torch.float32, 0.0, steps_per_page, cap))
+        == [sent] * 2
+    )
 
 
 @pytest.mark.gpu
@@ -158,7 +193,15 @@ def after_a_fault(ranks, device, value, found=(0, 0)):
     def batches():  # made on the stream that draws them, as a sampler does
         for _ in range(3):
             words = torch.tensor([0, 7], device=device).int()
-            yield Batch(words, torch.zeros_like(words), 0, torch.ones_like(words), torch.full((2, 1), 9, device=device).int(), 1, 0.0)
+            yield Batch(
+                words,
+                torch.zeros_like(words),
+                0,
+                torch.ones_like(words),
+                torch.full((2, 1), 9, device=device).int(),
+                1,
+                0.0,
+            )
 
     for planned in pipeline.ahead(batches()):
         before = [table.records_VR.clone() for table in tables]
@@ -166,7 +209,12 @@ def after_a_fault(ranks, device, value, found=(0, 0)):
         if found[ranks.rank] and pipeline.steps == 1:
             pipeline.fault.fill_(1 << len(FAULTS) | found[ranks.rank])
         faults.append(int(pipeline.fault))
-        wrote.append(any(not torch.equal(x.nan_to_num(), t.records_VR.nan_to_num()) for x, t in zip(before, tables, strict=True)))
+        wrote.append(
+            any(
+                not torch.equal(x.nan_to_num(), t.records_VR.nan_to_num())
+                for x, t in zip(before, tables, strict=True)
+            )
+        )
     return faults, wrote
 
 
@@ -177,7 +225,9 @@ def test_a_loss_that_is_not_finite_is_written_by_no_rank(device):
 
 def test_rows_that_are_not_finite_stop_all_ranks_at_the_next_step(device):
     fault = 1 << len(FAULTS) | 16
-    (faults, wrote), (other_faults, other_wrote) = checked(together(2, after_a_fault, device, 0.5, (0, 16)))
+    (faults, wrote), (other_faults, other_wrote) = checked(
+        together(2, after_a_fault, device, 0.5, (0, 16))
+    )
     assert faults == [0, fault, fault] and other_faults == [fault] * 3
     assert wrote == other_wrote == [True, False, False]
 
@@ -185,14 +235,24 @@ def test_rows_that_are_not_finite_stop_all_ranks_at_the_next_step(device):
 def test_faults_of_two_ranks_in_one_step_are_those_of_both(device):
     step = 1 << len(FAULTS)
     (faults, _), (other_faults, _) = checked(together(2, after_a_fault, device, 0.5, (8, 16)))
-    assert faults == [step | 8, step | 24, step | 24] and other_faults == [step | 16, step | 24, step | 24]
+    assert faults == [step | 8, step | 24, step | 24] and other_faults == [
+        step | 16,
+        step | 24,
+        step | 24,
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "size, dim, dtype",
-    [(1, 48, torch.float32), (2, 33, torch.bfloat16), (3, 5, torch.float32), (7, 128, torch.float16), (300, 1, torch.float32)],
+    [
+        (1, 48, torch.float32),
+        (2, 33, torch.bfloat16),
+        (3, 5, torch.float32),
+        (7, 128, torch.float16),
+        (300, 1, torch.float32),
+    ],
 )
 def test_kernels_equal_their_plain_twins(seed, size, dim, dtype):
     """As sets: the order in which rows are listed for an owner, or claimed, is that in which threads come."""
@@ -204,45 +264,101 @@ def test_kernels_equal_their_plain_twins(seed, size, dim, dtype):
         claims = tuple(cuda.Claims(rows, rows, 0, cuda_device) for _ in range(2))
         counts = torch.zeros(2, dtype=torch.int64, device="cuda")
         for number, its in enumerate(claims):
-            some = torch.randperm(rows, generator=g)[: int(torch.randint(0, rows, (), generator=g))].int()
+            some = torch.randperm(rows, generator=g)[
+                : int(torch.randint(0, rows, (), generator=g))
+            ].int()
             its.rows_U[: len(some)], counts[number] = some, len(some)
             its.number_V[some.long()] = torch.arange(len(some), device="cuda").int()
         tally_2N = torch.zeros(2, size, dtype=torch.int32, device="cuda")
-        none_U, none_N = torch.full((size * heads,), -1, device="cuda").int(), torch.full((size,), heads, device="cuda").int()
-        rows_U, ids_U = module.deal(claims, counts.unbind(), stride, heads, tally_2N.unbind(), (none_U, none_N))
+        none_U, none_N = (
+            torch.full((size * heads,), -1, device="cuda").int(),
+            torch.full((size,), heads, device="cuda").int(),
+        )
+        rows_U, ids_U = module.deal(
+            claims, counts.unbind(), stride, heads, tally_2N.unbind(), (none_U, none_N)
+        )
         asked_N, total = tally_2N[0], int(counts.sum()) + size * heads
         rows_U, ids_U = rows_U[:total], ids_U[:total].long()
         segments = [ids_u.sort().values for ids_u in ids_U.split(asked_N.tolist())]
         assert all((ids_u[:heads] == -1).all() and (ids_u[heads:] >= 0).all() for ids_u in segments)
-        assert (rows_U.split(asked_N.tolist())[-1][:heads] == -1).all() and all((its.number_V == -1).all() for its in claims)
+        assert (rows_U.split(asked_N.tolist())[-1][:heads] == -1).all() and all(
+            (its.number_V == -1).all() for its in claims
+        )
         ours = rows_U >= 0
         owners = torch.arange(size, device="cuda").repeat_interleave(asked_N)
         assert torch.equal(rows_U[ours] % rows % size, owners[ours])
-        assert torch.equal(ids_U[ours], rows_U[ours] % rows // size + stride * (rows_U[ours] >= rows))
+        assert torch.equal(
+            ids_U[ours], rows_U[ours] % rows // size + stride * (rows_U[ours] >= rows)
+        )
         place_TV = torch.full((2, rows), -1, dtype=torch.int32, device="cuda")
         zeros_UD, zeros_U = module.place(rows_U, place_TV, dim, counted=True)
-        assert torch.equal(place_TV.view(-1)[rows_U[ours]].long(), torch.arange(total, device="cuda")[ours])
-        assert zeros_UD.shape == (total, dim) and not zeros_UD.any() and zeros_U.shape == (total,) and not zeros_U.any()
-        lent_N, known_2N = torch.zeros_like(asked_N), torch.zeros(2, size, dtype=torch.int32).pin_memory()
+        assert torch.equal(
+            place_TV.view(-1)[rows_U[ours]].long(), torch.arange(total, device="cuda")[ours]
+        )
+        assert (
+            zeros_UD.shape == (total, dim)
+            and not zeros_UD.any()
+            and zeros_U.shape == (total,)
+            and not zeros_U.any()
+        )
+        lent_N, known_2N = (
+            torch.zeros_like(asked_N),
+            torch.zeros(2, size, dtype=torch.int32).pin_memory(),
+        )
         module.hear(none_U, none_N, asked_N, lent_N, known_2N)
         torch.cuda.synchronize()
-        assert torch.equal(lent_N, asked_N) and torch.equal(known_2N[0], known_2N[1]) and torch.equal(known_2N[0], asked_N.cpu())
+        assert (
+            torch.equal(lent_N, asked_N)
+            and torch.equal(known_2N[0], known_2N[1])
+            and torch.equal(known_2N[0], asked_N.cpu())
+        )
 
         ids_M = torch.cat(segments).int()
         marks_TV = torch.zeros(2, stride, dtype=torch.bool, device="cuda")
         module.mark_lent(ids_M, stride, marks_TV)
         slots = torch.randperm(2 * stride, generator=g).int().cuda().view(2, stride)
         records_SR = torch.randn(2 * stride, dim + 8, generator=g).to("cuda", dtype)
-        owned, counts = tuple(cuda.Claims(stride, 2_000, dim, cuda_device) for _ in range(2)), torch.zeros_like(counts)
-        weights_MD = module.lend(ids_M, stride, (Held(records_SR, slots[0]), Held(records_SR, None)), dim, owned, counts.unbind())
-        grad_MD, pairs_M = torch.randn(total, dim, generator=g).cuda(), torch.randint(1, 9, (total,), generator=g).int().cuda()
-        facts = torch.tensor(-0.1).double().cuda(), torch.tensor(2**40 + 3).cuda(), torch.tensor(7 << 35 | 0b10010).cuda()
+        owned, counts = (
+            tuple(cuda.Claims(stride, 2_000, dim, cuda_device) for _ in range(2)),
+            torch.zeros_like(counts),
+        )
+        weights_MD = module.lend(
+            ids_M,
+            stride,
+            (Held(records_SR, slots[0]), Held(records_SR, None)),
+            dim,
+            owned,
+            counts.unbind(),
+        )
+        grad_MD, pairs_M = (
+            torch.randn(total, dim, generator=g).cuda(),
+            torch.randint(1, 9, (total,), generator=g).int().cuda(),
+        )
+        facts = (
+            torch.tensor(-0.1).double().cuda(),
+            torch.tensor(2**40 + 3).cuda(),
+            torch.tensor(7 << 35 | 0b10010).cuda(),
+        )
         sums, fault = cuda.Sums(facts[0], facts[1], None), facts[2]
         module.report(sums, fault, lent_N, grad_MD)
         module.collect(ids_M, stride, lent_N, grad_MD, pairs_M, owned, sums, fault)
-        order = [its.rows_U[: int(count)].argsort() for its, count in zip(owned, counts, strict=True)]
-        steps = [(its.rows_U[u], its.grad_UD[u], its.pairs_U[u]) for its, u in zip(owned, order, strict=True)]
+        order = [
+            its.rows_U[: int(count)].argsort() for its, count in zip(owned, counts, strict=True)
+        ]
+        steps = [
+            (its.rows_U[u], its.grad_UD[u], its.pairs_U[u])
+            for its, u in zip(owned, order, strict=True)
+        ]
         assert int(sums.pairs) == size * (2**40 + 3) and int(fault) == 7 << 35 | 0b10010
-        found[module] = (tally_2N[0], rows_U.sort().values, marks_TV, weights_MD[ids_M >= 0], counts, *steps[0], *steps[1], sums.loss)
+        found[module] = (
+            tally_2N[0],
+            rows_U.sort().values,
+            marks_TV,
+            weights_MD[ids_M >= 0],
+            counts,
+            *steps[0],
+            *steps[1],
+            sums.loss,
+        )
     for ours, theirs in zip(*found.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

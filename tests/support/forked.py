@@ -86,9 +86,18 @@ class Programs:
     def __init__(self, folder, gpus=False):
         self.output, self._forked = folder / "output.txt", not gpus
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        environment = (
+            os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        )
         self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
         )
         assert self._server.stdout.readline() == "ready\n"
 
@@ -98,7 +107,15 @@ class Programs:
         ranks: how many torchrun starts, as often as `restarts` again; it puts the number of each for ${local_rank} in the arguments.
         """
         forked = self._forked if forked is None else forked
-        order = program, list(map(str, arguments)), str(self.output), limits, ranks if forked else ranks or 1, restarts, forked
+        order = (
+            program,
+            list(map(str, arguments)),
+            str(self.output),
+            limits,
+            ranks if forked else ranks or 1,
+            restarts,
+            forked,
+        )
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         return int(self._server.stdout.readline())

@@ -11,7 +11,9 @@ import torch
 from w2v.distributed.ranks import Joined
 
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "w2v.training.trainer", "w2v.training.plan", "w2v.distributed.ranks"])
+PROCESSES.set_forkserver_preload(
+    ["torch", "w2v.training.trainer", "w2v.training.plan", "w2v.distributed.ranks"]
+)
 
 
 class Pool:
@@ -24,7 +26,9 @@ class Pool:
         self._ends, self._processes = [], []
         for rank in range(size):
             ours, theirs = PROCESSES.Pipe()
-            process = PROCESSES.Process(target=_serve, args=(theirs, rank, size, port, device), daemon=True)
+            process = PROCESSES.Process(
+                target=_serve, args=(theirs, rank, size, port, device), daemon=True
+            )
             process.start()
             self._ends.append(ours)
             self._processes.append(process)
@@ -51,7 +55,12 @@ class Pool:
 
 def _serve(end, rank, size, port, device):
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for those that are deterministic

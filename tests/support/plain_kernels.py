@@ -27,13 +27,25 @@ def claim(batch, inputs, outputs, counts):
 def skipgram(batch, inputs, input_claims, outputs, output_claims, sums, counted=False):
     slots = find_slots(expand(batch), len(input_claims.number_V))
     dim, weights = input_claims.grad_UD.shape[1], []
-    for (records_SR, slot_of_V), rows in ((inputs, slots.input_rows_U), (outputs, slots.output_rows_V)):
-        weights.append(records_SR[rows if slot_of_V is None else slot_of_V[rows].long(), :dim].float())
-    pairs = slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
+    for (records_SR, slot_of_V), rows in (
+        (inputs, slots.input_rows_U),
+        (outputs, slots.output_rows_V),
+    ):
+        weights.append(
+            records_SR[rows if slot_of_V is None else slot_of_V[rows].long(), :dim].float()
+        )
+    pairs = (
+        slots.context_slots_BC,
+        slots.context_mask_BC,
+        slots.target_slots_BT,
+        slots.target_mask_BT,
+    )
     result = reference.skipgram(*weights, *pairs)
     numbers = reference.count_pairs(*pairs, tuple(map(len, weights)))
     found = (slots.input_rows_U, result.grad_input_UD), (slots.output_rows_V, result.grad_output_VD)
-    for claims, (rows, grad), number in zip((input_claims, output_claims), found, numbers, strict=True):
+    for claims, (rows, grad), number in zip(
+        (input_claims, output_claims), found, numbers, strict=True
+    ):
         claims.grad_UD.index_add_(0, claims.number_V[rows].long(), grad)
         if counted:
             claims.pairs_U.index_add_(0, claims.number_V[rows].long(), number.int())
@@ -46,14 +58,23 @@ class InPlace(RowOptimizer):
 
     def step_in_place(self, tables, held, claims, claimed, stepped, lr, guard):
         self._step_table(tables[0], held[0], claims[0], claimed[0], lr, guard)
-        self._step_table(tables[1], held[1], claims[1], claimed[1], lr, guard._replace(bit=2 * guard.bit))
+        self._step_table(
+            tables[1], held[1], claims[1], claimed[1], lr, guard._replace(bit=2 * guard.bit)
+        )
         stepped += sum(claimed)
 
     def _step_table(self, table, held, claims, count, lr, guard):
         numbers = slice(int(count))
         rows = claims.rows_U[numbers].long()
         places = rows if held.slot_of_V is None else held.slot_of_V[rows].long()
-        page = Page(table, rows, held.records_SR[places].float(), table.columns, claims.grad_UD[numbers].clone(), claims.pairs_U[numbers])
+        page = Page(
+            table,
+            rows,
+            held.records_SR[places].float(),
+            table.columns,
+            claims.grad_UD[numbers].clone(),
+            claims.pairs_U[numbers],
+        )
         self.step(page, lr)
         if not guard.fault and not torch.isfinite(guard.loss):
             guard.fault.add_(guard.step + 1)
@@ -66,8 +87,16 @@ class InPlace(RowOptimizer):
 
 def deal(claims, claimed, stride, heads, tally, before):
     (rows_all, size), device = (len(claims[0].number_V), len(tally[0])), tally[0].device
-    rows_in, rows_out = (claim.rows_U[: int(count)].long() for claim, count in zip(claims, claimed, strict=True))
-    owners = torch.cat([torch.arange(size, device=device).repeat_interleave(heads), rows_in % size, rows_out % size])
+    rows_in, rows_out = (
+        claim.rows_U[: int(count)].long() for claim, count in zip(claims, claimed, strict=True)
+    )
+    owners = torch.cat(
+        [
+            torch.arange(size, device=device).repeat_interleave(heads),
+            rows_in % size,
+            rows_out % size,
+        ]
+    )
     order = torch.argsort(owners, stable=True)
     nobodys = torch.full((size * heads,), -1, device=device)
     tally[0].add_(torch.bincount(owners, minlength=size))
@@ -75,14 +104,19 @@ def deal(claims, claimed, stride, heads, tally, before):
     ids_before[asked_before.cumsum(0) - asked_before] = ~asked
     claims[0].number_V[rows_in] = -1
     claims[1].number_V[rows_out] = -1
-    rows, ids = torch.cat([nobodys, rows_in, rows_out + rows_all]), torch.cat([nobodys, rows_in // size, rows_out // size + stride])
+    rows, ids = (
+        torch.cat([nobodys, rows_in, rows_out + rows_all]),
+        torch.cat([nobodys, rows_in // size, rows_out // size + stride]),
+    )
     return rows[order], ids.int()[order]
 
 
 def place(rows_U, place_TV, dim, counted):
     ours = rows_U >= 0
     place_TV.view(-1)[rows_U[ours]] = torch.arange(len(rows_U), device=rows_U.device).int()[ours]
-    return torch.zeros(len(rows_U), dim, device=rows_U.device), torch.zeros_like(rows_U).int() if counted else None
+    return torch.zeros(len(rows_U), dim, device=rows_U.device), torch.zeros_like(
+        rows_U
+    ).int() if counted else None
 
 
 def hear(ids_M, lent_N, next_asked_N, next_lent_N, told_2N):
@@ -93,7 +127,10 @@ def hear(ids_M, lent_N, next_asked_N, next_lent_N, told_2N):
 def split(ids_M, stride):
     """Where the ids of either table are, and their rows."""
     of_tables = (ids_M >= 0) & (ids_M < stride), ids_M >= stride
-    return [(of_this, ids_M[of_this].long() - number * stride) for number, of_this in enumerate(of_tables)]
+    return [
+        (of_this, ids_M[of_this].long() - number * stride)
+        for number, of_this in enumerate(of_tables)
+    ]
 
 
 def mark_lent(ids_M, stride, marks_TV):
@@ -103,8 +140,12 @@ def mark_lent(ids_M, stride, marks_TV):
 
 def lend(ids_M, stride, held, dim, claims, claimed):
     weights_MD = held[0].records_SR.new_zeros(len(ids_M), dim)
-    for (of_this, rows), (records_SR, slot_of_V), its, count in zip(split(ids_M, stride), held, claims, claimed, strict=True):
-        weights_MD[of_this] = records_SR[rows if slot_of_V is None else slot_of_V[rows].long(), :dim]
+    for (of_this, rows), (records_SR, slot_of_V), its, count in zip(
+        split(ids_M, stride), held, claims, claimed, strict=True
+    ):
+        weights_MD[of_this] = records_SR[
+            rows if slot_of_V is None else slot_of_V[rows].long(), :dim
+        ]
         _number(rows, its, count)
     return weights_MD
 
@@ -120,7 +161,10 @@ def collect(ids_M, stride, lent_N, grad_MD, pairs_M, claims, sums, fault):
         its.grad_UD.index_add_(0, its.number_V[rows].long(), grad_MD[of_this])
         if pairs_M is not None:
             its.pairs_U.index_add_(0, its.number_V[rows].long(), pairs_M[of_this])
-    of_ranks = [grad_MD[begin:].view(-1)[:6].clone().view(torch.int64) for begin in (lent_N.cumsum(0) - lent_N).tolist()]
+    of_ranks = [
+        grad_MD[begin:].view(-1)[:6].clone().view(torch.int64)
+        for begin in (lent_N.cumsum(0) - lent_N).tolist()
+    ]
     losses, pairs, faults = (list(facts) for facts in zip(*of_ranks, strict=True))
     sums.loss.copy_(sum(loss.view(torch.float64) for loss in losses))
     sums.pairs.copy_(sum(pairs))

@@ -58,7 +58,11 @@ def together(size, body, *arguments):
 
     def run(rank):
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
+            with (
+                torch.cuda.stream(torch.cuda.Stream())
+                if torch.cuda.is_available()
+                else nullcontext()
+            ):
                 answers[rank] = body(Threads(rank, size, common), *arguments)
         except BaseException as error:
             answers[rank] = error

@@ -20,9 +20,13 @@ from w2v.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, la
 NONE, PART, ALL = ROOMS = [0, 700, 1 << 30]  # bytes; a table of two_tables() has 1,152
 
 
-def random_table(name="NAdam", rows=9, dim=5, step="table", table="input", dtype=torch.float32, aligned=True):
+def random_table(
+    name="NAdam", rows=9, dim=5, step="table", table="input", dtype=torch.float32, aligned=True
+):
     optimizer = RowOptimizer(OptimizerConfig(name=name, step=step))
-    made = Table(table, rows, dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype, aligned=aligned)
+    made = Table(
+        table, rows, dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype, aligned=aligned
+    )
     for field in made.columns:
         made[field].normal_()
     for value in made.scalars.values():
@@ -35,7 +39,10 @@ def two_tables(**what):
 
 
 def same(saved, loaded):
-    return all(torch.equal(a.records_VR, b.records_VR) and a.scalars == b.scalars for a, b in zip(saved, loaded, strict=True))
+    return all(
+        torch.equal(a.records_VR, b.records_VR) and a.scalars == b.scalars
+        for a, b in zip(saved, loaded, strict=True)
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -48,19 +55,31 @@ def test_round_trip_in_shards(tmp_path, monkeypatch, room, what):
     keeper.save({"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]})
     keeper.wait()
     found = latest(tmp_path)
-    assert found.path.name == "step-00000012" and found.state == {"step": 12, "lr": 0.1 + 0.2, "words": ["é\n", None]}
+    assert found.path.name == "step-00000012" and found.state == {
+        "step": 12,
+        "lr": 0.1 + 0.2,
+        "words": ["é\n", None],
+    }
     found.load(loaded)
     assert same(saved, loaded)
     files = sorted(found.path.glob("input-*.safetensors"))
-    assert len(files) > 1 and torch.equal(torch.cat([load_file(path)["records"] for path in files]), saved[0].records_VR)
+    assert len(files) > 1 and torch.equal(
+        torch.cat([load_file(path)["records"] for path in files]), saved[0].records_VR
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("aligned", [True, False])
-def test_what_a_gpu_machine_wrote_is_read_without_one_and_the_other_way(tmp_path, monkeypatch, room, aligned):
+def test_what_a_gpu_machine_wrote_is_read_without_one_and_the_other_way(
+    tmp_path, monkeypatch, room, aligned
+):
     monkeypatch.setattr(shards, "FILE_BYTES", 1000)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
-    saved, alike, loaded = two_tables(aligned=aligned), two_tables(aligned=True), two_tables(aligned=not aligned)
+    saved, alike, loaded = (
+        two_tables(aligned=aligned),
+        two_tables(aligned=True),
+        two_tables(aligned=not aligned),
+    )
     for table, other in zip(saved, alike, strict=True):
         for field in table.columns:
             other[field].copy_(table[field])
@@ -68,11 +87,21 @@ def test_what_a_gpu_machine_wrote_is_read_without_one_and_the_other_way(tmp_path
         keeper = Checkpoints(tmp_path / folder, tables, room)
         keeper.save({"step": 1})
         keeper.wait()
-    written = {path.name: path.read_bytes() for path in (tmp_path / "here" / "step-00000001").glob("*.safetensors")}
-    assert written == {path.name: path.read_bytes() for path in (tmp_path / "there" / "step-00000001").glob("*.safetensors")}
+    written = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "here" / "step-00000001").glob("*.safetensors")
+    }
+    assert written == {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "there" / "step-00000001").glob("*.safetensors")
+    }
     latest(tmp_path / "here").load(loaded)
     assert {table.width for table in saved} != {table.width for table in loaded}
-    assert all(torch.equal(a[field], b[field]) for a, b in zip(saved, loaded, strict=True) for field in a.columns)
+    assert all(
+        torch.equal(a[field], b[field])
+        for a, b in zip(saved, loaded, strict=True)
+        for field in a.columns
+    )
 
 
 def test_the_last_two_are_kept_and_none_is_written_twice(tmp_path):
@@ -96,7 +125,9 @@ def test_one_that_was_killed_before_it_removed_the_oldest_is_made_up_for(tmp_pat
 
 
 @pytest.mark.parametrize("room, at_once", [(NONE, 6), (PART, 5), (1000, 4), (ALL, 0)])
-def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_path, monkeypatch, room, at_once):
+def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(
+    tmp_path, monkeypatch, room, at_once
+):
     """What has no room is on disk when `save` returns; then all rows change before the copies of the others are written."""
     monkeypatch.setattr(shards, "FILE_BYTES", 500)  # three files for each table
     tables, go, finish = two_tables(), threading.Event(), Checkpoints._finish
@@ -113,14 +144,25 @@ def test_what_is_saved_are_the_tables_as_they_were_though_training_goes_on(tmp_p
     keeper.wait()
     assert not keeper.busy
     latest(tmp_path).load(tables)
-    assert all(torch.equal(table.records_VR, records) for table, records in zip(tables, before, strict=True))
+    assert all(
+        torch.equal(table.records_VR, records)
+        for table, records in zip(tables, before, strict=True)
+    )
     assert tables[0].scalars["step"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
-    "room, broken, behind", [(NONE, "input", False), (PART, "output", False), (PART, "input-00000", True), (ALL, "output", True)]
+    "room, broken, behind",
+    [
+        (NONE, "input", False),
+        (PART, "output", False),
+        (PART, "input-00000", True),
+        (ALL, "output", True),
+    ],
 )
-def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(tmp_path, monkeypatch, room, broken, behind):
+def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(
+    tmp_path, monkeypatch, room, broken, behind
+):
     monkeypatch.setattr(shards, "FILE_BYTES", 500)
     write_shard, keeper = shards._write_shard, Checkpoints(tmp_path, two_tables(), room)
     keeper.save({"step": 1})
@@ -134,7 +176,10 @@ def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(tmp_path
     monkeypatch.setattr(shards, "_write_shard", full)
     if behind:
         keeper.save({"step": 2})
-    with pytest.raises(OSError, match=r"No space left on device, so that a checkpoint of [\d,]+ bytes cannot be written; --resume"):
+    with pytest.raises(
+        OSError,
+        match=r"No space left on device, so that a checkpoint of [\d,]+ bytes cannot be written; --resume",
+    ):
         keeper.wait() if behind else keeper.save({"step": 2})
     assert os.listdir(tmp_path) == ["step-00000001"]
     assert latest(tmp_path).state["step"] == 1
@@ -143,12 +188,19 @@ def test_what_fails_is_raised_and_leaves_nothing_whenever_it_is_written(tmp_path
     assert latest(tmp_path).state["step"] == 3
 
 
-@pytest.mark.parametrize("other", [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}, {"dtype": torch.float16}],
+    ids=str,
+)
 def test_tables_of_another_model_are_refused_before_any_is_loaded(tmp_path, other):
     Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
     tables = two_tables(**other)
     before = tables[0].records_VR.clone()
-    with pytest.raises(CheckpointError, match=r"step-00000001 holds the table .* but this run's is .*resume with the settings of the run"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000001 holds the table .* but this run's is .*resume with the settings of the run",
+    ):
         latest(tmp_path).load(tables)
     assert torch.equal(tables[0].records_VR, before)
 
@@ -195,14 +247,22 @@ def test_another_format_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 1)
     Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="manifest.json is of format 1, and this version reads 2; go on with the version"):
+    with pytest.raises(
+        CheckpointError,
+        match="manifest.json is of format 1, and this version reads 2; go on with the version",
+    ):
         latest(tmp_path)
 
 
 def test_nothing_is_unpickled(tmp_path):
     Checkpoints(tmp_path, two_tables(), NONE).save({"step": 1}, wait=True)
-    assert {path.suffix for path in (tmp_path / "step-00000001").iterdir()} == {".json", ".safetensors"}
-    assert not {"pickle", "torch.load", "eval("} & set(Path(checkpoint.__file__).read_text().split())
+    assert {path.suffix for path in (tmp_path / "step-00000001").iterdir()} == {
+        ".json",
+        ".safetensors",
+    }
+    assert not {"pickle", "torch.load", "eval("} & set(
+        Path(checkpoint.__file__).read_text().split()
+    )
     json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     assert isinstance(Checkpoint(tmp_path / "step-00000001").state, dict)
 
@@ -222,6 +282,9 @@ def test_one_table_of_another_model_is_refused_and_nothing_is_loaded(tmp_path, o
     tablefile.save(random_table(), tmp_path / "input.safetensors")
     table = random_table(**other)
     before = table.records_VR.clone()
-    with pytest.raises(ValueError, match=r"input.safetensors holds .*weight 9x5.* but the table has .*; make one like the file"):
+    with pytest.raises(
+        ValueError,
+        match=r"input.safetensors holds .*weight 9x5.* but the table has .*; make one like the file",
+    ):
         tablefile.load(table, tmp_path / "input.safetensors")
     assert torch.equal(table.records_VR, before)

@@ -17,7 +17,11 @@ def unread():
     return open(writer, "w")
 
 
-NOWHERE = {"nobody reads": unread, "a full disk": partial(open, "/dev/full", "w"), "closed": contextlib.nullcontext}
+NOWHERE = {
+    "nobody reads": unread,
+    "a full disk": partial(open, "/dev/full", "w"),
+    "closed": contextlib.nullcontext,
+}
 
 
 @pytest.mark.parametrize("opened", NOWHERE.values(), ids=NOWHERE)

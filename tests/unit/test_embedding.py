@@ -14,8 +14,10 @@ from w2v.model.optim import rowwise_optimizers
 ROWS, DIM = 9, 6
 GPU = pytest.mark.gpu
 PLACES = [  # storage, device
-    ("cpu", "cpu"), ("mmap", "cpu"), *(pytest.param(storage, "cuda", marks=GPU) for storage in ("cpu", "mmap", "pinned", "cuda")),
-]  # fmt: skip
+    ("cpu", "cpu"),
+    ("mmap", "cpu"),
+    *(pytest.param(storage, "cuda", marks=GPU) for storage in ("cpu", "mmap", "pinned", "cuda")),
+]
 everywhere = pytest.mark.parametrize("storage, device", PLACES)
 
 
@@ -26,14 +28,26 @@ def embedding(tmp_path, storage="cpu", device="cpu", rows=ROWS, **settings):
 
 
 def row_store(tmp_path, storage="cpu", device="cpu", **settings):
-    return RowStore(ROWS, DIM, storage=storage, device=device, path=tmp_path / "rows" if storage == "mmap" else None, **settings)
+    return RowStore(
+        ROWS,
+        DIM,
+        storage=storage,
+        device=device,
+        path=tmp_path / "rows" if storage == "mmap" else None,
+        **settings,
+    )
 
 
 def batches(steps=5, count=40):
     """Ids with duplicates that have every row, in two dimensions, and what to predict from them."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
-        ids = torch.cat([torch.randperm(ROWS, generator=generator), torch.randint(ROWS, (count - ROWS,), generator=generator)])
+        ids = torch.cat(
+            [
+                torch.randperm(ROWS, generator=generator),
+                torch.randint(ROWS, (count - ROWS,), generator=generator),
+            ]
+        )
         yield ids.view(2, -1), torch.randn(2, count // 2, generator=generator)
 
 
@@ -46,7 +60,10 @@ def loss_of(head, vectors, target):
 @pytest.mark.parametrize("name", rowwise_optimizers())
 def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, step):
     torch.manual_seed(0)
-    paged, dense = embedding(tmp_path, storage, device, optimizer=name, step=step), nn.Embedding(ROWS, DIM, device=device)
+    paged, dense = (
+        embedding(tmp_path, storage, device, optimizer=name, step=step),
+        nn.Embedding(ROWS, DIM, device=device),
+    )
     dense.weight.data.copy_(paged.get(range(ROWS)))
     heads = [nn.Linear(DIM, 1).to(device) for _ in range(2)]
     heads[1].load_state_dict(heads[0].state_dict())
@@ -56,7 +73,9 @@ def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, st
     for turn, (ids, target) in enumerate(batches()):
         ids, target, lr = ids.to(device), target.to(device), 0.1 / (1 + turn)
         page = paged.page(ids)
-        assert page.vectors.shape == (*ids.shape, DIM) and torch.equal(page.vectors, page.weight[page.slots])
+        assert page.vectors.shape == (*ids.shape, DIM) and torch.equal(
+            page.vectors, page.weight[page.slots]
+        )
         loss = loss_of(heads[0], page.vectors, target)
         dense_optimizer.zero_grad()
         dense_loss = loss_of(heads[1], dense(ids), target)
@@ -92,7 +111,9 @@ def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
     store.put(np.array([[3, 0], [8, 3]], np.int32), values)
     found = store.get(torch.tensor([[8, 5], [3, 0]]))
     assert found.dtype == dtype and found.device.type == device
-    expected = torch.stack([values[1, 0], torch.zeros(DIM), values[1, 1], values[0, 1]]).view(2, 2, DIM)  # of equal ids the last
+    expected = torch.stack([values[1, 0], torch.zeros(DIM), values[1, 1], values[0, 1]]).view(
+        2, 2, DIM
+    )  # of equal ids the last
     assert torch.equal(found.cpu(), expected.to(dtype))
     assert store.get(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, DIM)
     store.put(torch.empty(0, dtype=torch.int64), torch.empty(0, DIM))
@@ -117,7 +138,10 @@ def test_tables_of_16_bits_learn(tmp_path, storage, device, dtype):
 @pytest.mark.parametrize("step", ["table", "row"])
 def test_a_page_outside_the_loss_changes_nothing(tmp_path, storage, device, step):
     table = embedding(tmp_path, storage, device, optimizer="NAdam", step=step)
-    before, scalars = table.table.records_VR.clone(), {key: value.clone() for key, value in table.table.scalars.items()}
+    before, scalars = (
+        table.table.records_VR.clone(),
+        {key: value.clone() for key, value in table.table.scalars.items()},
+    )
     table.step(table.page([0, 3]))
     empty = table.page(torch.empty(0, dtype=torch.int64))
     assert empty.vectors.shape == (0, DIM)
@@ -151,7 +175,10 @@ def test_weights_and_state_in_a_file_go_on_in_the_next_run(tmp_path):
             table.step(page)
         if turn == 1:
             other.flush()
-    assert torch.equal(one.table.records_VR, other.table.records_VR) and one.table.scalars == other.table.scalars
+    assert (
+        torch.equal(one.table.records_VR, other.table.records_VR)
+        and one.table.scalars == other.table.scalars
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,9 +195,15 @@ def test_save_and_load(tmp_path, storage, device, dtype):
     assert np.array_equal(np.load(tmp_path / "x.npy"), table.get(range(ROWS)).float().cpu().numpy())
     other = embedding(tmp_path, "cpu", device, optimizer="Adam", dtype=dtype, seed=2)
     other.load(tmp_path / "x.npy")
-    assert torch.equal(other.get(range(ROWS)), table.get(range(ROWS))) and not other.table["exp_avg"].any()
+    assert (
+        torch.equal(other.get(range(ROWS)), table.get(range(ROWS)))
+        and not other.table["exp_avg"].any()
+    )
     other.load(tmp_path / "x.safetensors")
-    assert torch.equal(other.table.records_VR.cpu(), table.table.records_VR.cpu()) and other.table.scalars == table.table.scalars
+    assert (
+        torch.equal(other.table.records_VR.cpu(), table.table.records_VR.cpu())
+        and other.table.scalars == table.table.scalars
+    )
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -200,7 +233,10 @@ def test_the_examples_of_the_guide_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(example, "library.md", "exec"), names)
-    first, last = (float(number) for number in re.search(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups())
+    first, last = (
+        float(number)
+        for number in re.search(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups()
+    )
     assert 0.6 < first < 0.8 and last < 0.25
     assert np.load("items.npy").shape == (names["ITEMS"], names["DIM"])
     names["users"].load("users.safetensors")

@@ -17,11 +17,16 @@ from w2v.vectors.datasets import read_questions
 
 
 def kv_of(words, vectors):
-    return export.keyed_vectors(words, np.arange(len(words), 0, -1), np.asarray(vectors, dtype=np.float32))
+    return export.keyed_vectors(
+        words, np.arange(len(words), 0, -1), np.asarray(vectors, dtype=np.float32)
+    )
 
 
 def write_questions(path, sections):
-    text = "".join(f": {name}\n" + "".join(f"{' '.join(question)}\n" for question in asked) for name, asked in sections.items())
+    text = "".join(
+        f": {name}\n" + "".join(f"{' '.join(question)}\n" for question in asked)
+        for name, asked in sections.items()
+    )
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -41,7 +46,9 @@ def planted(n_pairs=60, n_relations=4, dim=24, noise=1.0, seed=0):
             pairs.append((a, b))
         chosen = rng.integers(0, n_pairs, size=(80, 2))
         name = f"gram{r}" if r % 2 else f"relation{r}"
-        sections[name] = [(*pairs[i], *pairs[j]) for i, j in chosen if i != j] + [("a0x1", "unseen", "b0x2", "a0x3")]
+        sections[name] = [(*pairs[i], *pairs[j]) for i, j in chosen if i != j] + [
+            ("a0x1", "unseen", "b0x2", "a0x3")
+        ]
     for word in words[::7]:  # case variants, some of them near enough to be found before the answer
         words.append(word.upper() if word.upper() != word else word.lower())
         vectors.append(vectors[words.index(word)] + 0.1 * rng.standard_normal(dim))
@@ -67,34 +74,60 @@ def test_torch_equals_gensim_on_random_vectors_with_ties_and_case_variants(tmp_p
         rng = np.random.default_rng(seed)
         letters = [a + b for a in "xyzXYZ" for b in "uvwUVW"] + ["q", "Q", "r", "ß", "SS"]
         words = [str(word) for word in rng.permutation(letters)[:size]]
-        vectors = rng.integers(-1, 2, (len(words), 3)) if kind == "integers" else rng.standard_normal((len(words), 3))
+        vectors = (
+            rng.integers(-1, 2, (len(words), 3))
+            if kind == "integers"
+            else rng.standard_normal((len(words), 3))
+        )
         vectors = vectors.astype(np.float32)
         if kind == "zeros":
             vectors[:: max(2, size // 3)] = 0
         if kind == "copies":
             vectors[size // 2 :] = vectors[: len(vectors) - size // 2]
-        if kind == "nearly":  # apart by the last bit: which is nearer depends on the order of the sum
+        if (
+            kind == "nearly"
+        ):  # apart by the last bit: which is nearer depends on the order of the sum
             vectors = rng.standard_normal((len(words), 20)).astype(np.float32)
             copies = vectors[: len(vectors) - size // 2]
-            vectors[size // 2 :] = copies * (1 + rng.integers(-1, 2, copies.shape) * np.float32(2**-23))
+            vectors[size // 2 :] = copies * (
+                1 + rng.integers(-1, 2, copies.shape) * np.float32(2**-23)
+            )
         if kind == "tiny":
             vectors *= 1e-12
         asked = [tuple(rng.choice(words, 4)) for _ in range(60)]
-        path = write_questions(tmp_path / "q.txt", {"first": asked[:30], "gram1": asked[30:], "none": []})
+        path = write_questions(
+            tmp_path / "q.txt", {"first": asked[:30], "gram1": asked[30:], "none": []}
+        )
         for case_insensitive in (True, False):
             ours = evaluation.analogies(words, vectors, path, case_insensitive=case_insensitive)
-            assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path, case_insensitive=case_insensitive), seed
+            assert ours == evaluation.analogies_gensim(
+                kv_of(words, vectors), path, case_insensitive=case_insensitive
+            ), seed
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), size=st.integers(3, 30), dim=st.integers(1, 6), restrict=st.integers(1, 35))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(3, 30),
+    dim=st.integers(1, 6),
+    restrict=st.integers(1, 35),
+)
 def test_torch_equals_gensim_whatever_the_vectors(tmp_path_factory, seed, size, dim, restrict):
     rng = np.random.default_rng(seed)
-    words = [str(word) for word in rng.permutation([a + b + c for a in "aA" for b in "bB" for c in "cdefghkm"])[:size]]
-    vectors = np.round(rng.standard_normal((len(words), dim)), int(rng.integers(0, 8))).astype(np.float32)
+    words = [
+        str(word)
+        for word in rng.permutation([a + b + c for a in "aA" for b in "bB" for c in "cdefghkm"])[
+            :size
+        ]
+    ]
+    vectors = np.round(rng.standard_normal((len(words), dim)), int(rng.integers(0, 8))).astype(
+        np.float32
+    )
     path = tmp_path_factory.getbasetemp() / "questions.txt"
     write_questions(path, {"s": [tuple(rng.choice(words, 4)) for _ in range(20)]})
-    assert evaluation.analogies(words, vectors, path, restrict) == evaluation.analogies_gensim(kv_of(words, vectors), path, restrict)
+    assert evaluation.analogies(words, vectors, path, restrict) == evaluation.analogies_gensim(
+        kv_of(words, vectors), path, restrict
+    )
 
 
 def test_rounding_that_a_short_sum_magnifies_is_gensims(tmp_path):
@@ -109,7 +142,9 @@ def test_rounding_that_a_short_sum_magnifies_is_gensims(tmp_path):
         asked.append((f"a{n}", f"b{n}", f"c{n}"))
     kv = kv_of(words, vectors)
     answers = [kv.most_similar(positive=[b, c], negative=[a], topn=1)[0][0] for a, b, c in asked]
-    path = write_questions(tmp_path / "q.txt", {"s": [(*q, answer) for q, answer in zip(asked, answers, strict=True)]})
+    path = write_questions(
+        tmp_path / "q.txt", {"s": [(*q, answer) for q, answer in zip(asked, answers, strict=True)]}
+    )
     assert evaluation.analogies(words, kv.vectors, path).total.correct == 100
 
 
@@ -119,12 +154,18 @@ def test_case_variants_may_fill_all_five_places(tmp_path):
     vectors = np.zeros((9, 3), dtype=np.float32)
     vectors[:, 0], vectors[:, 1] = 1, [0.5, -0.1, 0.5, 0.6, 0.1, 0.2, 0.25, 0.55, 0.3]
     vectors[0, 2] = vectors[2, 2] = 1e-3
-    asked = {"beyond": [("a", "berlin", "c", "d")], "fifth": [("a", "berlin", "c", "c")], "first": [("a", "berlin", "c", "berlin")]}
+    asked = {
+        "beyond": [("a", "berlin", "c", "d")],
+        "fifth": [("a", "berlin", "c", "c")],
+        "first": [("a", "berlin", "c", "berlin")],
+    }
     path = write_questions(tmp_path / "q.txt", asked)
     ours = evaluation.analogies(words, vectors, path)
     assert ours == evaluation.analogies_gensim(kv_of(words, vectors), path)
     assert [section.correct for section in ours.sections] == [0, 1, 0]
-    assert evaluation.analogies(words[:7], vectors[:7], path).sections[0].correct == 1  # fewer variants, and d is found
+    assert (
+        evaluation.analogies(words[:7], vectors[:7], path).sections[0].correct == 1
+    )  # fewer variants, and d is found
 
 
 def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, monkeypatch):
@@ -134,7 +175,9 @@ def test_clear_questions_are_answered_without_gensim_and_in_blocks(tmp_path, mon
     expected = evaluation.analogies_gensim(kv_of(words, vectors), path)
     asked = []
     doubtful = nearest._answers_as_gensim
-    monkeypatch.setattr(nearest, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args))
+    monkeypatch.setattr(
+        nearest, "_answers_as_gensim", lambda *args: asked.extend(args[2]) or doubtful(*args)
+    )
     monkeypatch.setattr(nearest, "QUESTIONS", 7)
     monkeypatch.setattr(nearest, "WORDS", {"cpu": 11})
     assert evaluation.analogies(words, torch.from_numpy(vectors), path) == expected
@@ -155,7 +198,11 @@ def test_strided_half_and_grad_vectors_score_as_plain_ones(tmp_path):
 def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
     words, vectors, sections = planted(n_pairs=5)
     seen, block = [], nearest._answer_block
-    monkeypatch.setattr(nearest, "_answer_block", lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a))
+    monkeypatch.setattr(
+        nearest,
+        "_answer_block",
+        lambda *a: seen.append(torch.get_float32_matmul_precision()) or block(*a),
+    )
     torch.set_float32_matmul_precision("high")
     try:
         evaluation.analogies(words, vectors, write_questions(tmp_path / "q.txt", sections))
@@ -167,15 +214,24 @@ def test_matmul_precision_is_raised_and_put_back(tmp_path, monkeypatch):
 def test_sections_totals_and_google_questions():
     sections = read_questions(None)
     assert len(sections) == 14 and sum(len(asked) for _, asked in sections) == 19_544
-    score = evaluation.analogies(["Athens", "Greece", "Oslo", "Norway", "Bern"], np.eye(5, dtype=np.float32))
+    score = evaluation.analogies(
+        ["Athens", "Greece", "Oslo", "Norway", "Bern"], np.eye(5, dtype=np.float32)
+    )
     assert (score.total.counted, score.total.skipped) == (2, 19_542)
     assert score.semantic.counted + score.semantic.skipped == 8_869
-    assert score.syntactic == evaluation.Section("syntactic", 0, 0, 10_675) and score.syntactic.accuracy == 0.0
+    assert (
+        score.syntactic == evaluation.Section("syntactic", 0, 0, 10_675)
+        and score.syntactic.accuracy == 0.0
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a b c d\n", "line 1: questions need a section"), (": s\na b c\n", "holds no question"), ("", "holds no question")],
+    [
+        ("a b c d\n", "line 1: questions need a section"),
+        (": s\na b c\n", "holds no question"),
+        ("", "holds no question"),
+    ],
 )
 def test_bad_questions_are_named(tmp_path, text, message):
     path = tmp_path / "q.txt"
@@ -187,7 +243,10 @@ def test_bad_questions_are_named(tmp_path, text, message):
 def test_vectors_that_are_not_finite_are_refused():
     vectors = np.ones((3, 2), dtype=np.float32)
     vectors[1, 0] = np.nan
-    with pytest.raises(evaluation.EvaluationError, match="'b' holds NaN or infinity; train with a lower optimizer.lr"):
+    with pytest.raises(
+        evaluation.EvaluationError,
+        match="'b' holds NaN or infinity; train with a lower optimizer.lr",
+    ):
         evaluation.analogies(["a", "b", "c"], vectors)
 
 
@@ -215,13 +274,27 @@ def test_similarity_equals_gensims_own_call():
 
 
 def test_report_is_aligned_and_json_is_plain():
-    score = evaluation.AnalogyScore((evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7)))
-    similarities = [evaluation.SimilarityScore("wordsim353", 0.6126, 340, 13 / 353), evaluation.SimilarityScore("simlex999", None, 0, 1.0)]
+    score = evaluation.AnalogyScore(
+        (evaluation.Section("family", 3, 4, 1), evaluation.Section("gram8-plural", 0, 0, 7))
+    )
+    similarities = [
+        evaluation.SimilarityScore("wordsim353", 0.6126, 340, 13 / 353),
+        evaluation.SimilarityScore("simlex999", None, 0, 1.0),
+    ]
     lines = evaluation.report(score, similarities).splitlines()
-    assert [line.split() for line in lines[1:3]] == [["family", "75.0", "%", "3", "4", "1"], ["gram8-plural", "-", "0", "0", "7"]]
+    assert [line.split() for line in lines[1:3]] == [
+        ["family", "75.0", "%", "3", "4", "1"],
+        ["gram8-plural", "-", "0", "0", "7"],
+    ]
     assert [line.split()[0] for line in lines[4:7]] == ["semantic", "syntactic", "total"]
     assert lines[-2].split() == ["WordSim-353", "0.613", "340", "3.7", "%"]
     assert len({len(line) for line in lines[:3]}) == 1
     plain = json.loads(json.dumps(evaluation.as_dict(score, similarities), allow_nan=False))
-    assert plain["analogies"]["total"] == {"name": "total", "correct": 3, "counted": 4, "skipped": 8, "accuracy": 0.75}
+    assert plain["analogies"]["total"] == {
+        "name": "total",
+        "correct": 3,
+        "counted": 4,
+        "skipped": 8,
+        "accuracy": 0.75,
+    }
     assert plain["similarity"]["simlex999"]["spearman"] is None

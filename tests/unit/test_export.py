@@ -21,7 +21,9 @@ WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
 @pytest.fixture
 def kv():
     rng = np.random.default_rng(3)
-    return export.keyed_vectors(WORDS, np.array([90, 40, 40, 7, 6, 5]), rng.standard_normal((6, 5)).astype(np.float32))
+    return export.keyed_vectors(
+        WORDS, np.array([90, 40, 40, 7, 6, 5]), rng.standard_normal((6, 5)).astype(np.float32)
+    )
 
 
 def test_keyed_vectors_keep_order_counts_and_memory():
@@ -29,7 +31,10 @@ def test_keyed_vectors_keep_order_counts_and_memory():
     kv = export.keyed_vectors(WORDS, np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), vectors)
     assert kv.index_to_key == WORDS and kv.get_vecattr("東京", "count") == 4
     assert kv.vectors is vectors and np.array_equal(kv["paris"], vectors[2])
-    assert export.keyed_vectors(WORDS, np.ones(6), vectors.astype(np.float64)[:, ::2]).vectors.dtype == np.float32
+    assert (
+        export.keyed_vectors(WORDS, np.ones(6), vectors.astype(np.float64)[:, ::2]).vectors.dtype
+        == np.float32
+    )
 
 
 def test_keyed_vectors_refuse_what_does_not_match():
@@ -41,7 +46,9 @@ def test_keyed_vectors_refuse_what_does_not_match():
 
 def test_gensim_loads_all_three_and_most_similar_agrees(kv, tmp_path):
     paths = export.save(kv, tmp_path, ("kv", "bin", "txt"))
-    assert [path.name for path in paths] == ["vectors.kv", "vectors.bin", "vectors.txt"] and all(path.is_file() for path in paths)
+    assert [path.name for path in paths] == ["vectors.kv", "vectors.bin", "vectors.txt"] and all(
+        path.is_file() for path in paths
+    )
     loaded = [
         KeyedVectors.load(str(paths[0])),
         KeyedVectors.load_word2vec_format(str(paths[1]), binary=True),
@@ -55,7 +62,9 @@ def test_gensim_loads_all_three_and_most_similar_agrees(kv, tmp_path):
             expected = kv.most_similar(word)
             assert list(names) == [name for name, _ in expected]
             np.testing.assert_allclose(cosines, [cosine for _, cosine in expected], atol=1e-6)
-    assert np.array_equal(loaded[0].vectors, kv.vectors) and np.array_equal(loaded[1].vectors, kv.vectors)
+    assert np.array_equal(loaded[0].vectors, kv.vectors) and np.array_equal(
+        loaded[1].vectors, kv.vectors
+    )
     assert loaded[0].get_vecattr("paris", "count") == 40
     assert sorted(os.listdir(tmp_path)) == ["vectors.bin", "vectors.kv", "vectors.txt"]
 
@@ -75,7 +84,9 @@ def test_large_arrays_go_beside_and_stale_ones_go_away(kv, tmp_path, monkeypatch
     (tmp_path / "gone.npy").rename(tmp_path / "vectors.kv.vectors.npy")
     monkeypatch.setattr(KeyedVectors, "save", save)
     export.save(kv, tmp_path, ["kv"])
-    assert os.listdir(tmp_path) == ["vectors.kv"] and np.array_equal(vectorfile.load(tmp_path).vectors, kv.vectors)
+    assert os.listdir(tmp_path) == ["vectors.kv"] and np.array_equal(
+        vectorfile.load(tmp_path).vectors, kv.vectors
+    )
 
 
 @pytest.mark.parametrize("name", export.FORMATS)
@@ -110,9 +121,16 @@ def test_old_vectors_are_never_paired_with_new_side_files(kv, tmp_path, monkeypa
     monkeypatch.setattr(KeyedVectors, "save", lambda self, path: save(self, path, sep_limit=10))
     export.save(kv, tmp_path, ["kv"])
     seen = []
-    monkeypatch.setattr(export.os, "replace", lambda a, b: (seen.append((tmp_path / "vectors.kv").exists()), replace(a, b)))
+    monkeypatch.setattr(
+        export.os,
+        "replace",
+        lambda a, b: (seen.append((tmp_path / "vectors.kv").exists()), replace(a, b)),
+    )
     export.save(kv, tmp_path, ["kv"])
-    assert seen == [False, False]  # neither while the side file is renamed nor before vectors.kv itself is
+    assert seen == [
+        False,
+        False,
+    ]  # neither while the side file is renamed nor before vectors.kv itself is
 
 
 @pytest.mark.parametrize("word", ["new york", "line\nbreak", "tab\tbed", "", " "])
@@ -121,45 +139,74 @@ def test_words_with_white_space_go_to_kv_only(tmp_path, word):
     for formats in (("kv", "bin"), ("txt",)):
         with pytest.raises(vectorfile.VectorsError) as caught:
             export.save(kv, tmp_path, formats)
-        assert repr(word) in str(caught.value) and "use kv" in str(caught.value) and "\n" not in str(caught.value)
+        assert (
+            repr(word) in str(caught.value)
+            and "use kv" in str(caught.value)
+            and "\n" not in str(caught.value)
+        )
     assert os.listdir(tmp_path) == []
     export.save(kv, tmp_path, ["kv"])
     assert vectorfile.load(tmp_path).index_to_key == ["the", word]
 
 
 def test_unknown_format_is_named(kv, tmp_path):
-    with pytest.raises(vectorfile.VectorsError, match="unknown format 'text'; choose from kv bin txt"):
+    with pytest.raises(
+        vectorfile.VectorsError, match="unknown format 'text'; choose from kv bin txt"
+    ):
         export.save(kv, tmp_path, ["text"])
 
 
 def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
     export.save(kv, tmp_path / "run", ["kv"])
-    assert evaluate.main(["export", str(tmp_path / "run"), "--text", "--bin", "--to", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("vectors.txt", "vectors.bin")]
-    assert evaluate.main(["export", str(tmp_path / "out" / "vectors.txt"), "--kv"]) == 0  # beside what was read
+    assert (
+        evaluate.main(
+            ["export", str(tmp_path / "run"), "--text", "--bin", "--to", str(tmp_path / "out")]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "out" / name) for name in ("vectors.txt", "vectors.bin")
+    ]
+    assert (
+        evaluate.main(["export", str(tmp_path / "out" / "vectors.txt"), "--kv"]) == 0
+    )  # beside what was read
     assert vectorfile.load(tmp_path / "out").index_to_key == WORDS
 
 
 def test_projector_files_hold_the_most_frequent_words(kv, tmp_path, capsys):
     export.save(kv, tmp_path, ["kv"])
-    assert evaluate.main(["export", str(tmp_path), "--projector", "3", "--to", str(tmp_path / "out")]) == 0
+    assert (
+        evaluate.main(["export", str(tmp_path), "--projector", "3", "--to", str(tmp_path / "out")])
+        == 0
+    )
     names = ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in names]
     assert re.findall('path: "(.*)"', (tmp_path / "out" / names[2]).read_text()) == [*names[:2]]
-    assert (tmp_path / "out" / "metadata.tsv").read_text() == "word\tcount\nthe\t90\nZürich\t40\nparis\t40\n"
-    np.testing.assert_allclose(np.loadtxt(tmp_path / "out" / "tensor.tsv"), kv.vectors[:3], rtol=1e-5)
+    assert (
+        tmp_path / "out" / "metadata.tsv"
+    ).read_text() == "word\tcount\nthe\t90\nZürich\t40\nparis\t40\n"
+    np.testing.assert_allclose(
+        np.loadtxt(tmp_path / "out" / "tensor.tsv"), kv.vectors[:3], rtol=1e-5
+    )
 
 
 def test_safetensors_hold_the_vectors_and_a_list_the_words(kv, tmp_path):
     from safetensors.numpy import load_file
 
-    assert [path.name for path in export.save_safetensors(kv, tmp_path)] == ["vectors.safetensors", "vectors.tsv"]
+    assert [path.name for path in export.save_safetensors(kv, tmp_path)] == [
+        "vectors.safetensors",
+        "vectors.tsv",
+    ]
     assert np.array_equal(load_file(tmp_path / "vectors.safetensors")["vectors"], kv.vectors)
-    assert (tmp_path / "vectors.safetensors").stat().st_mode == (tmp_path / "vectors.tsv").stat().st_mode
+    assert (tmp_path / "vectors.safetensors").stat().st_mode == (
+        tmp_path / "vectors.tsv"
+    ).stat().st_mode
     rows = [line.split("\t") for line in (tmp_path / "vectors.tsv").read_text().splitlines()]
     assert rows == [[word, str(kv.get_vecattr(word, "count"))] for word in WORDS]
     with pytest.raises(vectorfile.VectorsError, match="white space"):
-        export.save_safetensors(export.keyed_vectors(["a b", "c"], np.ones(2), np.eye(2)), tmp_path / "no")
+        export.save_safetensors(
+            export.keyed_vectors(["a b", "c"], np.ones(2), np.eye(2)), tmp_path / "no"
+        )
     assert not (tmp_path / "no").exists()
 
 
@@ -173,25 +220,38 @@ def rows_of_all(size, folder, words=23, dim=5, last=None, dtype=torch.float32, k
         blocks = export.in_order(table, ranks, last)
         if ranks.rank or last:
             return list(blocks)
-        return [export.save_rows([f"w{i}" for i in range(words)], np.arange(words, 0, -1), dim, blocks, folder, keep)]
+        return [
+            export.save_rows(
+                [f"w{i}" for i in range(words)], np.arange(words, 0, -1), dim, blocks, folder, keep
+            )
+        ]
 
     return checked(together(size, written)), rows_VD.float().numpy()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("large", [False, True])
-def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(tmp_path, monkeypatch, size, large):
+def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(
+    tmp_path, monkeypatch, size, large
+):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     if large:
         monkeypatch.setattr(export, "LARGE", 100)
-    (kept, *others), rows_VD = rows_of_all(size, tmp_path, dtype=torch.bfloat16, keep=99 if large else 7)
-    assert np.array_equal(kept[0], rows_VD if large else rows_VD[:7]) and others == [[]] * (size - 1)
+    (kept, *others), rows_VD = rows_of_all(
+        size, tmp_path, dtype=torch.bfloat16, keep=99 if large else 7
+    )
+    assert np.array_equal(kept[0], rows_VD if large else rows_VD[:7]) and others == [[]] * (
+        size - 1
+    )
     plain = export.keyed_vectors([f"w{i}" for i in range(23)], np.arange(23, 0, -1), rows_VD)
     (tmp_path / "gensim").mkdir()
     plain.save(str(tmp_path / "gensim" / "vectors.kv"), separately=["vectors"] if large else None)
     export.save(plain, tmp_path / "gensim", ["bin"])
     names = sorted(path.name for path in (tmp_path / "gensim").iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == names and len(names) == 2 + large
+    assert (
+        sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == names
+        and len(names) == 2 + large
+    )
     for name in set(names) - {"vectors.kv"}:
         assert (tmp_path / name).read_bytes() == (tmp_path / "gensim" / name).read_bytes()
     theirs = KeyedVectors.load(str(tmp_path / "gensim" / "vectors.kv"))
@@ -200,11 +260,17 @@ def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(
         loaded.most_similar("w2")  # works out the norms
         again = pickle.loads(pickle.dumps(loaded))
         assert np.array_equal(again.vectors, rows_VD) and again.index_to_key == theirs.index_to_key
-        assert again.key_to_index == theirs.key_to_index and np.array_equal(again.expandos["count"], theirs.expandos["count"])
+        assert again.key_to_index == theirs.key_to_index and np.array_equal(
+            again.expandos["count"], theirs.expandos["count"]
+        )
     assert np.array_equal(loaded.vectors, rows_VD) and loaded.index_to_key == plain.index_to_key
-    assert loaded.get_vecattr("w3", "count") == 20 and loaded.most_similar("w1") == plain.most_similar("w1")
+    assert loaded.get_vecattr("w3", "count") == 20 and loaded.most_similar(
+        "w1"
+    ) == plain.most_similar("w1")
     if large:
-        assert isinstance(KeyedVectors.load(str(tmp_path / "vectors.kv"), mmap="r").vectors, np.memmap)
+        assert isinstance(
+            KeyedVectors.load(str(tmp_path / "vectors.kv"), mmap="r").vectors, np.memmap
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -212,13 +278,18 @@ def test_rows_of_several_ranks_are_written_block_by_block_as_gensim_writes_them(
 def test_only_so_many_rows_come(tmp_path, monkeypatch, size, last):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     (blocks, *_), rows_VD = rows_of_all(size, tmp_path, last=last)
-    assert np.array_equal(np.concatenate(blocks), rows_VD[:last]) and max(block.nbytes for block in blocks) <= 120
+    assert (
+        np.array_equal(np.concatenate(blocks), rows_VD[:last])
+        and max(block.nbytes for block in blocks) <= 120
+    )
 
 
 def test_a_full_disk_is_told_once_the_other_ranks_have_sent_all(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     monkeypatch.setattr(export, "LARGE", 100)
-    monkeypatch.setattr(export, "open", lambda path, mode: open("/dev/full", mode, 0), raising=False)  # noqa: SIM115
+    monkeypatch.setattr(
+        export, "open", lambda path, mode: open("/dev/full", mode, 0), raising=False
+    )  # noqa: SIM115
     with pytest.raises(OSError, match="No space left"):
         rows_of_all(3, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -51,7 +51,9 @@ class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):
     @pytest.fixture(autouse=True)
     def ours(self, monkeypatch, one_thread):
         module = types.ModuleType("word2vec")
-        module.__dict__.update(vars(word2vec), Word2Vec=SkipGram if self._testMethodName in ABOUT_VECTORS else Word2Vec)
+        module.__dict__.update(
+            vars(word2vec), Word2Vec=SkipGram if self._testMethodName in ABOUT_VECTORS else Word2Vec
+        )
         monkeypatch.setattr(test_word2vec, "word2vec", module)
 
 
@@ -65,7 +67,9 @@ class TestGensimsKeyedVectors(test_keyedvectors.TestKeyedVectors):
     def setUp(self):
         super().setUp()
         counts = [self.vectors.get_vecattr(word, "count") for word in self.vectors.index_to_key]
-        self.vectors = export.keyed_vectors(self.vectors.index_to_key, np.array(counts), self.vectors.vectors)
+        self.vectors = export.keyed_vectors(
+            self.vectors.index_to_key, np.array(counts), self.vectors.vectors
+        )
         with tempfile.TemporaryDirectory() as folder:
             export.save(self.vectors, folder)
             self.vectors = vectorfile.load(folder)

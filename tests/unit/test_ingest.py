@@ -34,36 +34,91 @@ def outcome(read, folder, *args):
         assert not folder.exists()
         return type(error), str(error)
     found = Corpus.open(folder)
-    return vocab.words, vocab.counts.tolist(), vocab.raw_words, vocab.raw_types, found.ids.tolist(), found.offsets.tolist(), found.raw_words
+    return (
+        vocab.words,
+        vocab.counts.tolist(),
+        vocab.raw_words,
+        vocab.raw_types,
+        found.ids.tolist(),
+        found.offsets.tolist(),
+        found.raw_words,
+    )
 
 
 pieces = ["a", "b", "cd", "A", "é", "É", "İ", "Σ", "語", "😀", "\ufffd", "\u200b"]
 pieces += ["eight8by", "eight8bytes", "more-than-eight", "more-than-eighT"]
-spaces = [" ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u1680", "\u2009", "\u2028", "\u202f", "\u205f", "\u3000"]
+spaces = [
+    " ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\x0b",
+    "\x1c",
+    "\x1f",
+    "\x85",
+    "\xa0",
+    "\u1680",
+    "\u2009",
+    "\u2028",
+    "\u202f",
+    "\u205f",
+    "\u3000",
+]
 broken = [b"\xff", b"\xc2", b"\xe2\x80", b"\xed\xa0\x80", b"\xf0\x9f", b"\x80"]
 words = st.sampled_from([piece.encode() for piece in pieces])
-texts = st.lists(words | words | st.sampled_from([space.encode() for space in spaces] + broken), max_size=60).map(b"".join)
+texts = st.lists(
+    words | words | st.sampled_from([space.encode() for space in spaces] + broken), max_size=60
+).map(b"".join)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(texts.filter(lambda data: data not in (b"\xef", b"\xef\xbb")), min_size=1, max_size=3),
-    st.integers(1, 70), st.integers(1, 3), st.integers(2, 5), st.booleans(), st.integers(1, 2), st.none() | st.integers(2, 6),
-)  # fmt: skip
-def test_compiled_is_plain(tmp_path_factory, caplog, data, block_bytes, workers, longest, lowercase, min_count, max_vocab_size):
+    st.integers(1, 70),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.booleans(),
+    st.integers(1, 2),
+    st.none() | st.integers(2, 6),
+)
+def test_compiled_is_plain(
+    tmp_path_factory,
+    caplog,
+    data,
+    block_bytes,
+    workers,
+    longest,
+    lowercase,
+    min_count,
+    max_vocab_size,
+):
     folder = tmp_path_factory.mktemp("ingest")
     files = [folder / f"text{number}" for number in range(len(data))]
     for file, content in zip(files, data, strict=True):
         file.write_bytes(content)
-    how, limits = CorpusConfig(lowercase=lowercase, max_sentence_length=longest), VocabConfig(min_count, None, max_vocab_size)
+    how, limits = (
+        CorpusConfig(lowercase=lowercase, max_sentence_length=longest),
+        VocabConfig(min_count, None, max_vocab_size),
+    )
     caplog.clear()
     expected = outcome(read_plainly, folder / "plain", files, folder / "plain", how, limits)
     said = caplog.messages
     caplog.clear()
     with mock.patch.object(ingest, "BLOCK_BYTES", block_bytes):
-        assert outcome(ingest.ingest, folder / "compiled", files, folder / "compiled", how, limits, workers) == expected
+        assert (
+            outcome(
+                ingest.ingest, folder / "compiled", files, folder / "compiled", how, limits, workers
+            )
+            == expected
+        )
     assert caplog.messages == said
-    assert {path.name for path in folder.iterdir()} <= {"plain", "compiled", *(file.name for file in files)}
+    assert {path.name for path in folder.iterdir()} <= {
+        "plain",
+        "compiled",
+        *(file.name for file in files),
+    }
 
 
 def test_white_space_is_pythons():
@@ -81,32 +136,55 @@ def split(block):
 @pytest.mark.parametrize("limit", [None, 3000])
 def test_a_text_of_many_blocks(tmp_path, monkeypatch, ending, limit):
     rng = np.random.default_rng(1)
-    lines = [" ".join(f"wörd-number-{n}" if n % 3 else f"w{n}" for n in rng.zipf(1.3, 30) % 5000) for _ in range(2000)]
+    lines = [
+        " ".join(f"wörd-number-{n}" if n % 3 else f"w{n}" for n in rng.zipf(1.3, 30) % 5000)
+        for _ in range(2000)
+    ]
     lines[7] = " ".join(lines[8:200])
     path = tmp_path / f"text{ending}"
-    path.write_bytes({"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}[ending]("\n".join(lines).encode()))
+    path.write_bytes(
+        {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}[ending]("\n".join(lines).encode())
+    )
     monkeypatch.setattr(ingest, "BLOCK_BYTES", 10_000)
     how, limits = CorpusConfig(max_sentence_length=1000), VocabConfig(max_vocab_size=limit)
     expected = outcome(read_plainly, tmp_path / "ids", [path], tmp_path / "ids", how, limits)
     assert len(expected[0]) > 500
     for workers in (1, 2, 5):
-        assert outcome(ingest.ingest, tmp_path / "ids", [path], tmp_path / "ids", how, limits, workers) == expected
+        assert (
+            outcome(ingest.ingest, tmp_path / "ids", [path], tmp_path / "ids", how, limits, workers)
+            == expected
+        )
 
 
 def test_digests_that_agree_do_not_make_words_the_same(monkeypatch):
     names = [f"{first}-and-the-rest" for first in "abcdefgh"]
     monkeypatch.setattr(text, "MIX", np.int64(0))
     module = {name: value for name, value in vars(text).items()}
-    for name in ("_white", "_end", "_digest", "_same", "_append", "enter", "split", "settle", "_prune"):
+    for name in (
+        "_white",
+        "_end",
+        "_digest",
+        "_same",
+        "_append",
+        "enter",
+        "split",
+        "settle",
+        "_prune",
+    ):
         source = getattr(text, name).py_func
         module[name] = type(source)(source.__code__, module, name)
     with np.errstate(over="ignore"):
         padded = (" ".join(names * 2)).encode() + text.PADDING
-        codes, *_ = module["split"](np.frombuffer(padded, np.uint8), np.ndarray(len(padded) - 7, np.int64, padded, strides=(1,)))
+        codes, *_ = module["split"](
+            np.frombuffer(padded, np.uint8),
+            np.ndarray(len(padded) - 7, np.int64, padded, strides=(1,)),
+        )
     assert codes.tolist() == [*range(8)] * 2
 
 
-@pytest.mark.parametrize("data", [b"a b\0c", b"a " + b"x" * 10_001, "\u00e9".encode() * 10_001 + b" b", b"x" * 200_000])
+@pytest.mark.parametrize(
+    "data", [b"a b\0c", b"a " + b"x" * 10_001, "\u00e9".encode() * 10_001 + b" b", b"x" * 200_000]
+)
 def test_binary_files_are_refused(tmp_path, data):
     (tmp_path / "text").write_bytes(data)
     args = tmp_path / "ids", [tmp_path / "text"], tmp_path / "ids", CorpusConfig(), VocabConfig()
@@ -119,7 +197,9 @@ def test_binary_files_are_refused(tmp_path, data):
 @pytest.mark.parametrize("read", [read_plainly, partial(ingest.ingest, workers=2)])
 def test_an_error_leaves_nothing_behind(tmp_path, read):
     path = tmp_path / "text.gz"
-    path.write_bytes(gzip.compress(np.random.default_rng(1).bytes(3_000_000).hex(" ", 3).encode())[:1_000_000])
+    path.write_bytes(
+        gzip.compress(np.random.default_rng(1).bytes(3_000_000).hex(" ", 3).encode())[:1_000_000]
+    )
     with pytest.raises(ValueError, match="text.gz cannot be read"):
         read([path], tmp_path / "cache" / "ids", CorpusConfig(), VocabConfig())
     assert not list(tmp_path.glob("cache/*"))
@@ -142,7 +222,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "text").write_text("some words of a text\n" * 5000)
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "text"), str(tmp_path / "data")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("cannot be written (File too large); make room there, or name another disk with corpus.data_dir=FOLDER\n")
+    assert done.stdout.endswith(
+        "cannot be written (File too large); make room there, or name another disk with corpus.data_dir=FOLDER\n"
+    )
     assert {path.name for path in (tmp_path / "data" / "cache").iterdir()} <= {"digests.json"}
 
 
@@ -162,7 +244,13 @@ for times in (20, 200):
 
 
 def test_memory_is_bounded_by_the_vocabulary(tmp_path):
-    done = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     small, large = map(int, done.stdout.split())
     assert large - small < 20 * 1024  # KiB; the text has 60 MB and its numbers 48
 
@@ -179,15 +267,23 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, monkeypatc
 def test_without_numba_it_says_so_and_reads_plainly(tmp_path, monkeypatch, caplog):
     (tmp_path / "text").write_text("some words of a text\n" * 10)
     monkeypatch.setattr(opening, "find_spec", lambda name: None)
-    config = plan.Config(corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "data")))
+    config = plan.Config(
+        corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "data"))
+    )
     vocab, ids = opening.open_corpus(config)
-    assert vocab.words == "some words of a text".split() and len(ids.ids) == 50 and "numba is not installed" in caplog.text
+    assert (
+        vocab.words == "some words of a text".split()
+        and len(ids.ids) == 50
+        and "numba is not installed" in caplog.text
+    )
 
 
 def test_a_corpus_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "text").write_text("some words of a text\n" * 10)
     (tmp_path / "file").write_text("")
-    config = plan.Config(corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "file")))
+    config = plan.Config(
+        corpus=CorpusConfig(path=str(tmp_path / "text"), data_dir=str(tmp_path / "file"))
+    )
     with pytest.raises(ConfigError, match=r"file.cache cannot be written \(.+\); make room"):
         opening.open_corpus(config)
 

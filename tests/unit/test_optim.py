@@ -70,7 +70,9 @@ def train_paged(config, storage, steps):
 def train_dense(config, weights, steps):
     """`steps` is a list of (gradient of all weights, lr)."""
     parameter = nn.Parameter(weights.clone())
-    optimizer = getattr(torch.optim, config.name)([parameter], lr=config.lr, foreach=False, **config.args)
+    optimizer = getattr(torch.optim, config.name)(
+        [parameter], lr=config.lr, foreach=False, **config.args
+    )
     for grad, lr in steps:
         parameter.grad, optimizer.param_groups[0]["lr"] = grad.to(weights.device), lr
         optimizer.step()
@@ -84,11 +86,17 @@ def test_all_rows_touched_equals_dense(name, args, step, storage):
     config = OptimizerConfig(name=name, args=args, lr=0.05, step=step)
     rates = [0.05 * (1 - i / STEPS) for i in range(STEPS)]
     grads = gradients(STEPS, ROWS)
-    table = train_paged(config, storage, [(range(ROWS), grad, lr) for grad, lr in zip(grads, rates, strict=True)])
-    weights, state = train_dense(config, start_weights(device_of(storage)), list(zip(grads, rates, strict=True)))
+    table = train_paged(
+        config, storage, [(range(ROWS), grad, lr) for grad, lr in zip(grads, rates, strict=True)]
+    )
+    weights, state = train_dense(
+        config, start_weights(device_of(storage)), list(zip(grads, rates, strict=True))
+    )
     assert torch.equal(table["weight"].cpu(), weights.cpu())
     for key in set(table.columns) - {"weight"}:
-        assert torch.equal(table[key].cpu(), state[key].cpu().expand(ROWS, table[key].shape[1])), key
+        assert torch.equal(table[key].cpu(), state[key].cpu().expand(ROWS, table[key].shape[1])), (
+            key
+        )
     assert all(torch.equal(value, state[key].cpu()) for key, value in table.scalars.items())
 
 
@@ -101,7 +109,9 @@ def test_some_rows_touched_equal_a_dense_run_over_those_rows(name, args, step, s
     touched = torch.tensor([1, 4, 5])
     grads = gradients(STEPS, 3)
     table = train_paged(config, storage, [(touched, grad, 0.05) for grad in grads])
-    weights, _ = train_dense(config, start_weights(device_of(storage))[touched], [(grad, 0.05) for grad in grads])
+    weights, _ = train_dense(
+        config, start_weights(device_of(storage))[touched], [(grad, 0.05) for grad in grads]
+    )
     assert torch.equal(table["weight"].cpu()[touched], weights.cpu())
     _, untrained = paged(config, storage)
     rest = torch.tensor([row for row in range(ROWS) if row not in touched])
@@ -113,35 +123,60 @@ def test_per_row_steps_equal_a_dense_run_of_each_row_alone(name, args):
     """With `step: row`, a row that comes in at different times trains as if it were the only row, at the steps that touch it."""
     config = OptimizerConfig(name=name, args=args, lr=0.05, step="row")
     generator = torch.Generator().manual_seed(3)
-    visits = [torch.nonzero(torch.rand(ROWS, generator=generator) < 0.4).flatten() for _ in range(STEPS)]
+    visits = [
+        torch.nonzero(torch.rand(ROWS, generator=generator) < 0.4).flatten() for _ in range(STEPS)
+    ]
     grads = gradients(STEPS, ROWS, seed=4)
-    table = train_paged(config, "cpu", [(rows, grad[rows], 0.05) for rows, grad in zip(visits, grads, strict=True)])
+    table = train_paged(
+        config, "cpu", [(rows, grad[rows], 0.05) for rows, grad in zip(visits, grads, strict=True)]
+    )
     for row in range(ROWS):
-        mine = [(grad[row : row + 1], 0.05) for rows, grad in zip(visits, grads, strict=True) if row in rows]
+        mine = [
+            (grad[row : row + 1], 0.05)
+            for rows, grad in zip(visits, grads, strict=True)
+            if row in rows
+        ]
         weights, _ = train_dense(config, start_weights("cpu")[row : row + 1], mine)
-        torch.testing.assert_close(table["weight"][row], weights[0], rtol=1e-6, atol=1e-7)  # vector width may change the last bit
+        torch.testing.assert_close(
+            table["weight"][row], weights[0], rtol=1e-6, atol=1e-7
+        )  # vector width may change the last bit
 
 
 def test_steps_by_table_and_by_row_differ_for_a_late_row():
     """A row first touched at the table's third step: Adam's bias correction takes it for older than it is, unless counted by row."""
-    visits = [(torch.tensor([0]), gradients(1, 1)[0], 0.1)] * 2 + [(torch.tensor([0, 1]), gradients(1, 2)[0], 0.1)]
-    by_table, by_row = (train_paged(OptimizerConfig(name="Adam", lr=0.1, step=step), "cpu", visits) for step in ("table", "row"))
+    visits = [(torch.tensor([0]), gradients(1, 1)[0], 0.1)] * 2 + [
+        (torch.tensor([0, 1]), gradients(1, 2)[0], 0.1)
+    ]
+    by_table, by_row = (
+        train_paged(OptimizerConfig(name="Adam", lr=0.1, step=step), "cpu", visits)
+        for step in ("table", "row")
+    )
     assert torch.equal(by_table["weight"][0], by_row["weight"][0])
     first_step = (by_row["weight"] - start_weights("cpu"))[1]
-    torch.testing.assert_close(first_step.abs(), torch.full((DIM,), 0.1))  # Adam's first step is lr * sign(gradient)
+    torch.testing.assert_close(
+        first_step.abs(), torch.full((DIM,), 0.1)
+    )  # Adam's first step is lr * sign(gradient)
     m_hat, v_hat = 0.1 / (1 - 0.9**3), 0.001 / (1 - 0.999**3)
-    torch.testing.assert_close((by_table["weight"] - start_weights("cpu"))[1].abs(), torch.full((DIM,), 0.1 * m_hat / v_hat**0.5))
+    torch.testing.assert_close(
+        (by_table["weight"] - start_weights("cpu"))[1].abs(),
+        torch.full((DIM,), 0.1 * m_hat / v_hat**0.5),
+    )
 
 
 def test_rowwise_optimizers_are_the_known_ones():
-    assert rowwise_optimizers() == "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    assert (
+        rowwise_optimizers()
+        == "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    )
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
 def test_optimizers_that_mix_rows_are_refused_with_those_that_work(name):
     if not hasattr(torch.optim, name):
         pytest.skip(f"torch {torch.__version__} has no {name}")
-    with pytest.raises(ConfigError, match=f"optimizer.name={name} .*cannot be paged.*Adamax.*RMSprop"):
+    with pytest.raises(
+        ConfigError, match=f"optimizer.name={name} .*cannot be paged.*Adamax.*RMSprop"
+    ):
         RowOptimizer(OptimizerConfig(name=name))
 
 
@@ -150,9 +185,17 @@ def test_optimizers_that_mix_rows_are_refused_with_those_that_work(name):
     [
         ("adamx", {}, "optimizer.name=adamx is not a torch.optim class; did you mean Adamax"),
         ("Xyzzy", {}, "row-wise choices: ASGD"),
-        ("Adam", {"beta": 0.5}, "optimizer.args.beta is not an argument of Adam; did you mean betas"),
+        (
+            "Adam",
+            {"beta": 0.5},
+            "optimizer.args.beta is not an argument of Adam; did you mean betas",
+        ),
         ("Adam", {"lr": 0.5}, "optimizer.args.lr is not an argument of Adam"),
-        ("RMSprop", {"betas": (0.5, 0.9)}, "optimizer.args.betas is not an argument of RMSprop; optimizer.args={} clears"),
+        (
+            "RMSprop",
+            {"betas": (0.5, 0.9)},
+            "optimizer.args.betas is not an argument of RMSprop; optimizer.args={} clears",
+        ),
         ("Adam", {"betas": [2, 3]}, "refused by Adam: Invalid beta"),
         ("SGD", {"momentum": 0.9, "dampening": 0.5}, "first step on more than the first state"),
     ],
@@ -170,7 +213,10 @@ def test_torchs_compiler_is_not_imported():
 
 def test_schedules():
     def rates(**settings):
-        return [round(learning_rate(OptimizerConfig(lr=1.0, **settings), share), 6) for share in (0, 0.25, 0.5, 0.75, 1)]
+        return [
+            round(learning_rate(OptimizerConfig(lr=1.0, **settings), share), 6)
+            for share in (0, 0.25, 0.5, 0.75, 1)
+        ]
 
     assert rates(schedule="constant") == [1, 1, 1, 1, 1]
     assert rates(schedule="linear") == [1, 0.75, 0.5, 0.25, 0]

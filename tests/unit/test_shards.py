@@ -28,10 +28,16 @@ def dealt(ranks, filled=True, name="NAdam", rows=ROWS, dim=DIM, step="table", dt
     optimizer = RowOptimizer(OptimizerConfig(name=name, step=step))
     made = []
     for number, table in enumerate(("input", "output")):
-        made.append(Table(table, ranks.rows(rows), dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype))
+        made.append(
+            Table(
+                table, ranks.rows(rows), dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype
+            )
+        )
         if filled:
             rows_n = ranks.global_rows(torch.arange(made[-1].rows))
-            made[-1].records_VR.copy_((rows_n[:, None] * 100 + torch.arange(made[-1].width) + number * 10_000).sin())
+            made[-1].records_VR.copy_(
+                (rows_n[:, None] * 100 + torch.arange(made[-1].width) + number * 10_000).sin()
+            )
             for value in made[-1].scalars.values():
                 value.fill_(3 + number if value.dtype == torch.int64 else 0.1)
     return made
@@ -48,7 +54,9 @@ def loaded(ranks, folder, **what):
     tables, found = dealt(ranks, filled=False, **what), latest(folder, ranks)
     found.load(tables, ranks)
     for table, expected in zip(tables, dealt(ranks, **what), strict=True):
-        assert torch.equal(table.records_VR, expected.records_VR) and table.scalars == expected.scalars
+        assert (
+            torch.equal(table.records_VR, expected.records_VR) and table.scalars == expected.scalars
+        )
     return found.state
 
 
@@ -66,11 +74,19 @@ def test_rows_side_by_side_are_kept_as_others(tmp_path, small_files, room):
     keeper = Checkpoints(tmp_path / "beside", side_by_side(dealt(ALONE)), room)
     keeper.save({"step": 7, "positions": [0]})
     keeper.wait()
-    files = sorted(path.relative_to(tmp_path / "apart") for path in (tmp_path / "apart").rglob("*.safetensors"))
-    assert len(files) > 2 and all((tmp_path / "apart" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes() for name in files)
+    files = sorted(
+        path.relative_to(tmp_path / "apart") for path in (tmp_path / "apart").rglob("*.safetensors")
+    )
+    assert len(files) > 2 and all(
+        (tmp_path / "apart" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes()
+        for name in files
+    )
     tables = side_by_side(dealt(ALONE, filled=False))
     latest(tmp_path / "beside", ALONE).load(tables, ALONE)
-    assert all(torch.equal(table.records_VR, expected.records_VR) for table, expected in zip(tables, dealt(ALONE), strict=True))
+    assert all(
+        torch.equal(table.records_VR, expected.records_VR)
+        for table, expected in zip(tables, dealt(ALONE), strict=True)
+    )
 
 
 @pytest.fixture
@@ -87,7 +103,11 @@ def test_what_any_number_of_ranks_wrote_any_other_loads(tmp_path, small_files, s
     assert checked(together(now, loaded, tmp_path)) == [{"step": 7, "positions": positions}] * now
 
 
-@pytest.mark.parametrize("what", [{"step": "row"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"rows": 4}], ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [{"step": "row"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"rows": 4}],
+    ids=str,
+)
 def test_all_that_records_may_be(tmp_path, small_files, what):
     def write(ranks):
         written(ranks, tmp_path, **what)
@@ -104,21 +124,32 @@ def test_all_that_records_may_be(tmp_path, small_files, what):
 def test_the_files_say_whose_they_are_and_one_rank_writes_what_it_always_did(tmp_path, small_files):
     checked(together(2, written, tmp_path))
     names = {path.name.partition("-000")[0] for path in (tmp_path / "step-00000007").iterdir()}
-    assert names == {"manifest.json", *(f"{table}-rank-{rank}-of-2" for table in ("input", "output") for rank in range(2))}
+    assert names == {
+        "manifest.json",
+        *(f"{table}-rank-{rank}-of-2" for table in ("input", "output") for rank in range(2)),
+    }
     manifest = json.loads((tmp_path / "step-00000007" / "manifest.json").read_text())
     assert manifest["ranks"] == 2 and manifest["tables"]["input"]["rows"] == ROWS
-    assert set(manifest["files"]) == {path.name for path in (tmp_path / "step-00000007").glob("*.safetensors")}
+    assert set(manifest["files"]) == {
+        path.name for path in (tmp_path / "step-00000007").glob("*.safetensors")
+    }
     second = sorted((tmp_path / "step-00000007").glob("input-rank-1-*"))
-    assert torch.equal(torch.cat([load_file(path)["records"] for path in second]), dealt(ALONE)[0].records_VR[1::2])
+    assert torch.equal(
+        torch.cat([load_file(path)["records"] for path in second]), dealt(ALONE)[0].records_VR[1::2]
+    )
     written(ALONE, tmp_path, 8)
     alone = json.loads((tmp_path / "step-00000008" / "manifest.json").read_text())
     assert "ranks" not in alone and not list((tmp_path / "step-00000008").glob("*rank*"))
 
 
 @pytest.mark.parametrize(
-    "rooms, at_once", [((0, 0), [6, 6]), ((0, ALL), [6, 0]), ((600, 1200), [5, 4]), ((ALL, ALL), [0, 0])], ids=str
+    "rooms, at_once",
+    [((0, 0), [6, 6]), ((0, ALL), [6, 0]), ((600, 1200), [5, 4]), ((ALL, ALL), [0, 0])],
+    ids=str,
 )
-def test_each_rank_copies_what_it_has_room_for_and_no_change_is_saved(tmp_path, small_files, monkeypatch, rooms, at_once):
+def test_each_rank_copies_what_it_has_room_for_and_no_change_is_saved(
+    tmp_path, small_files, monkeypatch, rooms, at_once
+):
     """Ranks change all rows as soon as `save` has returned, and copies are written after that."""
     go, finish = threading.Event(), Checkpoints._finish
     monkeypatch.setattr(Checkpoints, "_finish", lambda *args: go.wait(10) and finish(*args))
@@ -173,8 +204,13 @@ def test_hosts_without_a_disk_in_common_have_a_folder_each(tmp_path):
     for number in range(2):
         found = sorted(os.listdir(tmp_path / f"host{number}"))
         assert found == ["step-00000002", "step-00000003"]
-        tables = [path.name for path in (tmp_path / f"host{number}" / "step-00000003").glob("input*")]
-        assert sorted(tables) == [f"input-rank-{rank}-of-4-00000-of-00001.safetensors" for rank in (2 * number, 2 * number + 1)]
+        tables = [
+            path.name for path in (tmp_path / f"host{number}" / "step-00000003").glob("input*")
+        ]
+        assert sorted(tables) == [
+            f"input-rank-{rank}-of-4-00000-of-00001.safetensors"
+            for rank in (2 * number, 2 * number + 1)
+        ]
     checked(together(4, lambda ranks: loaded(ranks, host(ranks))))
     said = r"input-rank-[23]-of-4-\S+ is missing here: each of 4 ranks wrote .*copy the files of all hosts into .*step-00000003, or start 4"
     for error in raised(together(2, loaded, tmp_path / "host0")):
@@ -198,13 +234,20 @@ def test_all_ranks_take_the_newest_that_all_have(tmp_path):
 
     checked(together(2, write, (1, 2)))
     shutil.rmtree(tmp_path / "1" / "step-00000002")
-    assert [state["step"] for state in checked(together(2, lambda ranks: loaded(ranks, host(ranks))))] == [1, 1]
+    assert [
+        state["step"] for state in checked(together(2, lambda ranks: loaded(ranks, host(ranks))))
+    ] == [1, 1]
     checked(together(2, write, (2,)))
-    assert [state["step"] for state in checked(together(2, lambda ranks: loaded(ranks, host(ranks))))] == [2, 2]
+    assert [
+        state["step"] for state in checked(together(2, lambda ranks: loaded(ranks, host(ranks))))
+    ] == [2, 2]
     shutil.rmtree(tmp_path / "1")
     (tmp_path / "1").mkdir()
     for error in raised(together(2, lambda ranks: latest(host(ranks), ranks))):
-        assert "holds step-00000001, step-00000002 for rank 0 but none for rank 1; bring it to all hosts" in str(error)
+        assert (
+            "holds step-00000001, step-00000002 for rank 0 but none for rank 1; bring it to all hosts"
+            in str(error)
+        )
     manifest = tmp_path / "0" / "step-00000002" / "manifest.json"
     shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
     manifest.write_text(checkpoint._sealed(json.loads(manifest.read_text()) | {"positions": []}))
@@ -214,11 +257,17 @@ def test_all_ranks_take_the_newest_that_all_have(tmp_path):
 
 @pytest.mark.parametrize("room", [0, 1000, ALL])
 @pytest.mark.parametrize("broken", ["a file of rank 1", "the manifest"])
-def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, monkeypatch, broken, room):
+def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(
+    tmp_path, monkeypatch, broken, room
+):
     write = shards.durable.write
 
     def full(path, parts):
-        here = path.name == "manifest.json" if broken == "the manifest" else path.name.startswith("input-rank-1")
+        here = (
+            path.name == "manifest.json"
+            if broken == "the manifest"
+            else path.name.startswith("input-rank-1")
+        )
         if here and "02.partial" in str(path):
             raise OSError(28, "No space left on device")
         return write(path, parts)
@@ -234,8 +283,13 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(tmp_path, 
 
     checked(together(3, save, 1))
     for error in raised(together(3, save, 2)):
-        assert "No space left on device, so that a checkpoint of 5,888 bytes cannot be written; --resume goes on" in str(error)
-        assert error.of == (0 if broken == "the manifest" else 1) and error.filename == str(tmp_path)
+        assert (
+            "No space left on device, so that a checkpoint of 5,888 bytes cannot be written; --resume goes on"
+            in str(error)
+        )
+        assert error.of == (0 if broken == "the manifest" else 1) and error.filename == str(
+            tmp_path
+        )
     assert os.listdir(tmp_path) == ["step-00000001"]
     checked(together(3, save, 3))
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
@@ -248,7 +302,9 @@ def test_damage_is_found_by_however_many_ranks(tmp_path, small_files, now):
         whole = path.read_bytes()
         path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 4]) + whole[-2:])
         for error in raised(together(now, loaded, tmp_path)):
-            assert isinstance(error, CheckpointError) and f"{path.name} is damaged (its CRC-32 is " in str(error)
+            assert isinstance(
+                error, CheckpointError
+            ) and f"{path.name} is damaged (its CRC-32 is " in str(error)
         path.write_bytes(whole)
     for error in raised(together(now, lambda ranks: loaded(ranks, tmp_path, rows=ROWS + 1))):
         assert "resume with the settings of the run" in str(error)
@@ -275,7 +331,9 @@ def body(ranks, folder):
     own.mkdir()
     assert ranks.leads(own) and not list(own.iterdir())
     ranks.same({"seed": 1})
-    with pytest.raises(RanksDiffer, match="train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike"):
+    with pytest.raises(
+        RanksDiffer, match="train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike"
+    ):
         ranks.same({"train.epochs": 3, "train.seed": ranks.rank})
     with pytest.raises(FileNotFoundError) as caught, ranks.together():
         if ranks.rank == ranks.size - 1:

@@ -31,11 +31,16 @@ STATES = {"exp_avg": RowState(100, 0.0), "exp_inf": RowState(100, 0.25), "step":
 
 def test_record_holds_weight_then_states_in_whole_cache_lines():
     assert record_columns(100, STATES) == {
-        "weight": slice(0, 100), "exp_avg": slice(100, 200), "exp_inf": slice(200, 300), "step": slice(300, 301),
-    }  # fmt: skip
+        "weight": slice(0, 100),
+        "exp_avg": slice(100, 200),
+        "exp_inf": slice(200, 300),
+        "step": slice(300, 301),
+    }
     assert record_width(100, STATES) == 320
     assert [record_width(dim, {}) for dim in (1, 32, 33)] == [32, 32, 64]
-    assert record_width(100, STATES, aligned=False) == sum([100, *(state.width for state in STATES.values())])
+    assert record_width(100, STATES, aligned=False) == sum(
+        [100, *(state.width for state in STATES.values())]
+    )
 
 
 def test_first_values_and_scalars_are_the_tables_own():
@@ -44,7 +49,11 @@ def test_first_values_and_scalars_are_the_tables_own():
     table.scalars["step"] += 1
     table["weight"].fill_(7)
     assert other.scalars["step"] == 0 and not other["weight"].any()
-    assert (table["exp_inf"] == 0.25).all() and (table["step"] == 3).all() and table["step"].shape == (5, 1)
+    assert (
+        (table["exp_inf"] == 0.25).all()
+        and (table["step"] == 3).all()
+        and table["step"].shape == (5, 1)
+    )
     assert table.bytes == 5 * 320 * 4
 
 
@@ -53,7 +62,10 @@ def test_what_is_not_kept_is_given_back():
     table.initialise(uniform(100, 0.5, seed=1))
     weights = table["weight"].clone()
     table.shrink(100)
-    assert torch.equal(table["weight"], weights) and table.bytes == 5 * 100 * 4 == table.records_VR.untyped_storage().nbytes()
+    assert (
+        torch.equal(table["weight"], weights)
+        and table.bytes == 5 * 100 * 4 == table.records_VR.untyped_storage().nbytes()
+    )
     assert list(table.columns) == ["weight"]
     table.shrink(0)
     assert table.bytes == 0 == table.records_VR.untyped_storage().nbytes() and not table.columns
@@ -73,7 +85,9 @@ def test_uniform_is_uniform_and_uncorrelated():
     values = uniform(64, 0.5, seed=3)(torch.arange(20_000))
     assert -0.5 <= values.min() < -0.4999 and 0.4999 < values.max() < 0.5
     counts = torch.histc(values, bins=100, min=-0.5, max=0.5)
-    assert ((counts - 12_800) ** 2 / 12_800).sum() < 160  # chi-square, 99 degrees of freedom, p = 1e-4
+    assert (
+        (counts - 12_800) ** 2 / 12_800
+    ).sum() < 160  # chi-square, 99 degrees of freedom, p = 1e-4
     assert torch.corrcoef(values.T).fill_diagonal_(0).abs().max() < 0.035
     assert torch.corrcoef(values[:200]).fill_diagonal_(0).abs().max() < 0.7
 
@@ -85,8 +99,12 @@ def test_normal_is_normal_and_depends_on_seed_row_and_column_alone():
     assert not torch.equal(normal(64, 0.5, seed=4)(rows), values)
     edges = torch.special.ndtri(torch.arange(1, 100, dtype=torch.float64) / 100).float() * 0.5
     counts = torch.bincount(torch.bucketize(values.flatten(), edges), minlength=100)
-    assert ((counts - 12_800) ** 2 / 12_800).sum() < 160  # chi-square, 99 degrees of freedom, p = 1e-4
-    assert 2.4 < values.abs().max() < 3.3  # the extremes of 1.28 M draws lie near 5 standard deviations
+    assert (
+        (counts - 12_800) ** 2 / 12_800
+    ).sum() < 160  # chi-square, 99 degrees of freedom, p = 1e-4
+    assert (
+        2.4 < values.abs().max() < 3.3
+    )  # the extremes of 1.28 M draws lie near 5 standard deviations
     assert torch.corrcoef(values.T).fill_diagonal_(0).abs().max() < 0.035
 
 
@@ -116,11 +134,18 @@ def test_rounding_to_bfloat16_keeps_the_mean_and_is_repeatable():
     assert abs((first > 1).float().mean(0) - 0.3).max() < 0.075  # in each column
     assert not torch.equal(first, second)
     assert abs(((first > 1) & (second > 1)).float().mean() - 0.09) < 0.006  # writes are independent
-    assert torch.equal(again.encode(rows[500:], records[500:]), first[500:])  # of what else is written
+    assert torch.equal(
+        again.encode(rows[500:], records[500:]), first[500:]
+    )  # of what else is written
     assert torch.equal(table.encode(rows, -records).abs().unique(), first.unique())
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -2.5, 2**-133.0] + [0.0] * 58).view(1, 64)
+    special = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), 0.0, -2.5, 2**-133.0] + [0.0] * 58
+    ).view(1, 64)
     special[0, 6:7].view(torch.int32)[0] = 0x7FFFFFFF  # the NaN that a GPU makes
-    assert torch.equal(table.encode(rows[:1], special)[0, :6].nan_to_num(7.0), special[0, :6].bfloat16().nan_to_num(7.0))
+    assert torch.equal(
+        table.encode(rows[:1], special)[0, :6].nan_to_num(7.0),
+        special[0, :6].bfloat16().nan_to_num(7.0),
+    )
     assert table.encode(rows[:1], special)[0, 6].isnan()
 
 
@@ -140,7 +165,10 @@ def test_small_steps_are_not_lost_in_bfloat16():
 @pytest.mark.parametrize("name", rowwise_optimizers())
 def test_every_optimizer_steps_16_bit_rows_in_float32(name):
     optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.05))
-    wide, narrow = (Table("input", 6, 8, optimizer.states(8), optimizer.scalars, "cpu", dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        Table("input", 6, 8, optimizer.states(8), optimizer.scalars, "cpu", dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     for table in (wide, narrow):
         table["weight"].fill_(0.5)
         for step in range(3):
@@ -158,26 +186,42 @@ def test_every_optimizer_steps_16_bit_rows_in_float32(name):
         ({"rows": 0}, "a table of 0 rows of 4 dimensions cannot be made"),
         ({"storage": "disk"}, "storage='disk' is unknown; choose from cpu cuda pinned mmap"),
         ({"dtype": torch.int32}, "dtype=torch.int32 cannot be stored"),
-        ({"dtype": torch.bfloat16, "states": {"step": RowState(1, 0.0)}}, "cannot hold the state 'step' that counts for each row; use"),
+        (
+            {"dtype": torch.bfloat16, "states": {"step": RowState(1, 0.0)}},
+            "cannot hold the state 'step' that counts for each row; use",
+        ),
         ({"storage": "mmap"}, "storage='mmap' with path=None"),
         ({"path": "x"}, "storage='cpu' with path=x"),
-        ({"storage": "mmap", "path": "x.npy", "states": STATES}, "path=x.npy: an .npy file holds weights alone"),
-        ({"storage": "mmap", "path": "x.npy", "dtype": torch.bfloat16}, "path=x.npy: an .npy file holds weights alone"),
+        (
+            {"storage": "mmap", "path": "x.npy", "states": STATES},
+            "path=x.npy: an .npy file holds weights alone",
+        ),
+        (
+            {"storage": "mmap", "path": "x.npy", "dtype": torch.bfloat16},
+            "path=x.npy: an .npy file holds weights alone",
+        ),
     ],
 )
 def test_tables_that_cannot_be_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        Table(**{"name": "input", "rows": 5, "dim": 4, "states": {}, "scalars": {}, "storage": "cpu"} | settings)
+        Table(
+            **{"name": "input", "rows": 5, "dim": 4, "states": {}, "scalars": {}, "storage": "cpu"}
+            | settings
+        )
 
 
 def file_table(path, rows=5, dim=100, states=STATES, dtype=torch.float32, scalars=("step",)):
-    return Table("input", rows, dim, states, {key: torch.tensor(0.0) for key in scalars}, "mmap", dtype, path)
+    return Table(
+        "input", rows, dim, states, {key: torch.tensor(0.0) for key in scalars}, "mmap", dtype, path
+    )
 
 
 def test_a_table_in_a_file_goes_on_where_it_was(tmp_path):
     table = file_table(tmp_path / "input")
     table.initialise(uniform(100, 1.0, 1))
-    assert not table.continued and not (tmp_path / "input").exists()  # no table of that name until it is whole
+    assert (
+        not table.continued and not (tmp_path / "input").exists()
+    )  # no table of that name until it is whole
     table.flush()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "input.json"]
     table["exp_inf"][3] = 7
@@ -195,20 +239,36 @@ def test_rows_without_state_may_be_an_npy_file(tmp_path, dtype):
     table = file_table(tmp_path / "x.npy", states={}, dtype=dtype, scalars=())
     table.initialise(normal(100, 1.0, 1))
     table.flush()
-    assert np.array_equal(np.load(tmp_path / "x.npy"), table["weight"].numpy()) and os.listdir(tmp_path) == ["x.npy"]
-    assert torch.equal(file_table(tmp_path / "x.npy", states={}, dtype=dtype, scalars=()).records_VR, table.records_VR)
-    with pytest.raises(ValueError, match=r"x.npy holds \(5, 100\) float.*, but the table is \(6, 100\) float"):
+    assert np.array_equal(np.load(tmp_path / "x.npy"), table["weight"].numpy()) and os.listdir(
+        tmp_path
+    ) == ["x.npy"]
+    assert torch.equal(
+        file_table(tmp_path / "x.npy", states={}, dtype=dtype, scalars=()).records_VR,
+        table.records_VR,
+    )
+    with pytest.raises(
+        ValueError, match=r"x.npy holds \(5, 100\) float.*, but the table is \(6, 100\) float"
+    ):
         file_table(tmp_path / "x.npy", rows=6, states={}, dtype=dtype, scalars=())
 
 
-OTHERS = [{"rows": 6}, {"dim": 99}, {"dtype": torch.float16, "states": {}}, {"states": {"sum": RowState(100, 0.0)}}, {"scalars": ("mu",)}]
+OTHERS = [
+    {"rows": 6},
+    {"dim": 99},
+    {"dtype": torch.float16, "states": {}},
+    {"states": {"sum": RowState(100, 0.0)}},
+    {"scalars": ("mu",)},
+]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_files_of_another_layout_are_refused_and_stay_as_they_are(tmp_path, other):
     file_table(tmp_path / "input").flush()
     before = (tmp_path / "input").read_bytes()
-    with pytest.raises(ValueError, match=r'input holds \{"rows": 5, .*"weight": 100.*, but the table is \{.*; use the settings') as error:
+    with pytest.raises(
+        ValueError,
+        match=r'input holds \{"rows": 5, .*"weight": 100.*, but the table is \{.*; use the settings',
+    ) as error:
         file_table(tmp_path / "input", **other)
     assert "\n" not in str(error.value) and (tmp_path / "input").read_bytes() == before
 
@@ -220,7 +280,9 @@ def test_damaged_files_are_refused(tmp_path):
         file_table(tmp_path / "input")
     for content in ("{", "[]", json.dumps({"rows": 5})):
         (tmp_path / "input.json").write_text(content)
-        with pytest.raises(ValueError, match="input exists, but .*input.json does not say what it holds"):
+        with pytest.raises(
+            ValueError, match="input exists, but .*input.json does not say what it holds"
+        ):
             file_table(tmp_path / "input")
 
 
@@ -246,10 +308,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_rows_whole_and_scalars_as_of_the_last_flush(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "input")], cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "input")], cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == -9
     table = file_table(tmp_path / "input")
-    assert table.scalars["step"] == 1 and (table["weight"][:3] == 1).all() and (table["exp_inf"] == 0.25).all()
+    assert (
+        table.scalars["step"] == 1
+        and (table["weight"][:3] == 1).all()
+        and (table["exp_inf"] == 0.25).all()
+    )
     assert all(row.unique().tolist() in ([1.0], [2.0]) for row in table["weight"])
 
 
@@ -257,14 +325,20 @@ def test_a_killed_process_leaves_rows_whole_and_scalars_as_of_the_last_flush(tmp
 def test_uniform_is_the_same_on_the_gpu():
     rows = torch.arange(1000)
     assert torch.equal(uniform(96, 0.1, 5)(rows), uniform(96, 0.1, 5)(rows.cuda()).cpu())
-    torch.testing.assert_close(normal(96, 0.1, 5)(rows), normal(96, 0.1, 5)(rows.cuda()).cpu(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        normal(96, 0.1, 5)(rows), normal(96, 0.1, 5)(rows.cuda()).cpu(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.gpu
 def test_rounding_is_the_same_on_the_gpu():
     rows, records = torch.arange(1000), torch.randn(1000, 64)
-    on_cpu, on_gpu = (Table("input", 1000, 64, {}, {}, place, torch.bfloat16) for place in ("cpu", "cuda"))
-    assert torch.equal(on_cpu.encode(rows, records), on_gpu.encode(rows.cuda(), records.cuda()).cpu())
+    on_cpu, on_gpu = (
+        Table("input", 1000, 64, {}, {}, place, torch.bfloat16) for place in ("cpu", "cuda")
+    )
+    assert torch.equal(
+        on_cpu.encode(rows, records), on_gpu.encode(rows.cuda(), records.cuda()).cpu()
+    )
 
 
 @pytest.mark.gpu

@@ -17,12 +17,21 @@ def engine_for(storage):
     return Resident()
 
 
-@pytest.mark.parametrize("storage", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("pinned", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("pinned", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("dim, states", [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)])
 @pytest.mark.parametrize("count", [0, 1, 37, 5000])
 def test_fetch_and_write_back_move_exactly_the_rows_asked_for(storage, dim, states, count):
     device = "cpu" if storage == "cpu" else "cuda"
-    table = Table("input", 5000, dim, {f"state{i}": RowState(dim, 0.0) for i in range(states)}, {}, storage)
+    table = Table(
+        "input", 5000, dim, {f"state{i}": RowState(dim, 0.0) for i in range(states)}, {}, storage
+    )
     before = torch.randn(table.records_VR.shape, generator=torch.Generator().manual_seed(0))
     table.records_VR.copy_(before)
     rows = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:count].sort().values
@@ -62,7 +71,9 @@ def test_staged_buffers_are_used_again_only_when_their_last_copy_is_done(monkeyp
     table["weight"].copy_(before)
     monkeypatch.setattr(staged, "BUFFER_BYTES", 4 * 128)  # of four records
     link, records = staged.Staged(), torch.zeros(60, 32)
-    link._ring = [(torch.empty(staged.BUFFER_BYTES, dtype=torch.uint8), Copies()) for _ in range(staged.RING)]
+    link._ring = [
+        (torch.empty(staged.BUFFER_BYTES, dtype=torch.uint8), Copies()) for _ in range(staged.RING)
+    ]
     rows, slots = torch.arange(3, 93, 3), torch.arange(59, 29, -1)
     for _ in range(2):
         link.read(table, rows, records, slots)

@@ -31,16 +31,29 @@ def test_find_takes_a_folder_a_file_or_latest(kv, tmp_path):
     assert vectorfile.find(runs / "b-old" / "vectors.bin").suffix == ".bin"
     with pytest.raises(vectorfile.VectorsError, match="z-unfinished holds no vectors.kv"):
         vectorfile.find(runs / "z-unfinished")
-    with pytest.raises(vectorfile.VectorsError, match="b-oldd does not exist; did you mean .*b-old"):
+    with pytest.raises(
+        vectorfile.VectorsError, match="b-oldd does not exist; did you mean .*b-old"
+    ):
         vectorfile.find(runs / "b-oldd")
     (runs / "notes.md").write_text("x")
-    unreadable = "notes.md is not a vectors file that can be read; the endings are .kv .bin .txt .vec"
+    unreadable = (
+        "notes.md is not a vectors file that can be read; the endings are .kv .bin .txt .vec"
+    )
     with pytest.raises(vectorfile.VectorsError, match=unreadable):
         vectorfile.find(runs / "notes.md")
 
 
 @pytest.mark.parametrize("ending", [".kv", ".bin", ".txt", ".vec"])
-@pytest.mark.parametrize("content", [b"", b"not vectors\nat all\n", b"5 3\nthe 1 2 3\n", b"\x80\x04garbage", pickle.dumps({"a": 1})])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not vectors\nat all\n",
+        b"5 3\nthe 1 2 3\n",
+        b"\x80\x04garbage",
+        pickle.dumps({"a": 1}),
+    ],
+)
 def test_other_content_gets_one_line(tmp_path, ending, content):
     path = tmp_path / f"x{ending}"
     path.write_bytes(content)
@@ -52,5 +65,7 @@ def test_other_content_gets_one_line(tmp_path, ending, content):
 def test_a_whole_model_is_not_keyed_vectors(tmp_path):
     model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
     SaveLoad.save(model, str(tmp_path / "model.kv"))
-    with pytest.raises(vectorfile.VectorsError, match="holds a gensim Word2Vec, not KeyedVectors; save its .wv"):
+    with pytest.raises(
+        vectorfile.VectorsError, match="holds a gensim Word2Vec, not KeyedVectors; save its .wv"
+    ):
         vectorfile.load(tmp_path / "model.kv")

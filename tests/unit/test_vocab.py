@@ -26,7 +26,9 @@ def test_thresholds_drop_words_but_not_the_raw_figures():
     assert (vocab.raw_words, vocab.raw_types) == (11, 6)
 
 
-words = st.lists(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15), min_size=1, max_size=8)
+words = st.lists(
+    st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15), min_size=1, max_size=8
+)
 
 
 @settings(deadline=None)
@@ -34,7 +36,11 @@ words = st.lists(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15
 def test_vocabulary_and_subsampling_are_gensims(text, min_count, max_final_vocab, max_vocab_size):
     from gensim.models import Word2Vec
 
-    limits = {"min_count": min_count, "max_final_vocab": max_final_vocab, "max_vocab_size": max_vocab_size}
+    limits = {
+        "min_count": min_count,
+        "max_final_vocab": max_final_vocab,
+        "max_vocab_size": max_vocab_size,
+    }
     model = Word2Vec(vector_size=1, sample=0.05, **limits)
     model.build_vocab(text)
     if len(model.wv) < 2:
@@ -45,8 +51,12 @@ def test_vocabulary_and_subsampling_are_gensims(text, min_count, max_final_vocab
     assert sorted(vocab.words) == sorted(model.wv.index_to_key)  # gensim turns ties around
     assert vocab.counts.tolist() == [model.wv.get_vecattr(word, "count") for word in vocab.words]
     seen = list(dict.fromkeys(chain.from_iterable(text)))
-    assert max_vocab_size or vocab.words == sorted(vocab.words, key=lambda word: (-model.wv.get_vecattr(word, "count"), seen.index(word)))
-    kept = np.array([model.wv.get_vecattr(word, "sample_int") for word in vocab.words]) / (2**32 - 1)
+    assert max_vocab_size or vocab.words == sorted(
+        vocab.words, key=lambda word: (-model.wv.get_vecattr(word, "count"), seen.index(word))
+    )
+    kept = np.array([model.wv.get_vecattr(word, "sample_int") for word in vocab.words]) / (
+        2**32 - 1
+    )
     np.testing.assert_allclose(vocab.keep_probabilities(0.05), kept, rtol=1e-8, atol=1e-9)
 
 
@@ -54,7 +64,9 @@ def test_keep_probabilities():
     vocab = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3)
     assert vocab.keep_probabilities(0).tolist() == [1, 1, 1]
     excess = 0.9 / 1e-2
-    assert vocab.keep_probabilities(1e-2).tolist() == pytest.approx([(excess**0.5 + 1) / excess, (3 + 1) / 9, 1])
+    assert vocab.keep_probabilities(1e-2).tolist() == pytest.approx(
+        [(excess**0.5 + 1) / excess, (3 + 1) / 9, 1]
+    )
     assert vocab.keep_probabilities(1e-2).dtype == np.float64
 
 
@@ -62,12 +74,16 @@ def test_keep_probabilities():
 def test_noise_distribution(exponent):
     vocab = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3)
     weights = np.array([9000.0, 900.0, 100.0]) ** exponent
-    np.testing.assert_allclose(vocab.noise_distribution(exponent), weights / weights.sum(), rtol=1e-13)
+    np.testing.assert_allclose(
+        vocab.noise_distribution(exponent), weights / weights.sum(), rtol=1e-13
+    )
 
 
 @pytest.mark.parametrize(("exponent", "row"), [(1e4, 0), (-1e4, 2)])
 def test_no_exponent_overflows(exponent, row):
-    noise = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3).noise_distribution(exponent)
+    noise = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3).noise_distribution(
+        exponent
+    )
     assert noise.sum() == 1 and noise[row] == 1
 
 
@@ -76,10 +92,31 @@ def test_no_exponent_overflows(exponent, row):
     [
         ([], 5, None, ["no words", "corpus.path"]),
         ([[]], 5, None, ["no words", "corpus.path"]),
-        (TEXT, 9, None, ["vocab.min_count=9", "no word", "'b'", "3 times", "lower it to 3 or less"]),
-        ([["a", "a", "b"]], 2, None, ["vocab.min_count=2", "only one word", "'a'", "2 times", "lower it to 1"]),
+        (
+            TEXT,
+            9,
+            None,
+            ["vocab.min_count=9", "no word", "'b'", "3 times", "lower it to 3 or less"],
+        ),
+        (
+            [["a", "a", "b"]],
+            2,
+            None,
+            ["vocab.min_count=2", "only one word", "'a'", "2 times", "lower it to 1"],
+        ),
         ([["a", "a"]], 1, None, ["vocab.min_count=1", "only one word", "bring more text"]),
-        ([["a", "b", "c"]], 1, 2, ["vocab.max_final_vocab=2", "to 2", "no word", "1 times", "raise vocab.max_final_vocab"]),
+        (
+            [["a", "b", "c"]],
+            1,
+            2,
+            [
+                "vocab.max_final_vocab=2",
+                "to 2",
+                "no word",
+                "1 times",
+                "raise vocab.max_final_vocab",
+            ],
+        ),
     ],
 )
 def test_too_few_words(text, min_count, most, parts):
@@ -91,11 +128,24 @@ def test_too_few_words(text, min_count, most, parts):
 
 
 def test_save_and_load(tmp_path):
-    odd = ["the", "#", "na\u00efve", "\u00e9t\u00e9\u0085", "\U0001f600", "a\rb", "tab\tin", "\ufeffx"]
+    odd = [
+        "the",
+        "#",
+        "na\u00efve",
+        "\u00e9t\u00e9\u0085",
+        "\U0001f600",
+        "a\rb",
+        "tab\tin",
+        "\ufeffx",
+    ]
     vocab = Vocab(odd, np.arange(9, 1, -1), raw_words=2**40, raw_types=99)
     vocab.save(tmp_path / "new" / "vocab.tsv")
     loaded = Vocab.load(tmp_path / "new" / "vocab.tsv")
-    assert loaded.words == odd and loaded.counts.tolist() == vocab.counts.tolist() and loaded.counts.dtype == np.int64
+    assert (
+        loaded.words == odd
+        and loaded.counts.tolist() == vocab.counts.tolist()
+        and loaded.counts.dtype == np.int64
+    )
     assert (loaded.raw_words, loaded.raw_types) == (2**40, 99)
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["vocab.tsv"]
 

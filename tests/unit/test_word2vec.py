@@ -40,12 +40,18 @@ def model():
 
 
 def test_arguments_are_gensims_in_its_order_with_its_defaults():
-    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (Word2Vec, gensim.models.Word2Vec))
+    ours, theirs = (
+        inspect.signature(cls.__init__).parameters for cls in (Word2Vec, gensim.models.Word2Vec)
+    )
     assert list(ours)[: len(theirs)] == list(theirs)
-    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+    assert all(
+        ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :]
+    )
     differ = {name for name in theirs if ours[name].default != theirs[name].default}
     assert differ == {"sg", "alpha", "min_alpha"}
-    trained, by_gensim = (inspect.signature(cls.train).parameters for cls in (Word2Vec, gensim.models.Word2Vec))
+    trained, by_gensim = (
+        inspect.signature(cls.train).parameters for cls in (Word2Vec, gensim.models.Word2Vec)
+    )
     assert [*trained, "kwargs"] == list(by_gensim)
 
 
@@ -53,7 +59,9 @@ def test_without_alpha_the_optimizer_has_the_settings_of_its_config():
     ours = Word2Vec(optimizer="AdamW", seed=7)
     said = load_settings([TUNED / "adamw.yaml"])
     config = ours._config(ModelConfig(), 5, 7, None, None)
-    assert config.optimizer == said.optimizer and config.train == replace(said.train, seed=7, device="auto")
+    assert config.optimizer == said.optimizer and config.train == replace(
+        said.train, seed=7, device="auto"
+    )
     assert ours.alpha == said.optimizer.lr
 
 
@@ -64,18 +72,34 @@ def test_sgd_on_the_cpu_steps_for_each_center_as_gensim_does():
     alone = config(optimizer="SGD", alpha=0.025)
     assert RowOptimizer(alone.optimizer, fused=True).descends and alone.optimizer.lr == 0.025
     assert config(optimizer="SGD").optimizer.lr == load_settings([DESCENT]).optimizer.lr
-    for how in ({"optimizer_args": {"momentum": 0.5}}, {"settings": ["train.kernels=reference"]}):  # these need batches, and so a cap
-        assert config(optimizer="SGD", **how).optimizer.occurrence_cap == load_settings([TUNED / "sgd.yaml"]).optimizer.occurrence_cap > 0
+    for how in (
+        {"optimizer_args": {"momentum": 0.5}},
+        {"settings": ["train.kernels=reference"]},
+    ):  # these need batches, and so a cap
+        assert (
+            config(optimizer="SGD", **how).optimizer.occurrence_cap
+            == load_settings([TUNED / "sgd.yaml"]).optimizer.occurrence_cap
+            > 0
+        )
 
 
-SENTENCES = st.lists(st.lists(st.text("abcdefg ", min_size=1, max_size=2), max_size=12), min_size=1, max_size=30)
+SENTENCES = st.lists(
+    st.lists(st.text("abcdefg ", min_size=1, max_size=2), max_size=12), min_size=1, max_size=30
+)
 
 
 @settings(max_examples=50)
 @given(SENTENCES, st.integers(0, 3), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20))
 def test_the_vocabulary_is_gensims(sentences, min_count, max_final_vocab, max_vocab_size):
-    limits = {"min_count": min_count, "max_final_vocab": max_final_vocab, "max_vocab_size": max_vocab_size}
-    ours, theirs = Word2Vec(vector_size=4, **limits), gensim.models.Word2Vec(vector_size=4, sg=1, **limits)
+    limits = {
+        "min_count": min_count,
+        "max_final_vocab": max_final_vocab,
+        "max_vocab_size": max_vocab_size,
+    }
+    ours, theirs = (
+        Word2Vec(vector_size=4, **limits),
+        gensim.models.Word2Vec(vector_size=4, sg=1, **limits),
+    )
     for each in (ours, theirs):
         each.build_vocab(sentences)
     assert ours.wv.index_to_key == theirs.wv.index_to_key
@@ -87,7 +111,12 @@ def test_the_vocabulary_is_gensims(sentences, min_count, max_final_vocab, max_vo
 
 def test_it_learns_and_its_vectors_are_gensims(model):
     assert type(model.wv) is gensim.models.KeyedVectors
-    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {"green", "blue", "pink", "grey"}
+    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {
+        "green",
+        "blue",
+        "pink",
+        "grey",
+    }
     assert 0 < model.get_latest_training_loss() < 6 * np.log(2)
     assert model.predict_output_word(["one", "two"], topn=1)[0][0] in TOPICS[1]
 
@@ -97,7 +126,12 @@ def test_it_learns_and_its_vectors_are_gensims(model):
 def test_it_learns_on_a_gpu_and_goes_on_without_one(engine, tmp_path):
     how = SMALL | {"vector_size": 32, "device": "cuda", "settings": [f"transfer.engine={engine}"]}
     model = Word2Vec(two_topics(), epochs=5, **how)
-    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {"green", "blue", "pink", "grey"}
+    assert {word for word, _ in model.wv.most_similar("red", topn=4)} == {
+        "green",
+        "blue",
+        "pink",
+        "grey",
+    }
     model.save(str(tmp_path / "model"))
     loaded = Word2Vec.load(str(tmp_path / "model"))
     assert np.array_equal(loaded.wv.vectors, model.wv.vectors)
@@ -105,12 +139,19 @@ def test_it_learns_on_a_gpu_and_goes_on_without_one(engine, tmp_path):
     before = loaded.wv.vectors.copy()
     for each in (model, loaded):
         assert each.train(two_topics(seed=1), total_examples=400, epochs=1) == (3200, 3200)
-        assert each.get_latest_training_loss() < 6 * np.log(2) and not np.array_equal(each.wv.vectors, before)
+        assert each.get_latest_training_loss() < 6 * np.log(2) and not np.array_equal(
+            each.wv.vectors, before
+        )
 
 
 def test_the_same_seed_gives_the_same_vectors(model):
-    again, other = Word2Vec(two_topics(), epochs=5, **SMALL), Word2Vec(two_topics(), epochs=5, seed=2, **SMALL)
-    assert np.array_equal(model.wv.vectors, again.wv.vectors) and not np.array_equal(model.wv.vectors, other.wv.vectors)
+    again, other = (
+        Word2Vec(two_topics(), epochs=5, **SMALL),
+        Word2Vec(two_topics(), epochs=5, seed=2, **SMALL),
+    )
+    assert np.array_equal(model.wv.vectors, again.wv.vectors) and not np.array_equal(
+        model.wv.vectors, other.wv.vectors
+    )
 
 
 def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
@@ -118,14 +159,21 @@ def test_a_saved_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
     first = Word2Vec(text, epochs=2, **SMALL)
     first.save(str(tmp_path / "model"))
     second = Word2Vec.load(str(tmp_path / "model"))
-    assert gensim.models.Word2Vec.load(str(tmp_path / "model")).wv.index_to_key == first.wv.index_to_key
+    assert (
+        gensim.models.Word2Vec.load(str(tmp_path / "model")).wv.index_to_key
+        == first.wv.index_to_key
+    )
     trained = [each.train(text, **how) for each in (first, second)]
     assert trained[0] == trained[1] == (3200, 3200)
-    assert np.array_equal(first.wv.vectors, second.wv.vectors) and np.array_equal(first.syn1neg, second.syn1neg)
+    assert np.array_equal(first.wv.vectors, second.wv.vectors) and np.array_equal(
+        first.syn1neg, second.syn1neg
+    )
     fresh = Word2Vec.load(str(tmp_path / "model"))
     fresh._states = {}
     fresh.train(text, **how)
-    assert not np.array_equal(fresh.wv.vectors, first.wv.vectors)  # so the optimizer's state was saved
+    assert not np.array_equal(
+        fresh.wv.vectors, first.wv.vectors
+    )  # so the optimizer's state was saved
 
 
 def test_new_text_brings_new_words_and_keeps_the_old(model, tmp_path):
@@ -134,28 +182,46 @@ def test_new_text_brings_new_words_and_keeps_the_old(model, tmp_path):
     known, before = list(model.wv.index_to_key), model.wv.vectors.copy()
     more = two_topics(400, [["ape", "cat", "dog", "fox", "gnu"], [*TOPICS[0], "cyan"]], seed=1)
     model.build_vocab(more, update=True)
-    assert model.wv.index_to_key[: len(known)] == known and np.array_equal(model.wv.vectors[: len(known)], before)
+    assert model.wv.index_to_key[: len(known)] == known and np.array_equal(
+        model.wv.vectors[: len(known)], before
+    )
     model.train(more, total_examples=model.corpus_count, epochs=5)
     assert model.wv.most_similar("ape", topn=1)[0][0] in {"cat", "dog", "fox", "gnu"}
-    unseen, seen = ([model.wv.key_to_index[word] for word in words] for words in (TOPICS[1], TOPICS[0]))
-    assert np.array_equal(model.wv.vectors[unseen], before[unseen])  # input rows of words that are no context stay
+    unseen, seen = (
+        [model.wv.key_to_index[word] for word in words] for words in (TOPICS[1], TOPICS[0])
+    )
+    assert np.array_equal(
+        model.wv.vectors[unseen], before[unseen]
+    )  # input rows of words that are no context stay
     assert not np.array_equal(model.wv.vectors[seen], before[seen])
 
 
 def test_a_batch_size_is_kept_and_the_rate_goes_with_it(monkeypatch):
     seen = []
     make_plan = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda config, opened: seen.append(config) or make_plan(config, opened))
+    monkeypatch.setattr(
+        plan, "make_plan", lambda config, opened: seen.append(config) or make_plan(config, opened)
+    )
     for how in ({}, {"batch_size": 100}, {"batch_size": 25}, {"batch_size": 25, "alpha": 0.123}):
         Word2Vec(two_topics(), epochs=1, **how, **SMALL)
     fit, hundred, less, given = seen
-    assert fit.train.batch_size == 4 and (hundred.train.batch_size, less.train.batch_size) == (100, 25)  # 3,200 centers, 500 steps
-    assert hundred.optimizer.lr == less.optimizer.lr  # of 10 words all are in each batch, however small
+    assert fit.train.batch_size == 4 and (hundred.train.batch_size, less.train.batch_size) == (
+        100,
+        25,
+    )  # 3,200 centers, 500 steps
+    assert (
+        hundred.optimizer.lr == less.optimizer.lr
+    )  # of 10 words all are in each batch, however small
     assert (given.train.batch_size, given.optimizer.lr) == (25, 0.123)
 
 
 @pytest.mark.parametrize(
-    "how, warned", [({"alpha": 0.025, "batch_size": 64}, True), ({"alpha": 0.025, "optimizer": "SGD"}, False), ({}, False)]
+    "how, warned",
+    [
+        ({"alpha": 0.025, "batch_size": 64}, True),
+        ({"alpha": 0.025, "optimizer": "SGD"}, False),
+        ({}, False),
+    ],
 )
 def test_gensims_rate_for_another_optimizer_is_remarked_upon(how, warned, caplog):
     Word2Vec(two_topics(), epochs=1, **SMALL, **how)
@@ -214,11 +280,25 @@ def test_every_optimizer_learns(name):
         ({"alpha": -1.0}, "lr=-1.0 is out of range"),
         ({"optimizer": "Adamaxx", "alpha": 0.1}, "did you mean Adamax?"),
         ({"optimizer": "Adafactor", "alpha": 0.1}, "cannot be paged"),
-        ({"optimizer": "Mine"}, "optimizer='Mine' has no settings in .*; spell it as torch.optim does, or give alpha"),
-        ({"optimizer_args": {"beta": 1}}, "optimizer.args.beta is not an argument of Adamax; did you mean betas?"),
+        (
+            {"optimizer": "Mine"},
+            "optimizer='Mine' has no settings in .*; spell it as torch.optim does, or give alpha",
+        ),
+        (
+            {"optimizer_args": {"beta": 1}},
+            "optimizer.args.beta is not an argument of Adamax; did you mean betas?",
+        ),
         ({"settings": ["model.window=3"]}, "'model.window=3' is none that can be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
-        ({"settings": ["transfer.engine=mapped"], "device": "cpu", "sentences": TOPICS, "min_count": 1}, "transfer.engine=mapped pages"),
+        (
+            {
+                "settings": ["transfer.engine=mapped"],
+                "device": "cpu",
+                "sentences": TOPICS,
+                "min_count": 1,
+            },
+            "transfer.engine=mapped pages",
+        ),
         ({"device": "gpu"}, "train.device=gpu .* is not one of auto, cpu, cuda; did you mean cpu?"),
         ({"callbacks": [print]}, "derive it from gensim's CallbackAny2Vec"),
     ],
@@ -233,13 +313,18 @@ def test_words_that_are_not_to_be_trained_are_refused(model, tmp_path):
     model.save(str(tmp_path / "model"))
     model = Word2Vec.load(str(tmp_path / "model"))
     model.wv.vectors_lockf = np.array([0.0, *np.ones(9)], np.float32)
-    with pytest.raises(ValueError, match=r"wv.vectors_lockf other than 1 is not supported: .* set it to numpy.ones\(1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"wv.vectors_lockf other than 1 is not supported: .* set it to numpy.ones\(1\)",
+    ):
         model.train(two_topics(), total_examples=400, epochs=1)
     model.wv.vectors_lockf = np.ones(1)
     model.train(two_topics(), total_examples=400, epochs=1)
 
 
-@pytest.mark.parametrize("how", [{"start_alpha": -1.0}, {"end_alpha": 9.0}, {"start_alpha": 0.5, "end_alpha": 0.6}])
+@pytest.mark.parametrize(
+    "how", [{"start_alpha": -1.0}, {"end_alpha": 9.0}, {"start_alpha": 0.5, "end_alpha": 0.6}]
+)
 def test_a_call_that_is_refused_changes_nothing(model, how):
     before = model.alpha, model.min_alpha, model.epochs
     with pytest.raises(ValueError, match="out of range"):
@@ -250,7 +335,10 @@ def test_a_call_that_is_refused_changes_nothing(model, how):
 def test_text_without_known_words_trains_nothing_as_in_gensim(model, caplog):
     before = model.wv.vectors.copy()
     assert model.train([["x", "y"]], total_examples=1, epochs=3) == (0, 6)
-    assert "no line of the text has two words of the vocabulary (2 words read)" in caplog.text and np.array_equal(model.wv.vectors, before)
+    assert (
+        "no line of the text has two words of the vocabulary (2 words read)" in caplog.text
+        and np.array_equal(model.wv.vectors, before)
+    )
 
 
 def test_importing_w2v_stays_light():

@@ -18,7 +18,14 @@ from w2v.vectors import plots as pictures
 from w2v.vectors import query as asking
 from w2v.vectors.datasets import EvaluationError
 
-ERRORS = (EvaluationError, vectorfile.VectorsError, comparison.ComparisonError, pictures.PictureError, card.CardError, OSError)
+ERRORS = (
+    EvaluationError,
+    vectorfile.VectorsError,
+    comparison.ComparisonError,
+    pictures.PictureError,
+    card.CardError,
+    OSError,
+)
 SIGNS = {"+", "-"}
 
 
@@ -29,8 +36,17 @@ def run(options: Namespace) -> int:
 
 
 def score(options: Namespace) -> int:
-    scores = evaluation.scores(vectorfile.load(options.run), options.questions, options.restrict_vocab, options.scorer == "gensim")
-    print(json.dumps(evaluation.as_dict(*scores), indent=1) if options.json else evaluation.report(*scores))
+    scores = evaluation.scores(
+        vectorfile.load(options.run),
+        options.questions,
+        options.restrict_vocab,
+        options.scorer == "gensim",
+    )
+    print(
+        json.dumps(evaluation.as_dict(*scores), indent=1)
+        if options.json
+        else evaluation.report(*scores)
+    )
     return 0
 
 
@@ -52,7 +68,9 @@ def analogies(options: Namespace) -> int:
         if SIGNS.intersection(words):
             return asking.combination(kv, words, options.topn)
         if len(words) != 3:
-            raise EvaluationError(f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help")
+            raise EvaluationError(
+                f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help"
+            )
         a, b, c = words
         return asking.analogy(kv, a, b, c, options.topn)
 
@@ -77,7 +95,14 @@ def write(options: Namespace) -> int:
 
 def draw_map(options: Namespace) -> int:
     path = vectorfile.find(options.run)
-    print(pictures.word_map(vectorfile.load(path), Path(options.to or path.parent / "map.png"), options.words, options.by))
+    print(
+        pictures.word_map(
+            vectorfile.load(path),
+            Path(options.to or path.parent / "map.png"),
+            options.words,
+            options.by,
+        )
+    )
     return 0
 
 
@@ -98,8 +123,15 @@ def describe(options: Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
-    "score": score, "nn": nn, "analogies": analogies, "export": write, "map": draw_map, "plot": plot, "compare": compare, "card": describe,
-}  # fmt: skip
+    "score": score,
+    "nn": nn,
+    "analogies": analogies,
+    "export": write,
+    "map": draw_map,
+    "plot": plot,
+    "compare": compare,
+    "card": describe,
+}
 
 
 def _answer(ask: Callable[[list[str]], list[tuple[str, float]]], given: Iterable[list[str]]) -> int:
@@ -109,7 +141,12 @@ def _answer(ask: Callable[[list[str]], list[tuple[str, float]]], given: Iterable
         print("a question a line; Ctrl-D ends", file=sys.stderr)
     for words in given or filter(None, map(str.split, sys.stdin)):
         try:
-            print(" ".join(words), *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)), sep="\n", flush=True)
+            print(
+                " ".join(words),
+                *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)),
+                sep="\n",
+                flush=True,
+            )
         except EvaluationError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             failed |= bool(given)

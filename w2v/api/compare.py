@@ -38,8 +38,15 @@ from w2v.vectors import export
 
 log = logging.getLogger("w2v")
 ENOUGH_STEPS = 500
-TUNED_WORDS = 70_000  # in the vocabulary of texts of text8's kind, for which configs/optimizers are tuned
-ALWAYS = ["train.held_out_words=20000", "run.score_epochs=true", "run.log_seconds=0.1", "run.checkpoint_minutes=0"]
+TUNED_WORDS = (
+    70_000  # in the vocabulary of texts of text8's kind, for which configs/optimizers are tuned
+)
+ALWAYS = [
+    "train.held_out_words=20000",
+    "run.score_epochs=true",
+    "run.log_seconds=0.1",
+    "run.checkpoint_minutes=0",
+]
 
 
 class Opened:
@@ -66,7 +73,11 @@ def with_batch(config: Config, size: int, oftener: float = 1.0) -> Config:
     if factor == 1 or optimizer.occurrence_cap or optimizer.name == "SGD":
         return replace(config, train=replace(config.train, batch_size=size))
     lr, min_lr = (float(f"{rate * factor:.3g}") for rate in (optimizer.lr, optimizer.min_lr))
-    return replace(config, optimizer=replace(optimizer, lr=lr, min_lr=min_lr), train=replace(config.train, batch_size=size))
+    return replace(
+        config,
+        optimizer=replace(optimizer, lr=lr, min_lr=min_lr),
+        train=replace(config.train, batch_size=size),
+    )
 
 
 def fitted(config: Config, vocab: Vocab) -> Config:
@@ -74,7 +85,11 @@ def fitted(config: Config, vocab: Vocab) -> Config:
     tuned = size = config.train.batch_size
     while size > 1 and plan.expected_centers(config, vocab) < ENOUGH_STEPS * size:
         size //= 2
-    return config if size == tuned else with_batch(config, size, min(TUNED_WORDS / len(vocab.words), tuned / size))
+    return (
+        config
+        if size == tuned
+        else with_batch(config, size, min(TUNED_WORDS / len(vocab.words), tuned / size))
+    )
 
 
 def train_once(config: Config, opened: Opened, folder: Path) -> Trainer:
@@ -82,7 +97,15 @@ def train_once(config: Config, opened: Opened, folder: Path) -> Trainer:
     with _quiet():
         planned = plan.make_plan(config, opened(config))
         sampler, pipeline = plan.build(planned)
-        with Trainer(config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder, plan.held_out(planned)) as trainer:
+        with Trainer(
+            config,
+            planned.vocab,
+            planned.corpus.raw_words,
+            sampler,
+            pipeline,
+            folder,
+            plan.held_out(planned),
+        ) as trainer:
             trainer.train()
     return trainer
 
@@ -96,14 +119,21 @@ def warm_up(config: Config, opened: Opened) -> None:
         pipeline.engine.flush()
 
 
-def compare(configs: dict[str, Config], seeds: Sequence[int], folder: Path, gensim_alpha: float | None = None) -> str:
+def compare(
+    configs: dict[str, Config],
+    seeds: Sequence[int],
+    folder: Path,
+    gensim_alpha: float | None = None,
+) -> str:
     """Train each named config with each seed in a folder of its own, unless it is there, and write the table; gives it as text.
 
     gensim_alpha: the learning rate with which gensim trains the first config's model too, None for no such run.
     """
     opened, runs, warm = Opened(), {}, set()
     if gensim_alpha is not None:
-        configs = {"gensim": baseline.as_config(next(iter(configs.values())), gensim_alpha)} | configs
+        configs = {
+            "gensim": baseline.as_config(next(iter(configs.values())), gensim_alpha)
+        } | configs
     for name, config in configs.items():
         for seed in seeds:
             seeded = replace(config, train=replace(config.train, seed=seed))
@@ -117,7 +147,9 @@ def compare(configs: dict[str, Config], seeds: Sequence[int], folder: Path, gens
                 _train(seeded, opened, run)
             runs[run] = comparison.read(run)
             log.info(f"{run.name:<24}  {_line(runs[run])}")
-    (folder / "env.txt").write_text(environment.describe(plan.make_plan(config, opened(config)).machine), encoding="utf-8")
+    (folder / "env.txt").write_text(
+        environment.describe(plan.make_plan(config, opened(config)).machine), encoding="utf-8"
+    )
     return comparison.write(list(runs.values()), folder)
 
 
@@ -150,7 +182,9 @@ def _train_gensim(config: Config, opened: Opened, run: Path) -> None:
     planned = plan.make_plan(replace(config, optimizer=Config().optimizer), (vocab, corpus))
     left_out = heldout.choose(corpus.offsets, config.train.held_out_words)
     with _quiet():
-        baseline.train(config, vocab, corpus, left_out, plan.held_out(planned), planned.machine.cores, run)
+        baseline.train(
+            config, vocab, corpus, left_out, plan.held_out(planned), planned.machine.cores, run
+        )
 
 
 def _line(run: comparison.Run) -> str:
@@ -158,7 +192,10 @@ def _line(run: comparison.Run) -> str:
         return run.scores["diverged"]
     (row,) = comparison.rows([run])
     shown = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
-    return "  ".join(f"{name} {comparison.spread(row.values(name), comparison.FIGURES[name].form)}" for name in shown)
+    return "  ".join(
+        f"{name} {comparison.spread(row.values(name), comparison.FIGURES[name].form)}"
+        for name in shown
+    )
 
 
 @contextmanager
@@ -181,16 +218,47 @@ def folder_to_use(runs: Path) -> Path:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m w2v.api.compare", description="Train configs with seeds on the same ids.")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="config files, each laid over the base")
-    parser.add_argument("--base", default="configs/text8.yaml", metavar="CONFIG", help="what all share (default: configs/text8.yaml)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="seeds of each config (default: 1)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="laid over every config")
+    parser = argparse.ArgumentParser(
+        prog="python -m w2v.api.compare", description="Train configs with seeds on the same ids."
+    )
+    parser.add_argument(
+        "configs", nargs="+", metavar="CONFIG", help="config files, each laid over the base"
+    )
+    parser.add_argument(
+        "--base",
+        default="configs/text8.yaml",
+        metavar="CONFIG",
+        help="what all share (default: configs/text8.yaml)",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="N",
+        help="seeds of each config (default: 1)",
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="section.key=value", help="laid over every config"
+    )
     batch = f"halve batches until there are {ENOUGH_STEPS} steps, and lower the learning rate with them, or keep them (default: fit)"
     parser.add_argument("--batch", choices=("fit", "keep"), default="fit", help=batch)
-    parser.add_argument("--with", dest="gensim", choices=("gensim",), help="a row by gensim, with the same model")
-    parser.add_argument("--gensim-alpha", type=float, default=0.025, metavar="LR", help="gensim's learning rate (default: 0.025)")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: runs/compare-<date>, or the last one if it was interrupted")
+    parser.add_argument(
+        "--with", dest="gensim", choices=("gensim",), help="a row by gensim, with the same model"
+    )
+    parser.add_argument(
+        "--gensim-alpha",
+        type=float,
+        default=0.025,
+        metavar="LR",
+        help="gensim's learning rate (default: 0.025)",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="default: runs/compare-<date>, or the last one if it was interrupted",
+    )
     return parser.parse_args(argv)
 
 
@@ -203,13 +271,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = settings.load([options.base, path], [*ALWAYS, *options.set])
             if options.batch == "fit":
                 config = fitted(config, opened(config)[0])
-            plan.make_plan(config, opened(config))  # what it refuses is said before anything is trained
+            plan.make_plan(
+                config, opened(config)
+            )  # what it refuses is said before anything is trained
             if (name := Path(path).stem) in configs:
-                raise ConfigError(f"{path}: another config is called {name} too, which their runs are named after; rename one")
+                raise ConfigError(
+                    f"{path}: another config is called {name} too, which their runs are named after; rename one"
+                )
             configs[name] = config
         folder = options.to or folder_to_use(Path(config.run.dir))
-        print(compare(configs, options.seeds, folder, options.gensim_alpha if options.gensim else None))
-        print(f"\nin {folder}: table.txt, table.md, table.csv, curves.png where matplotlib is installed, and a folder for each run")
+        print(
+            compare(
+                configs, options.seeds, folder, options.gensim_alpha if options.gensim else None
+            )
+        )
+        print(
+            f"\nin {folder}: table.txt, table.md, table.csv, curves.png where matplotlib is installed, and a folder for each run"
+        )
     except (ValueError, MemoryError, OSError) as error:
         print(f"error: {durable.in_words(error)}", file=sys.stderr)
         return 2

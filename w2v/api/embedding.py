@@ -31,16 +31,29 @@ from w2v.model.row_file import NPY_TYPES, open_npy, rows_of, save_npy
 from w2v.model.table import Init, Storage, Table, normal
 from w2v.transfer.apart import TableApart, engine_between
 
-Ids = Tensor | np.ndarray | Sequence[int]  # of any shape, int32 or int64, on any device; an id may occur more than once
+Ids = (
+    Tensor | np.ndarray | Sequence[int]
+)  # of any shape, int32 or int64, on any device; an id may occur more than once
 
 
 class _Rows:
     """What `RowStore` and `Embedding` share: a table, the device that computes, and the engine between them."""
 
-    def __init__(self, table: Table | TableApart, device: torch.device | str | None, init: Init | None, default: Init | None = None):
-        self.table, self.device = table, _open_device(device, table.weights if isinstance(table, TableApart) else table)
+    def __init__(
+        self,
+        table: Table | TableApart,
+        device: torch.device | str | None,
+        init: Init | None,
+        default: Init | None = None,
+    ):
+        self.table, self.device = (
+            table,
+            _open_device(device, table.weights if isinstance(table, TableApart) else table),
+        )
         self._engine = engine_between(table, self.device)
-        self._in_flight: weakref.WeakSet[EmbeddingPage] = weakref.WeakSet()  # a page that is dropped is released
+        self._in_flight: weakref.WeakSet[EmbeddingPage] = (
+            weakref.WeakSet()
+        )  # a page that is dropped is released
         if not table.continued:
             if init or default:
                 table.initialise(init or default, None if init else self.device)
@@ -66,15 +79,21 @@ class _Rows:
         """Set rows to `values` [*ids.shape, D], of any floating-point dtype; optimizer state stays. The last of equal ids wins."""
         values = torch.as_tensor(values)
         if not values.is_floating_point() or values.is_meta:
-            raise ValueError(f"values are {values.dtype} on {values.device}; give numbers in floating point, such as values.float()")
+            raise ValueError(
+                f"values are {values.dtype} on {values.device}; give numbers in floating point, such as values.float()"
+            )
         rows_U, slots = self._unique(ids, exclusive=True)
         if values.shape != (*slots.shape, self.table.dim):
-            raise ValueError(f"values have shape {list(values.shape)}, but these ids take {[*slots.shape, self.table.dim]}")
+            raise ValueError(
+                f"values have shape {list(values.shape)}, but these ids take {[*slots.shape, self.table.dim]}"
+            )
         order = torch.arange(slots.numel(), device=self.device)
         last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
         page = self._engine.fetch(self.table, rows_U)
         # To nearest here, so that what the table holds is what was given; rounding it once more changes nothing.
-        page["weight"].copy_(values.to(self.device).reshape(-1, self.table.dim)[last_U].to(self.table.dtype))
+        page["weight"].copy_(
+            values.to(self.device).reshape(-1, self.table.dim)[last_U].to(self.table.dtype)
+        )
         self._engine.write_back(page)
 
     def save(self, path: str | Path) -> None:
@@ -94,7 +113,9 @@ class _Rows:
         Raises `ValueError` where the file's rows, dimensions, fields or dtype are not the table's.
         """
         if pages := [page for page in self._in_flight if page._held]:
-            raise ValueError(f"{len(pages)} page(s) are in flight, which would overwrite rows of {path}; step or release them first")
+            raise ValueError(
+                f"{len(pages)} page(s) are in flight, which would overwrite rows of {path}; step or release them first"
+            )
         self._engine.flush()
         dtype, shape = self.table.dtype, (self.table.rows, self.table.dim)
         if _ending(path) == ".safetensors":
@@ -102,7 +123,9 @@ class _Rows:
             return
         rows_VD, wanted = open_npy(path), np.dtype(NPY_TYPES.get(dtype, np.float32))
         if rows_VD.shape != shape or rows_VD.dtype != wanted:
-            raise ValueError(f"{path} holds {rows_VD.shape} {rows_VD.dtype}, but the table takes {shape} {wanted}")
+            raise ValueError(
+                f"{path} holds {rows_VD.shape} {rows_VD.dtype}, but the table takes {shape} {wanted}"
+            )
         self.table.initialise(rows_of(rows_VD))
 
     def flush(self) -> None:
@@ -117,19 +140,27 @@ class _Rows:
         """
         ids = torch.as_tensor(ids)
         if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64 on the CPU or a GPU, such as ids.long()")
+            raise ValueError(
+                f"ids are {ids.dtype} on {ids.device}; give int32 or int64 on the CPU or a GPU, such as ids.long()"
+            )
         rows_U, slots = torch.unique(ids.to(self.device, torch.int64), return_inverse=True)
         if not len(rows_U):
             return rows_U, slots
         facts = [rows_U[0], rows_U[-1]]
         if exclusive:
             taken = (torch.isin(rows_U, page.rows) for page in self._in_flight if page._held)
-            facts += [torch.where(is_taken_U, rows_U, self.table.rows).min() for is_taken_U in taken]
+            facts += [
+                torch.where(is_taken_U, rows_U, self.table.rows).min() for is_taken_U in taken
+            ]
         first, last, *shared = torch.stack(facts).tolist()
         if first < 0 or last >= self.table.rows:
-            raise ValueError(f"id {first if first < 0 else last} is not a row; the table's {len(self)} rows are 0 to {len(self) - 1}")
+            raise ValueError(
+                f"id {first if first < 0 else last} is not a row; the table's {len(self)} rows are 0 to {len(self) - 1}"
+            )
         if shared and min(shared) < self.table.rows:
-            raise ValueError(f"row {min(shared)} is also in another page in flight; step or release that page first")
+            raise ValueError(
+                f"row {min(shared)} is also in another page in flight; step or release that page first"
+            )
         return rows_U, slots
 
 
@@ -143,19 +174,30 @@ class RowStore(_Rows):
     """
 
     def __init__(
-        self, num_rows: int, dim: int, *, storage: Storage = "cpu", device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32, path: str | Path | None = None, init: Init | None = None,
-    ):  # fmt: skip
+        self,
+        num_rows: int,
+        dim: int,
+        *,
+        storage: Storage = "cpu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        path: str | Path | None = None,
+        init: Init | None = None,
+    ):
         super().__init__(Table("rows", num_rows, dim, {}, {}, storage, dtype, path), device, init)
 
     @classmethod
-    def open(cls, path: str | Path, *, storage: Storage = "cpu", device: torch.device | str | None = None) -> RowStore:
+    def open(
+        cls, path: str | Path, *, storage: Storage = "cpu", device: torch.device | str | None = None
+    ) -> RowStore:
         """The rows of an .npy file in floating point: with storage="mmap" the file itself, where `put` changes it, else a copy."""
         rows_VD = open_npy(path)
         dtype = next(kind for kind, npy in NPY_TYPES.items() if rows_VD.dtype == npy)
         if storage == "mmap":
             return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, path=path)
-        return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, init=rows_of(rows_VD))
+        return cls(
+            *rows_VD.shape, storage=storage, device=device, dtype=dtype, init=rows_of(rows_VD)
+        )
 
 
 class Embedding(_Rows):
@@ -174,19 +216,34 @@ class Embedding(_Rows):
     """
 
     def __init__(
-        self, num_rows: int, dim: int, *, optimizer: str, lr: float, optimizer_args: dict[str, Any] | None = None,
-        step: Literal["table", "row"] = "table", storage: Storage = "cpu", device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32, path: str | Path | None = None, seed: int = 1, init: Init | None = None,
+        self,
+        num_rows: int,
+        dim: int,
+        *,
+        optimizer: str,
+        lr: float,
+        optimizer_args: dict[str, Any] | None = None,
+        step: Literal["table", "row"] = "table",
+        storage: Storage = "cpu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        path: str | Path | None = None,
+        seed: int = 1,
+        init: Init | None = None,
         state_storage: Storage | None = None,
-    ):  # fmt: skip
+    ):
         if step not in ("table", "row"):
             raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
         self.lr = lr
-        self._optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step))
+        self._optimizer = RowOptimizer(
+            OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step)
+        )
         states, scalars = self._optimizer.states(dim), self._optimizer.scalars
         shape = "embedding", num_rows, dim, states, scalars, storage, dtype
         if state_storage and "mmap" in (storage, state_storage):
-            raise ValueError(f"state_storage={state_storage!r} with storage={storage!r}: a file holds both; leave state_storage out")
+            raise ValueError(
+                f"state_storage={state_storage!r} with storage={storage!r}: a file holds both; leave state_storage out"
+            )
         table = TableApart(*shape, state_storage) if state_storage else Table(*shape, path)
         super().__init__(table, device, init, normal(dim, 1.0, seed))
 
@@ -207,7 +264,9 @@ class Embedding(_Rows):
             raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
         records, _, weight = page._open()
         if page not in self._in_flight:
-            raise ValueError(f"this page is not one of {self!r}; step it with the embedding that made it")
+            raise ValueError(
+                f"this page is not one of {self!r}; step it with the embedding that made it"
+            )
         records.grad_UD = weight.grad
         with torch.no_grad():
             if weight.grad is not None:
@@ -223,7 +282,11 @@ class EmbeddingPage:
     """
 
     def __init__(self, records: Page, slots: Tensor):
-        self._held: tuple[Page, Tensor, nn.Parameter] | None = (records, slots, nn.Parameter(records["weight"]))
+        self._held: tuple[Page, Tensor, nn.Parameter] | None = (
+            records,
+            slots,
+            nn.Parameter(records["weight"]),
+        )
 
     @property
     def weight(self) -> nn.Parameter:
@@ -251,7 +314,9 @@ class EmbeddingPage:
 
     def _open(self) -> tuple[Page, Tensor, nn.Parameter]:
         if self._held is None:
-            raise ValueError("this page is spent: it was written back or released; ask for a new one with page(ids)")
+            raise ValueError(
+                "this page is spent: it was written back or released; ask for a new one with page(ids)"
+            )
         return self._held
 
 
@@ -261,16 +326,26 @@ def _open_device(device: torch.device | str | None, table: Table) -> torch.devic
     try:
         opened = torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={wanted!r} cannot be used: {str(error).splitlines()[0]}; use device='cpu'") from None
-    if opened.type not in ("cpu", "cuda") or (opened.type == "cuda" and opened != torch.empty(0, device="cuda").device):
-        raise ValueError(f"device={wanted!r} is not the CPU or the current GPU; select a GPU with torch.cuda.set_device")
+        raise ValueError(
+            f"device={wanted!r} cannot be used: {str(error).splitlines()[0]}; use device='cpu'"
+        ) from None
+    if opened.type not in ("cpu", "cuda") or (
+        opened.type == "cuda" and opened != torch.empty(0, device="cuda").device
+    ):
+        raise ValueError(
+            f"device={wanted!r} is not the CPU or the current GPU; select a GPU with torch.cuda.set_device"
+        )
     if table.storage == "cuda" and opened != table.records_VR.device:
-        raise ValueError(f"device={wanted!r} cannot compute on a table with storage='cuda'; use device='cuda', or storage='cpu'")
+        raise ValueError(
+            f"device={wanted!r} cannot compute on a table with storage='cuda'; use device='cuda', or storage='cpu'"
+        )
     return opened
 
 
 def _ending(path: str | Path) -> str:
     ending = Path(path).suffix
     if ending not in (".npy", ".safetensors"):
-        raise ValueError(f"{path} has the ending {ending!r}; choose .npy for the weights, or .safetensors for weights and state")
+        raise ValueError(
+            f"{path} has the ending {ending!r}; choose .npy for the weights, or .safetensors for weights and state"
+        )
     return ending

@@ -18,7 +18,12 @@ import yaml
 from w2v.system import files as durable
 
 log = logging.getLogger("w2v")
-SHOWN = {"optimizer.name": "optimizer", "optimizer.lr": "lr", "train.batch_size": "batch", "train.epochs": "epochs"}
+SHOWN = {
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "train.batch_size": "batch",
+    "train.epochs": "epochs",
+}
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # what may differ between runs of one row
 
 
@@ -40,10 +45,16 @@ class Run:
 
     def curve(self, figure: str) -> list[tuple[float, float, float]]:
         """(words, seconds, value) whenever the run wrote down this figure, the end included."""
-        last = {"held_out_loss": self.scores.get("held_out_loss"), "analogies": _accuracy("total")(self)}.get(figure)
+        last = {
+            "held_out_loss": self.scores.get("held_out_loss"),
+            "analogies": _accuracy("total")(self),
+        }.get(figure)
         end = {key: self.scores.get(key) for key in ("words", "seconds")} | {figure: last}
-        return [(line["words"], line["seconds"], line[figure]) for line in [*self.logged, end]
-                if None not in map(line.get, ("words", "seconds", figure))]  # fmt: skip
+        return [
+            (line["words"], line["seconds"], line[figure])
+            for line in [*self.logged, end]
+            if None not in map(line.get, ("words", "seconds", figure))
+        ]
 
 
 @dataclass(frozen=True)
@@ -112,13 +123,19 @@ def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
     found: list[Path] = []
     without: list[str] = []
     for path in (_latest(file) if str(path) == "latest" else Path(path) for path in paths):
-        inside = [path] if (path / file).is_file() else sorted(named.parent for named in path.glob(f"*/{file}"))
+        inside = (
+            [path]
+            if (path / file).is_file()
+            else sorted(named.parent for named in path.glob(f"*/{file}"))
+        )
         if not (inside or path.exists()):
             raise ComparisonError(f"{path} does not exist; name run folders, or folders of such")
         found += inside
         without += [] if inside else [str(path)]
     if not found:
-        raise ComparisonError(f"no {file} in {', '.join(without)}, nor in a folder there; name run folders, or folders of such")
+        raise ComparisonError(
+            f"no {file} in {', '.join(without)}, nor in a folder there; name run folders, or folders of such"
+        )
     if without:
         log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
     return list(dict.fromkeys(found))
@@ -135,40 +152,68 @@ def read(folder: Path) -> Run:
     """A finished run. Raises `ComparisonError` where a file of it is missing or damaged."""
     try:
         sections = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        settings = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        settings = {
+            f"{section}.{key}": value
+            for section, keys in sections.items()
+            for key, value in keys.items()
+        }
         scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return Run(settings, scores, [json.loads(line) for line in lines])
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ComparisonError(f"{folder} is not a whole run folder ({reason}); leave it out, or train it again") from None
+        raise ComparisonError(
+            f"{folder} is not a whole run folder ({reason}); leave it out, or train it again"
+        ) from None
 
 
 def rows(runs: Iterable[Run]) -> list[Row]:
     """The runs by their settings, the best at analogies first."""
     groups: dict[str, Row] = {}
     for run in runs:
-        settings = {key: value for key, value in run.settings.items() if not key.startswith(NO_SETTING)}
+        settings = {
+            key: value for key, value in run.settings.items() if not key.startswith(NO_SETTING)
+        }
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-    return sorted(groups.values(), key=lambda row: mean(row.values("analogies %") or [-1.0]), reverse=True)
+    return sorted(
+        groups.values(), key=lambda row: mean(row.values("analogies %") or [-1.0]), reverse=True
+    )
 
 
 def table(compared: Sequence[Row]) -> list[list[str]]:
     """The header and the cells; settings that differ between rows stand in a column of their own, and so do seeds where there are many."""
-    known = {key: {json.dumps(row.settings[key]) for row in compared if key in row.settings} for key in compared[0].settings}
+    known = {
+        key: {json.dumps(row.settings[key]) for row in compared if key in row.settings}
+        for key in compared[0].settings
+    }
     differ = [key for key, values in known.items() if key not in SHOWN and len(values) > 1]
     figures = [name for name in FIGURES if any(row.values(name) for row in compared)]
     several = any(len(row.runs) > 1 for row in compared)
-    lines = [[*SHOWN.values(), *(["other settings"] if differ else []), *(["seeds"] if several else []), *figures]]
+    lines = [
+        [
+            *SHOWN.values(),
+            *(["other settings"] if differ else []),
+            *(["seeds"] if several else []),
+            *figures,
+        ]
+    ]
     for row in compared:
         cells = [_plain(row.settings.get(key)) for key in SHOWN]
         if differ:
             said = [key for key in differ if row.settings.get(key) not in ({}, None)]
-            cells.append(" ".join(f"{key.partition('.')[2]}={_plain(row.settings[key])}" for key in said))
+            cells.append(
+                " ".join(f"{key.partition('.')[2]}={_plain(row.settings[key])}" for key in said)
+            )
         whole = sum(not run.diverged for run in row.runs)
         if several:
             cells.append(str(whole) if whole == len(row.runs) else f"{whole} of {len(row.runs)}")
-        lines.append(cells + [spread(row.values(name), FIGURES[name].form) if whole else "diverged" for name in figures])
+        lines.append(
+            cells
+            + [
+                spread(row.values(name), FIGURES[name].form) if whole else "diverged"
+                for name in figures
+            ]
+        )
     return lines
 
 
@@ -176,15 +221,24 @@ def spread(values: Sequence[float], form: str) -> str:
     """The mean, and the standard deviation where there are several."""
     if not values:
         return "-"
-    return form.format(mean(values)) + (f" +- {form.format(stdev(values))}" if len(values) > 1 else "")
+    return form.format(mean(values)) + (
+        f" +- {form.format(stdev(values))}" if len(values) > 1 else ""
+    )
 
 
 def text(lines: Sequence[Sequence[str]]) -> str:
     """Columns of cells side by side, words to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = [not any(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))]
-    aligned = [[f"{cell:<{width}}" if left else f"{cell:>{width}}" for cell, width, left in zip(line, widths, words, strict=True)]
-               for line in lines]  # fmt: skip
+    words = [
+        not any(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))
+    ]
+    aligned = [
+        [
+            f"{cell:<{width}}" if left else f"{cell:>{width}}"
+            for cell, width, left in zip(line, widths, words, strict=True)
+        ]
+        for line in lines
+    ]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
@@ -217,12 +271,19 @@ def _write_csv(compared: Sequence[Row], file: Path) -> None:
     with file.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
         keys = list(compared[0].settings)
-        writer.writerow([*keys, "seeds", *(name + part for name in FIGURES for part in ("", " stdev"))])
+        writer.writerow(
+            [*keys, "seeds", *(name + part for name in FIGURES for part in ("", " stdev"))]
+        )
         for row in compared:
             figures = []
             for values in map(row.values, FIGURES):
-                figures += [mean(values) if values else "", stdev(values) if len(values) > 1 else ""]
-            writer.writerow([*(_plain(row.settings.get(key)) for key in keys), len(row.runs), *figures])
+                figures += [
+                    mean(values) if values else "",
+                    stdev(values) if len(values) > 1 else "",
+                ]
+            writer.writerow(
+                [*(_plain(row.settings.get(key)) for key in keys), len(row.runs), *figures]
+            )
 
 
 def _draw(compared: Sequence[Row], file: Path) -> None:
@@ -232,16 +293,29 @@ def _draw(compared: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    held_out = all(run.curve("held_out_loss") for row in compared for run in row.runs if not run.diverged)
+    held_out = all(
+        run.curve("held_out_loss") for row in compared for run in row.runs if not run.diverged
+    )
     loss = ("held_out_loss", "held-out loss") if held_out else ("loss", "training loss")
-    panels = [(*loss, 0, "words"), (*loss, 1, "seconds of training"), ("analogies", "analogies, share right", 1, "seconds of training")]
+    panels = [
+        (*loss, 0, "words"),
+        (*loss, 1, "seconds of training"),
+        ("analogies", "analogies, share right", 1, "seconds of training"),
+    ]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(16, 5), layout="constrained")
     for number, row in enumerate(compared):
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "marker": ".", "linewidth": 1}
+        style = {
+            "color": f"C{number % 10}",
+            "linestyle": ("-", "--", ":")[number // 10 % 3],
+            "marker": ".",
+            "linewidth": 1,
+        }
         for axis, (name, _, across, _) in zip(axes, panels, strict=True):
             for run in row.runs:
                 points = run.curve(name)
-                axis.plot([point[across] for point in points], [point[2] for point in points], **style)
+                axis.plot(
+                    [point[across] for point in points], [point[2] for point in points], **style
+                )
         label = " ".join(_plain(row.settings.get(key)) for key in list(SHOWN)[:3])
         axes[0].plot([], [], label=label, **style)
     for axis, (_, title, across, below) in zip(axes, panels, strict=True):
@@ -251,7 +325,11 @@ def _draw(compared: Sequence[Row], file: Path) -> None:
             axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_minor_formatter("")
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", title="optimizer, lr, batch")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside right center",
+        title="optimizer, lr, batch",
+    )
     aside = file.with_name(f".{file.name}.part")
     figure.savefig(aside, dpi=110, format="png")
     pyplot.close(figure)
@@ -259,4 +337,10 @@ def _draw(compared: Sequence[Row], file: Path) -> None:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value)
+    )

@@ -48,7 +48,9 @@ class Asked(NamedTuple):
     """A page whose numbers are on their way to the CPU."""
 
     page: Dealt
-    numbers_K: Sequence[Tensor]  # for each batch, how many ids this rank asks of each, and each of it: [2, N]
+    numbers_K: Sequence[
+        Tensor
+    ]  # for each batch, how many ids this rank asks of each, and each of it: [2, N]
     known: torch.cuda.Event | None  # when they are there; at once without a GPU
 
 
@@ -88,9 +90,13 @@ class ShardedPipeline(FusedPipeline):
         """Zeros to count the rows of one batch after another, of each table and of each rank; made for many at a time, as `cuda.Sums`."""
         while True:
             claimed = torch.zeros(2, SUMMED, dtype=torch.int64, device=self._device)
-            numbers = torch.zeros(2, SUMMED, self._ranks.size, dtype=torch.int32, device=self._device)
+            numbers = torch.zeros(
+                2, SUMMED, self._ranks.size, dtype=torch.int32, device=self._device
+            )
             inputs, outputs, asked, lent = (column.unbind() for column in (*claimed, *numbers))
-            yield from zip(zip(inputs, outputs, strict=True), map(Numbers, asked, lent), strict=True)
+            yield from zip(
+                zip(inputs, outputs, strict=True), map(Numbers, asked, lent), strict=True
+            )
 
     @cached_property
     def _told_K(self) -> Sequence[Tensor]:
@@ -120,13 +126,18 @@ class ShardedPipeline(FusedPipeline):
         batch, (rows_U, asked, ids_M, lent, (asked_N, lent_N)) = planned
         held, dim, capped = self._hold(), self.inputs.dim, self.optimizer.occurrence_cap > 0
         most = -(-ids_M.shape[0] // ROOM) * ROOM
-        claims = self._work = with_room(self._work, (most, most), self.inputs.rows, dim, self._device)
+        claims = self._work = with_room(
+            self._work, (most, most), self.inputs.rows, dim, self._device
+        )
         sums = next(self._sums)
 
-        weights_UD = self._ranks.send(shard.lend(ids_M, self._stride, held, dim, claims, sums.claimed), lent, asked)
+        weights_UD = self._ranks.send(
+            shard.lend(ids_M, self._stride, held, dim, claims, sums.claimed), lent, asked
+        )
         grad_UD, pairs_U = shard.place(rows_U, self._place_TV, dim, counted=capped)
         (weights_in, grads_in), (weights_out, grads_out) = (
-            (Held(weights_UD, place_V), shard.Gradients(place_V, grad_UD, pairs_U)) for place_V in self._place_TV
+            (Held(weights_UD, place_V), shard.Gradients(place_V, grad_UD, pairs_U))
+            for place_V in self._place_TV
         )
         cuda.skipgram(batch, weights_in, grads_in, weights_out, grads_out, sums, counted=capped)
 
@@ -146,19 +157,34 @@ class ShardedPipeline(FusedPipeline):
     def _ask_for_nothing(self) -> None:
         """Begin with a page without rows, whose ids bring the numbers of the first one."""
         heads_2N = torch.full((2, self._ranks.size), self._heads, dtype=torch.int32)
-        none_U, steps = torch.full((self._ranks.size * self._heads,), -1, device=self._device), range(self._steps_per_page)
-        page = Dealt([], [(none_U, none_U.int()) for _ in steps], [Numbers(*heads_2N.to(self._device)) for _ in steps])
+        none_U, steps = (
+            torch.full((self._ranks.size * self._heads,), -1, device=self._device),
+            range(self._steps_per_page),
+        )
+        page = Dealt(
+            [],
+            [(none_U, none_U.int()) for _ in steps],
+            [Numbers(*heads_2N.to(self._device)) for _ in steps],
+        )
         self._asked = Asked(page, [heads_2N for _ in steps], None)
 
     def _deal(self, batches: Iterator[Batch]) -> None:
         """Draw the page after the one that is asked for, and list its rows owner by owner."""
         (_, lists_before, numbers_before), _, _ = self._asked
         drawn, lists, numbers = list(islice(batches, self._steps_per_page)), [], []
-        for batch, (_, ids_before), before in zip(drawn, lists_before, numbers_before, strict=False):  # the last page may be shorter
-            claims = self._asking = with_room(self._asking, most_rows(batch), self._rows, 0, self._device)
+        for batch, (_, ids_before), before in zip(
+            drawn, lists_before, numbers_before, strict=False
+        ):  # the last page may be shorter
+            claims = self._asking = with_room(
+                self._asking, most_rows(batch), self._rows, 0, self._device
+            )
             claimed, tally = next(self._counters)
             cuda.claim(batch, *claims, claimed)
-            lists.append(shard.deal(claims, claimed, self._stride, self._heads, tally, (ids_before, before.asked_N)))
+            lists.append(
+                shard.deal(
+                    claims, claimed, self._stride, self._heads, tally, (ids_before, before.asked_N)
+                )
+            )
             numbers.append(tally)
         self._dealt = Dealt(drawn, lists, numbers)
 
@@ -169,23 +195,41 @@ class ShardedPipeline(FusedPipeline):
             return []
         if known:
             known.synchronize()
-        asked_KN, lent_KN = zip(*(told_2N.tolist() for told_2N in told_K[: len(lists)]), strict=True)
-        came = self._send([ids_U[: sum(asked)] for (_, ids_U), asked in zip(lists, asked_KN, strict=True)], asked_KN, lent_KN)
+        asked_KN, lent_KN = zip(
+            *(told_2N.tolist() for told_2N in told_K[: len(lists)]), strict=True
+        )
+        came = self._send(
+            [ids_U[: sum(asked)] for (_, ids_U), asked in zip(lists, asked_KN, strict=True)],
+            asked_KN,
+            lent_KN,
+        )
         routes = [
             Route(rows_U[: sum(asked)], asked, ids_M, lent, its)
-            for (rows_U, _), asked, ids_M, lent, its in zip(lists, asked_KN, came, lent_KN, numbers, strict=True)
+            for (rows_U, _), asked, ids_M, lent, its in zip(
+                lists, asked_KN, came, lent_KN, numbers, strict=True
+            )
         ]
-        for route, its_next, told_2N in zip(routes, self._dealt.numbers, self._told_K, strict=False):
+        for route, its_next, told_2N in zip(
+            routes, self._dealt.numbers, self._told_K, strict=False
+        ):
             shard.hear(route.ids_M, route.numbers.lent_N, *its_next, told_2N)
-        self._asked = Asked(self._dealt, self._told_K, self._planning.record_event() if self._planning else None)
-        return [Routed(*planned) for planned in zip(drawn, routes, strict=False)]  # none of the page without rows
+        self._asked = Asked(
+            self._dealt, self._told_K, self._planning.record_event() if self._planning else None
+        )
+        return [
+            Routed(*planned) for planned in zip(drawn, routes, strict=False)
+        ]  # none of the page without rows
 
-    def _send(self, ids_KU: list[Tensor], asked_KN: Sequence[list[int]], lent_KN: Sequence[list[int]]) -> Sequence[Tensor]:
+    def _send(
+        self, ids_KU: list[Tensor], asked_KN: Sequence[list[int]], lent_KN: Sequence[list[int]]
+    ) -> Sequence[Tensor]:
         """The ids that come for each batch of a page, when those of all batches go to the owners at once, rank by rank."""
         if len(ids_KU) == 1:
             return [self._ranks.send(*ids_KU, *asked_KN, *lent_KN, ahead=True)]
         dealt_KN = [ids_U.split(asked) for ids_U, asked in zip(ids_KU, asked_KN, strict=True)]
-        asked_NK, lent_NK = (list(zip(*numbers_KN, strict=True)) for numbers_KN in (asked_KN, lent_KN))
+        asked_NK, lent_NK = (
+            list(zip(*numbers_KN, strict=True)) for numbers_KN in (asked_KN, lent_KN)
+        )
         sent = torch.cat([ids_u for dealt_K in zip(*dealt_KN, strict=True) for ids_u in dealt_K])
         came = self._ranks.send(sent, list(map(sum, asked_NK)), list(map(sum, lent_NK)), ahead=True)
         parts, steps = came.split([number for lent_K in lent_NK for number in lent_K]), len(ids_KU)

@@ -29,7 +29,11 @@ def started() -> bool:
 def job() -> str:
     """What torchrun calls the job, or where it is, if it bears no name; empty without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT")) if name == "none" else name
+    return (
+        ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
+        if name == "none"
+        else name
+    )
 
 
 def starts() -> int:
@@ -56,7 +60,9 @@ def say(error: Exception, words: str) -> None:
     if rank == 0 or of is None:
         print(f"error: {words}" + (f" (rank {of})" if of else ""), file=sys.stderr, flush=True)
     else:
-        time.sleep(PAUSE_SECONDS)  # torchrun ends rank 0 when another one has failed, which may be before it could say so
+        time.sleep(
+            PAUSE_SECONDS
+        )  # torchrun ends rank 0 when another one has failed, which may be before it could say so
     if started():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -66,7 +72,11 @@ def say(error: Exception, words: str) -> None:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """A signal ends the process at once in the block, which has nothing to save, even while it waits for a rank that is gone."""
-    heeded = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    heeded = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, signal.SIG_DFL) for number in heeded}
     try:
         yield
@@ -85,7 +95,9 @@ def leave(lost: RankLost) -> NoReturn:
 
 def give_up(lost: RankLost) -> NoReturn:
     """End a process whose main thread has not heard that a rank is lost, since it waits for a GPU that waits for that rank."""
-    time.sleep(2 * PAUSE_SECONDS)  # in which a main thread that has heard of it, or failed itself, says so and leaves
+    time.sleep(
+        2 * PAUSE_SECONDS
+    )  # in which a main thread that has heard of it, or failed itself, says so and leaves
     say(lost, str(lost))
     _end(2)
 

@@ -53,7 +53,9 @@ class Ranks:
         """As `gather`, for a few numbers of each step; only the call of what it gives waits for the other ranks."""
         return lambda: [list(numbers)]
 
-    def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
+    def send(
+        self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False
+    ) -> Tensor:
         """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, ...; give what came, `received[0]` rows from rank 0, ...
 
         ahead: for what is sent while the steps before are computed, beside what these send.
@@ -102,7 +104,9 @@ class Ranks:
             values = [known.get(name) for known in of_ranks]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                differ: Any = RanksDiffer(f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}")
+                differ: Any = RanksDiffer(
+                    f"{name} is {values[0]} for rank 0, but {values[other]} for rank {other}; {remedy}"
+                )
                 differ.of = 0
                 raise differ
 
@@ -122,15 +126,25 @@ class Joined(Ranks):
 
     def __init__(self, device: str):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        self.local_rank, self.local_size = (
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
         how: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": PATIENCE}
-        if device == "cuda":  # after its timeout NCCL shall end the process, and not first wait to give back what the GPU still uses
-            os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+        if (
+            device == "cuda"
+        ):  # after its timeout NCCL shall end the process, and not first wait to give back what the GPU still uses
+            os.environ |= {
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+                "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+            }
         with torchrun.ended_by_signals(), self._answering():
             store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))
             # What torchrun starts again would find the addresses of ranks that are gone: its store outlives them.
             store = dist.PrefixStore(f"start {torchrun.starts()}", store)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, **how)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, **how
+            )
             self._facts = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._behind = dist.new_group(backend="gloo", timeout=LONG_PATIENCE)
             self._ahead = dist.new_group(timeout=PATIENCE)
@@ -150,7 +164,9 @@ class Joined(Ranks):
         marks = [folder / f".rank-{token}-{rank}" for rank in range(self.size)]
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            marks[self.rank].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
+            marks[
+                self.rank
+            ].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
         self.gather(None)
         first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
         self.gather(None)
@@ -171,11 +187,17 @@ class Joined(Ranks):
 
         return agreed
 
-    def send(self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False) -> Tensor:
+    def send(
+        self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False
+    ) -> Tensor:
         came = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
-        self.bytes_sent += (sum(sent) - sent[self.rank]) * math.prod(rows_NX.shape[1:]) * rows_NX.element_size()
+        self.bytes_sent += (
+            (sum(sent) - sent[self.rank]) * math.prod(rows_NX.shape[1:]) * rows_NX.element_size()
+        )
         with self._answering():
-            dist.all_to_all_single(came, rows_NX, list(received), list(sent), group=self._ahead if ahead else None)
+            dist.all_to_all_single(
+                came, rows_NX, list(received), list(sent), group=self._ahead if ahead else None
+            )
         return came
 
     def add(self, numbers: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from w2v.model.table import Table
 
-CHUNK_BATCHES = 32  # about: a chunk of text holds as many raw words as this many batches hold centers
+CHUNK_BATCHES = (
+    32  # about: a chunk of text holds as many raw words as this many batches hold centers
+)
 
 
 class Position(NamedTuple):

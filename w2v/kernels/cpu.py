@@ -27,7 +27,9 @@ class Threads:
         self._pool = ThreadPoolExecutor(count)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        return list(self._pool.map(function, range(self.count))) if self.count > 1 else [function(0)]
+        return (
+            list(self._pool.map(function, range(self.count))) if self.count > 1 else [function(0)]
+        )
 
 
 class Claims:
@@ -41,7 +43,9 @@ class Claims:
         most = min(rows, most)
         self.number_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
-        self.grad_nUD = np.empty((threads, most, dim), np.float32)  # takes memory only where it is touched
+        self.grad_nUD = np.empty(
+            (threads, most, dim), np.float32
+        )  # takes memory only where it is touched
         self.pairs_nU = np.empty((threads, most), np.int32)
         self.count_n = np.zeros(threads, np.int64)
 
@@ -50,12 +54,21 @@ class Claims:
         return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], most)
 
     def of(self, thread: int) -> tuple[np.ndarray, ...]:
-        return *(part[thread] for part in (self.number_nV, self.rows_nU, self.grad_nUD, self.pairs_nU)), self.count_n[thread : thread + 1]
+        return *(
+            part[thread] for part in (self.number_nV, self.rows_nU, self.grad_nUD, self.pairs_nU)
+        ), self.count_n[thread : thread + 1]
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sorted unique rows (int64), the gradient of each and how many pairs it sums (int64), which ends the claims."""
         rows, grads, pairs = (
-            torch.from_numpy(np.concatenate([of_thread[:count] for of_thread, count in zip(parts, self.count_n, strict=True)]))
+            torch.from_numpy(
+                np.concatenate(
+                    [
+                        of_thread[:count]
+                        for of_thread, count in zip(parts, self.count_n, strict=True)
+                    ]
+                )
+            )
             for parts in (self.rows_nU, self.grad_nUD, self.pairs_nU)
         )
         rows_U, slots = torch.unique(rows.long(), return_inverse=True)
@@ -66,14 +79,29 @@ class Claims:
 
 
 def skipgram(
-    threads: Threads, batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims
+    threads: Threads,
+    batch: Batch,
+    inputs: Held,
+    input_claims: Claims,
+    outputs: Held,
+    output_claims: Claims,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64)."""
     dim = input_claims.grad_nUD.shape[2]
-    return _pass_over(threads, batch, inputs, outputs, dim, None, lambda thread: (*input_claims.of(thread), *output_claims.of(thread)))
+    return _pass_over(
+        threads,
+        batch,
+        inputs,
+        outputs,
+        dim,
+        None,
+        lambda thread: (*input_claims.of(thread), *output_claims.of(thread)),
+    )
 
 
-def descend(threads: Threads, batch: Batch, inputs: Held, outputs: Held, dim: int, lr: float) -> tuple[Tensor, Tensor]:
+def descend(
+    threads: Threads, batch: Batch, inputs: Held, outputs: Held, dim: int, lr: float
+) -> tuple[Tensor, Tensor]:
     """A step of gradient descent for each center, straight into the tables; threads overtake each other as they come (Niu et al. 2011,
     Hogwild, arXiv 1106.5730), one thread takes the centers in their order. Gives what `skipgram` gives."""
     nothing = Claims(0, 0, dim, 1).of(0)
@@ -81,12 +109,25 @@ def descend(threads: Threads, batch: Batch, inputs: Held, outputs: Held, dim: in
 
 
 def _pass_over(
-    threads: Threads, batch: Batch, inputs: Held, outputs: Held, dim: int, lr: float | None, claims: Callable[[int], tuple]
+    threads: Threads,
+    batch: Batch,
+    inputs: Held,
+    outputs: Held,
+    dim: int,
+    lr: float | None,
+    claims: Callable[[int], tuple],
 ) -> tuple[Tensor, Tensor]:
     """Have each thread take an equal share of the centers, to descend by `lr` where one is given."""
     kernel = compiled.skipgram(dim, 1 + batch.negatives_BK.shape[1], lr is not None)
     size, scale = len(batch.windows_B), np.float32(1 if lr is None else lr)
-    text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first, batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
+    text = (
+        batch.words_n.numpy(),
+        batch.sentences_n.numpy(),
+        batch.first,
+        batch.windows_B.numpy(),
+        batch.negatives_BK.numpy(),
+        batch.window,
+    )
     records = inputs.records_SR.numpy(), outputs.records_SR.numpy()
 
     def share(thread: int) -> tuple[float, int]:
@@ -98,7 +139,14 @@ def _pass_over(
 
 
 def step_rows(
-    threads: Threads, formula: str, held: Held, claims: Claims, step: float, step_column: int, hyper: Hyper, cap: int
+    threads: Threads,
+    formula: str,
+    held: Held,
+    claims: Claims,
+    step: float,
+    step_column: int,
+    hyper: Hyper,
+    cap: int,
 ) -> bool:
     """One optimizer step of the claimed rows, the table's `step`th, which ends the claims. Gives whether all rows stayed finite; those
     that would not are left as they were.

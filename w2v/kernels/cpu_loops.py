@@ -38,10 +38,15 @@ def _prefetch(typing_context, matrix, row, column):
     def generate(context, builder, signature, arguments):
         kind, place, number = signature.args[0], arguments[1:], ir.IntType(32)
         array = context.make_array(kind)(context, builder, arguments[0])
-        line = builder.bitcast(get_item_pointer(context, builder, kind, array, place), ir.IntType(8).as_pointer())
+        line = builder.bitcast(
+            get_item_pointer(context, builder, kind, array, place), ir.IntType(8).as_pointer()
+        )
         prefetch = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
         to_write, in_every_cache, data = (ir.Constant(number, value) for value in (1, 3, 1))
-        builder.call(builder.module.declare_intrinsic("llvm.prefetch", [line.type], prefetch), [line, to_write, in_every_cache, data])
+        builder.call(
+            builder.module.declare_intrinsic("llvm.prefetch", [line.type], prefetch),
+            [line, to_write, in_every_cache, data],
+        )
         return context.get_dummy_value()
 
     return types.void(matrix, types.intp, types.intp), generate
@@ -62,11 +67,15 @@ def _sigmoids(count, logits_N, errors_N, factors_N, bits_N):
     """
     for i in range(count):
         x = max(-abs(logits_N[i]), np.float32(-87))
-        bits_N[i] = (np.int32(np.floor(x * np.float32(1.44269504) + half)) + np.int32(127)) << np.int32(23)
+        bits_N[i] = (
+            np.int32(np.floor(x * np.float32(1.44269504) + half)) + np.int32(127)
+        ) << np.int32(23)
     for i in range(count):
         x = max(-abs(logits_N[i]), np.float32(-87))
         r = x - np.floor(x * np.float32(1.44269504) + half) * np.float32(0.69314718)
-        p = ((np.float32(1.9875691e-4) * r + np.float32(1.3981999e-3)) * r + np.float32(8.3334519e-3)) * r + np.float32(4.1665796e-2)
+        p = (
+            (np.float32(1.9875691e-4) * r + np.float32(1.3981999e-3)) * r + np.float32(8.3334519e-3)
+        ) * r + np.float32(4.1665796e-2)
         e = (((p * r + np.float32(1.6666666e-1)) * r + half) * r * r + r + one) * factors_N[i]
         factors_N[i] = one + e
         errors_N[i] = (one if logits_N[i] >= 0 else e) / (one + e)
@@ -100,15 +109,47 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
 
     @compiled
     def pass_over(
-        words_n, sentences_n, first, windows_B, negatives_BK, window, begin, end, input_VR, output_VR, lr,
-        number_in, rows_in, grad_in, pairs_in, count_in, number_out, rows_out, grad_out, pairs_out, count_out,
-    ):  # fmt: skip
+        words_n,
+        sentences_n,
+        first,
+        windows_B,
+        negatives_BK,
+        window,
+        begin,
+        end,
+        input_VR,
+        output_VR,
+        lr,
+        number_in,
+        rows_in,
+        grad_in,
+        pairs_in,
+        count_in,
+        number_out,
+        rows_out,
+        grad_out,
+        pairs_out,
+        count_out,
+    ):
         places = 2 * window + 1
-        ids_T, counts_T, error_T = np.zeros(targets, np.int64), np.zeros(jammed, np.float32), np.zeros(jammed, np.float32)
-        target_TP, grad_target_TP = np.zeros((jammed, padded), np.float32), np.zeros((jammed, padded), np.float32)
-        context_CP, waiting_CP = np.zeros((places, padded), np.float32), np.zeros((places, padded), np.float32)
+        ids_T, counts_T, error_T = (
+            np.zeros(targets, np.int64),
+            np.zeros(jammed, np.float32),
+            np.zeros(jammed, np.float32),
+        )
+        target_TP, grad_target_TP = (
+            np.zeros((jammed, padded), np.float32),
+            np.zeros((jammed, padded), np.float32),
+        )
+        context_CP, waiting_CP = (
+            np.zeros((places, padded), np.float32),
+            np.zeros((places, padded), np.float32),
+        )
         waits_C = np.zeros(places, np.int64)  # pairs whose gradients wait
-        logits_N, errors_N = np.zeros(places * jammed, np.float32), np.zeros(places * jammed, np.float32)
+        logits_N, errors_N = (
+            np.zeros(places * jammed, np.float32),
+            np.zeros(places * jammed, np.float32),
+        )
         factors_N = np.zeros(places * jammed, np.float32)
         bits_N = factors_N.view(np.int32)
         loss, pairs = 0.0, 0
@@ -127,7 +168,18 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
             passed = at - window - 1
             place = passed % places
             if passed >= 0 and waits_C[place]:
-                _add(words_n[passed], waiting_CP, place, dim, waits_C[place], number_in, rows_in, grad_in, pairs_in, count_in)
+                _add(
+                    words_n[passed],
+                    waiting_CP,
+                    place,
+                    dim,
+                    waits_C[place],
+                    number_in,
+                    rows_in,
+                    grad_in,
+                    pairs_in,
+                    count_in,
+                )
                 waits_C[place] = 0
 
             left, right = max(at - reach, 0), min(at + reach + 1, len(words_n))
@@ -173,7 +225,9 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
                     continue
                 errors_N[n] -= one
                 loss -= logits_N[n]
-                for t in range(targets):  # softplus is max(0, logit) + log(1 + exp(-|logit|)); the logarithms are taken of a product
+                for t in range(
+                    targets
+                ):  # softplus is max(0, logit) + log(1 + exp(-|logit|)); the logarithms are taken of a product
                     loss += 0.5 * counts_T[t] * (abs(logits_N[n + t]) + logits_N[n + t])
                     product *= factors_N[n + t] if counts_T[t] > 0 else one
                     if product > 1e300:
@@ -205,12 +259,34 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
                     for d in range(dim):
                         output_VR[word, d] -= grad_target_TP[t, d]
                 else:
-                    _add(word, grad_target_TP, t, dim, right - left - 1, number_out, rows_out, grad_out, pairs_out, count_out)
+                    _add(
+                        word,
+                        grad_target_TP,
+                        t,
+                        dim,
+                        right - left - 1,
+                        number_out,
+                        rows_out,
+                        grad_out,
+                        pairs_out,
+                        count_out,
+                    )
 
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
             place = c % places
             if waits_C[place]:
-                _add(words_n[c], waiting_CP, place, dim, waits_C[place], number_in, rows_in, grad_in, pairs_in, count_in)
+                _add(
+                    words_n[c],
+                    waiting_CP,
+                    place,
+                    dim,
+                    waits_C[place],
+                    number_in,
+                    rows_in,
+                    grad_in,
+                    pairs_in,
+                    count_in,
+                )
                 waits_C[place] = 0
         return loss, pairs
 
@@ -218,18 +294,53 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
 
 
 @compiled
-def step_rows(owner, owners, formula, records_VR, step_column, constants, number_nV, rows_nU, grad_nUD, pairs_nU, count_n, cap):
+def step_rows(
+    owner,
+    owners,
+    formula,
+    records_VR,
+    step_column,
+    constants,
+    number_nV,
+    rows_nU,
+    grad_nUD,
+    pairs_nU,
+    count_n,
+    cap,
+):
     """Step the rows that a thread owns by a formula of optim.cu: a row when the first thread that claimed it has its turn, with the
     gradients of all threads, which ends the claims. The gradients of n threads are summed in the threads' order.
 
     A row that would not stay finite is left as it was; gives how many such rows there were.
     """
-    lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants
+    (
+        lr,
+        eps,
+        weight_decay,
+        lr_decay,
+        beta1,
+        rest1,
+        log_beta1,
+        beta2,
+        rest2,
+        log_beta2,
+        table_step,
+    ) = constants
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
-    beta1, rest1, beta2, rest2 = np.float32(beta1), np.float32(rest1), np.float32(beta2), np.float32(rest2)
+    beta1, rest1, beta2, rest2 = (
+        np.float32(beta1),
+        np.float32(rest1),
+        np.float32(beta2),
+        np.float32(rest2),
+    )
     dim = grad_nUD.shape[2]
     first, second = dim, 2 * dim  # where a record's states begin
-    grad_D, before_R, width, faults = np.empty(dim, np.float32), np.empty_like(records_VR[0]), records_VR.shape[1], 0
+    grad_D, before_R, width, faults = (
+        np.empty(dim, np.float32),
+        np.empty_like(records_VR[0]),
+        records_VR.shape[1],
+        0,
+    )
     for n in range(len(count_n)):
         for u in range(count_n[n]):
             row = rows_nU[n, u]
@@ -257,7 +368,9 @@ def step_rows(owner, owners, formula, records_VR, step_column, constants, number
             if step_column >= 0:
                 step = records_VR[row, step_column] + 1.0
                 records_VR[row, step_column] = step
-            rate = np.float32(lr / -math.expm1(step * log_beta1))  # over 1 - beta1 ** step, which is 1 for beta1 = 0
+            rate = np.float32(
+                lr / -math.expm1(step * log_beta1)
+            )  # over 1 - beta1 ** step, which is 1 for beta1 = 0
             bias = np.float32(-math.expm1(step * log_beta2))
             if formula == ADAMW:
                 for d in range(dim):
@@ -282,13 +395,17 @@ def step_rows(owner, owners, formula, records_VR, step_column, constants, number
                     records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
             elif formula == ADAMAX:
                 for d in range(dim):
-                    mean = records_VR[row, first + d] + rest1 * (grad_D[d] - records_VR[row, first + d])
+                    mean = records_VR[row, first + d] + rest1 * (
+                        grad_D[d] - records_VR[row, first + d]
+                    )
                     largest = max(beta2 * records_VR[row, second + d], abs(grad_D[d]) + eps)
                     records_VR[row, first + d], records_VR[row, second + d] = mean, largest
                     records_VR[row, d] -= rate * mean / largest
             else:
                 for d in range(dim):
-                    mean = records_VR[row, first + d] + rest1 * (grad_D[d] - records_VR[row, first + d])
+                    mean = records_VR[row, first + d] + rest1 * (
+                        grad_D[d] - records_VR[row, first + d]
+                    )
                     square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
                     records_VR[row, first + d], records_VR[row, second + d] = mean, square
                     records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)

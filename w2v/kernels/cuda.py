@@ -26,7 +26,9 @@ MOVING_BLOCKS = 64  # enough for the link, and no more, so that reads and writes
 EXCHANGING_BLOCKS = 16
 
 
-def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+def gather_records(
+    table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+) -> None:
     """records[slots[u]] = table[rows[u]], slots[u] being u where none are given; the table may lie in pinned CPU memory.
 
     Rows and slots are int64 on the GPU, inside their bounds; rows are unique, and best sorted. A record is a multiple of 16 bytes.
@@ -34,31 +36,77 @@ def gather_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U
     _move("gather_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def scatter_records(table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+def scatter_records(
+    table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+) -> None:
     """table[rows[u]] = records[slots[u]]; otherwise as `gather_records`."""
     _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def _move(kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None) -> None:
+def _move(
+    kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None
+) -> None:
     assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
     assert table_VR.stride(1) == 1 and records_SR.is_contiguous()
     for ids in (rows_U, slots_U):
-        assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda and len(ids) == len(rows_U))
-    width, stride = (elements * table_VR.element_size() // 16 for elements in (table_VR.shape[1], table_VR.stride(0)))
+        assert ids is None or (
+            ids.dtype == torch.int64
+            and ids.is_contiguous()
+            and ids.is_cuda
+            and len(ids) == len(rows_U)
+        )
+    width, stride = (
+        elements * table_VR.element_size() // 16
+        for elements in (table_VR.shape[1], table_VR.stride(0))
+    )
     assert width * 16 == table_VR.shape[1] * table_VR.element_size()
     if len(rows_U):
-        launch("rows.cu", kernel, {}, MOVING_BLOCKS, table_VR, stride, rows_U, records_SR, slots_U, len(rows_U), width)
+        launch(
+            "rows.cu",
+            kernel,
+            {},
+            MOVING_BLOCKS,
+            table_VR,
+            stride,
+            rows_U,
+            records_SR,
+            slots_U,
+            len(rows_U),
+            width,
+        )
 
 
 def draw(
-    key: int, centers: int, lowest: int, widest: int, noise: int, pool: int, pool_key: int, cdf_V: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    key: int,
+    centers: int,
+    lowest: int,
+    widest: int,
+    noise: int,
+    pool: int,
+    pool_key: int,
+    cdf_V: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The draws of reference.draw by one kernel."""
     windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
     negatives_BK = torch.empty(centers, noise, dtype=torch.int32, device=cdf_V.device)
     blocks, (words,) = enough_blocks(centers * (1 + noise)), cdf_V.shape
     pooled = pool, signed(pool_key)
-    launch("draw.cu", "draw", {}, blocks, signed(key), centers, noise, lowest, widest, *pooled, cdf_V, words, windows_B, negatives_BK)
+    launch(
+        "draw.cu",
+        "draw",
+        {},
+        blocks,
+        signed(key),
+        centers,
+        noise,
+        lowest,
+        widest,
+        *pooled,
+        cdf_V,
+        words,
+        windows_B,
+        negatives_BK,
+    )
     return windows_B, negatives_BK
 
 
@@ -90,7 +138,9 @@ class Sums(NamedTuple):
         while True:
             loss_n, *numbers = torch.zeros(4, SUMMED, dtype=torch.int64, device=device).unbind()
             columns = loss_n.view(torch.float64), *numbers
-            for loss, pairs, inputs, outputs in zip(*(column.unbind() for column in columns), strict=True):
+            for loss, pairs, inputs, outputs in zip(
+                *(column.unbind() for column in columns), strict=True
+            ):
                 yield cls(loss, pairs, (inputs, outputs))
 
 
@@ -98,15 +148,31 @@ def claim(batch: Batch, inputs: Claims, outputs: Claims, claimed: tuple[Tensor, 
     """Claim the rows of both tables that take part in a pair of the batch, and add their numbers to those `claimed`, int64."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
     launch(
-        "claim.cu", "claim", _shape(batch), enough_blocks(items), *_arguments(batch),
-        inputs.number_V, inputs.rows_U, claimed[0], outputs.number_V, outputs.rows_U, claimed[1],
-    )  # fmt: skip
+        "claim.cu",
+        "claim",
+        _shape(batch),
+        enough_blocks(items),
+        *_arguments(batch),
+        inputs.number_V,
+        inputs.rows_U,
+        claimed[0],
+        outputs.number_V,
+        outputs.rows_U,
+        claimed[1],
+    )
 
 
 def mark(batch: Batch, marks_TV: Tensor) -> None:
     """Set the marks, bool [2, V], of the rows of the input and the output table that take part in a pair of the batch."""
     items = batch.windows_B.shape[0] * (2 * batch.window + 1 + batch.negatives_BK.shape[1])
-    launch("claim.cu", "mark", _shape(batch), enough_blocks(items), *_arguments(batch), *marks_TV.unbind())
+    launch(
+        "claim.cu",
+        "mark",
+        _shape(batch),
+        enough_blocks(items),
+        *_arguments(batch),
+        *marks_TV.unbind(),
+    )
 
 
 class Moves(NamedTuple):
@@ -123,34 +189,80 @@ class Moves(NamedTuple):
 
 
 def exchange(
-    moves: Moves, tables: Tensor, rows: int, stride: int, records_SR: Tensor, slot_of_TV: Tensor | None = None, none: int = 0,
+    moves: Moves,
+    tables: Tensor,
+    rows: int,
+    stride: int,
+    records_SR: Tensor,
+    slot_of_TV: Tensor | None = None,
+    none: int = 0,
     stream: torch.cuda.Stream | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Read the records that come into their slots, and write to their tables those that leave them.
 
     tables: the addresses of the tables' records, int64 [T] on the GPU, of so many rows each; stride: elements from row to row; slot_of_TV:
     is kept current, if given, with `none` for a row that has left; stream: where to, if not to the current one.
     """
-    width, stride = (elements * records_SR.element_size() // 16 for elements in (records_SR.shape[1], stride))
-    launch("rows.cu", "exchange", {}, EXCHANGING_BLOCKS, tables, rows, stride, records_SR, width, *moves, slot_of_TV, none, stream=stream)
+    width, stride = (
+        elements * records_SR.element_size() // 16 for elements in (records_SR.shape[1], stride)
+    )
+    launch(
+        "rows.cu",
+        "exchange",
+        {},
+        EXCHANGING_BLOCKS,
+        tables,
+        rows,
+        stride,
+        records_SR,
+        width,
+        *moves,
+        slot_of_TV,
+        none,
+        stream=stream,
+    )
 
 
 def skipgram(
-    batch: Batch, inputs: Held, input_claims: Claims, outputs: Held, output_claims: Claims, sums: Sums, counted: bool = False
+    batch: Batch,
+    inputs: Held,
+    input_claims: Claims,
+    outputs: Held,
+    output_claims: Claims,
+    sums: Sums,
+    counted: bool = False,
 ) -> None:
     """Add the gradients of the batch's summed loss to the claims, and that loss and its number of positive pairs to the sums.
 
     counted: whether to count the pairs of each row too.
     """
-    (_, row_width), dim, dtype = inputs.records_SR.shape, input_claims.grad_UD.shape[1], inputs.records_SR.dtype
+    (_, row_width), dim, dtype = (
+        inputs.records_SR.shape,
+        input_claims.grad_UD.shape[1],
+        inputs.records_SR.dtype,
+    )
     assert outputs.records_SR.shape[1] == row_width and outputs.records_SR.dtype == dtype
     made_for = _shape(batch) | {"DIM": dim, "ELEMENT": ELEMENTS[dtype], "COUNTED": int(counted)}
     launch(
-        "sgns.cu", "skipgram", made_for, enough_blocks(32 * batch.windows_B.shape[0]), *_arguments(batch),
-        inputs.records_SR, inputs.slot_of_V, input_claims.number_V, input_claims.grad_UD, input_claims.pairs_U,
-        outputs.records_SR, outputs.slot_of_V, output_claims.number_V, output_claims.grad_UD, output_claims.pairs_U,
-        row_width, sums.loss, sums.pairs,
-    )  # fmt: skip
+        "sgns.cu",
+        "skipgram",
+        made_for,
+        enough_blocks(32 * batch.windows_B.shape[0]),
+        *_arguments(batch),
+        inputs.records_SR,
+        inputs.slot_of_V,
+        input_claims.number_V,
+        input_claims.grad_UD,
+        input_claims.pairs_U,
+        outputs.records_SR,
+        outputs.slot_of_V,
+        output_claims.number_V,
+        output_claims.grad_UD,
+        output_claims.pairs_U,
+        row_width,
+        sums.loss,
+        sums.pairs,
+    )
 
 
 class Guard(NamedTuple):
@@ -167,9 +279,19 @@ class Guard(NamedTuple):
 
 
 def step_rows(
-    formula: str, states: int, held: tuple[Held, Held], claims: tuple[Claims, Claims], claimed: tuple[Tensor, Tensor], stepped: Tensor,
-    step: float, step_column: int, hyper: Hyper, cap: int, noise: tuple[int, int], guard: Guard,
-) -> None:  # fmt: skip
+    formula: str,
+    states: int,
+    held: tuple[Held, Held],
+    claims: tuple[Claims, Claims],
+    claimed: tuple[Tensor, Tensor],
+    stepped: Tensor,
+    step: float,
+    step_column: int,
+    hyper: Hyper,
+    cap: int,
+    noise: tuple[int, int],
+    guard: Guard,
+) -> None:
     """One optimizer step of the claimed rows of both tables, their `step`th, which ends the claims and zeroes gradients and their pairs.
 
     claimed, stepped: int64, how many rows are claimed of each table, and those of all steps, to which they are added.
@@ -178,14 +300,47 @@ def step_rows(
     scaled by cap / pairs, if cap is not 0. `noise` are the seeds, mixed, of rounding to bfloat16, unsigned.
     """
     (inputs, slot_in), (outputs, slot_out) = held
-    (of_inputs, of_outputs), (_, dim), (_, row_width) = claims, claims[0].grad_UD.shape, inputs.shape
-    made_for: dict[str, int | str] = {"STEP": formula, "STATES": states, "ELEMENT": ELEMENTS[inputs.dtype], "WIDE": 1 if dim % 4 else 4}
+    (of_inputs, of_outputs), (_, dim), (_, row_width) = (
+        claims,
+        claims[0].grad_UD.shape,
+        inputs.shape,
+    )
+    made_for: dict[str, int | str] = {
+        "STEP": formula,
+        "STATES": states,
+        "ELEMENT": ELEMENTS[inputs.dtype],
+        "WIDE": 1 if dim % 4 else 4,
+    }
     launch(
-        "optim.cu", "step", made_for, enough_blocks(32 * (of_inputs.room + of_outputs.room)),
-        inputs, slot_in, of_inputs.grad_UD, of_inputs.pairs_U, of_inputs.rows_U, of_inputs.number_V, signed(noise[0]), claimed[0],
-        outputs, slot_out, of_outputs.grad_UD, of_outputs.pairs_U, of_outputs.rows_U, of_outputs.number_V, signed(noise[1]), claimed[1],
-        stepped, row_width, dim, step_column, step, cap, *hyper, *guard,
-    )  # fmt: skip
+        "optim.cu",
+        "step",
+        made_for,
+        enough_blocks(32 * (of_inputs.room + of_outputs.room)),
+        inputs,
+        slot_in,
+        of_inputs.grad_UD,
+        of_inputs.pairs_U,
+        of_inputs.rows_U,
+        of_inputs.number_V,
+        signed(noise[0]),
+        claimed[0],
+        outputs,
+        slot_out,
+        of_outputs.grad_UD,
+        of_outputs.pairs_U,
+        of_outputs.rows_U,
+        of_outputs.number_V,
+        signed(noise[1]),
+        claimed[1],
+        stepped,
+        row_width,
+        dim,
+        step_column,
+        step,
+        cap,
+        *hyper,
+        *guard,
+    )
 
 
 class Hyper(NamedTuple):
@@ -209,7 +364,15 @@ def _shape(batch: Batch) -> dict[str, int | str]:
 
 def _arguments(batch: Batch) -> tuple[Tensor | int, ...]:
     words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
-    return words_n, sentences_n, words_n.shape[0], first, windows_B.shape[0], windows_B, negatives_BK
+    return (
+        words_n,
+        sentences_n,
+        words_n.shape[0],
+        first,
+        windows_B.shape[0],
+        windows_B,
+        negatives_BK,
+    )
 
 
 def enough_blocks(threads: int) -> int:
@@ -223,20 +386,28 @@ def _processors() -> int:
 
 
 def launch(
-    source: str, kernel: str, defines: dict[str, int | str], blocks: int, *args: Tensor | float | None,
+    source: str,
+    kernel: str,
+    defines: dict[str, int | str],
+    blocks: int,
+    *args: Tensor | float | None,
     stream: torch.cuda.Stream | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Launch a kernel of a source file, compiled with these definitions, on a stream, torch's current one if none is given.
 
     A tensor is passed as the pointer to its data, None as a null pointer. Integers are for parameters of any width, floats for those of 4
     bytes.
     """
-    device = torch._C._cuda_getDevice()  # torch's public ways to it and to its stream look up more than this
+    device = (
+        torch._C._cuda_getDevice()
+    )  # torch's public ways to it and to its stream look up more than this
     if getattr(_thread, "device", None) != device:
         torch.cuda.current_stream().query()  # gives this thread the device's context, without which the driver launches nothing
         _thread.device = device
     # By its type, as isinstance takes twice as long to find that a number is no tensor.
-    values: list[Any] = [arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args]
+    values: list[Any] = [
+        arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args
+    ]
     queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
     _compiled(device, source, kernel, **defines)(blocks, values, queue)
 
@@ -259,13 +430,19 @@ class Launcher:
     def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
         with self._alone:  # until the driver has copied the arguments
             if self._layout is None:
-                self._layout = struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in values))
+                self._layout = struct.Struct(
+                    "".join("f4x" if isinstance(value, float) else "q" for value in values)
+                )
                 self._memory = ctypes.create_string_buffer(self._layout.size)
                 start = ctypes.addressof(self._memory)
-                self._pointers = (ctypes.c_void_p * len(values))(*range(start, start + self._layout.size, 8))
+                self._pointers = (ctypes.c_void_p * len(values))(
+                    *range(start, start + self._layout.size, 8)
+                )
                 self._parameters = ctypes.addressof(self._pointers)
             self._layout.pack_into(self._memory, 0, *values)
-            self._launch(self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._parameters, 0)
+            self._launch(
+                self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, self._parameters, 0
+            )
 
 
 @functools.cache
@@ -281,5 +458,9 @@ def _compiled(device: int, source: str, kernel: str, **defines: int | str) -> La
 def _module(device: int, source: str, **defines: int | str) -> Any:
     import cupy
 
-    options = ("-std=c++17", f"-I{KERNELS}", *(f"-D{name}={value}" for name, value in defines.items()))
+    options = (
+        "-std=c++17",
+        f"-I{KERNELS}",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    )
     return cupy.RawModule(code=(KERNELS / source).read_text(), options=options)

@@ -32,7 +32,15 @@ class Slots(NamedTuple):
     def empty(cls, room: int, slot_of_TV: Tensor, order_N: Tensor) -> Slots:
         words, device = -(-order_N.shape[0] // STRETCH) * (STRETCH // 32), order_N.device
         *wanted, here_W, soon_W = torch.zeros(4, words, dtype=torch.int32, device=device)
-        return cls(room, slot_of_TV, order_N, tuple(wanted), here_W, soon_W, torch.zeros(5, dtype=torch.int64, device=device))
+        return cls(
+            room,
+            slot_of_TV,
+            order_N,
+            tuple(wanted),
+            here_W,
+            soon_W,
+            torch.zeros(5, dtype=torch.int64, device=device),
+        )
 
 
 class Orders:
@@ -45,24 +53,71 @@ class Orders:
     def __init__(self, slots: Slots):
         device, rows = slots.book.device, slots.order_N.shape[0]
         self.stretches = -(-rows // STRETCH)
-        self.missing, self.late, self.early = torch.empty(3, self.stretches + 1, dtype=torch.int32, device=device)
-        coming, leaving, to = (torch.empty(min(slots.room, rows), dtype=torch.int32, device=device) for _ in range(3))
+        self.missing, self.late, self.early = torch.empty(
+            3, self.stretches + 1, dtype=torch.int32, device=device
+        )
+        coming, leaving, to = (
+            torch.empty(min(slots.room, rows), dtype=torch.int32, device=device) for _ in range(3)
+        )
         self.moves = Moves(coming, leaving, to, torch.zeros(5, dtype=torch.int64, device=device))
         self.done = torch.zeros((), dtype=torch.int32, device=device)
         self.notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self.noticed = self.notice.numpy()  # the same, read sooner
 
 
-def plan_moves(slots: Slots, orders: Orders, marks_TV: Tensor | None, soon_V: Tensor | None, plan: int, in_use: int) -> None:
+def plan_moves(
+    slots: Slots,
+    orders: Orders,
+    marks_TV: Tensor | None,
+    soon_V: Tensor | None,
+    plan: int,
+    in_use: int,
+) -> None:
     """Give slots to the marked rows, or to those that `plan` has marked, and list the moves; rows wanted since plan `in_use` stay.
 
     soon_V: which rows of each table are used soon, and leave after all others; in_use: `plan`, or the one before it.
     """
     final, (coming, leaving, given, numbers) = in_use == plan, orders.moves
-    rows = slots.wanted[plan % 2], None if final else slots.wanted[in_use % 2], slots.here_W, slots.soon_W
-    counts, blocks = (orders.missing, orders.late, orders.early, orders.stretches), -(-32 * orders.stretches // THREADS)
+    rows = (
+        slots.wanted[plan % 2],
+        None if final else slots.wanted[in_use % 2],
+        slots.here_W,
+        slots.soon_W,
+    )
+    counts, blocks = (
+        (orders.missing, orders.late, orders.early, orders.stretches),
+        -(-32 * orders.stretches // THREADS),
+    )
     launch(
-        "cache.cu", "survey", {}, blocks, *rows, marks_TV, soon_V, slots.slot_of_TV.shape[1], slots.order_N, slots.order_N.shape[0],
-        *counts, slots.room, final, orders.done, slots.book, numbers, orders.notice,
-    )  # fmt: skip
-    launch("cache.cu", "list", {}, blocks, *rows, slots.order_N, slots.slot_of_TV, *counts, numbers, coming, leaving, given)
+        "cache.cu",
+        "survey",
+        {},
+        blocks,
+        *rows,
+        marks_TV,
+        soon_V,
+        slots.slot_of_TV.shape[1],
+        slots.order_N,
+        slots.order_N.shape[0],
+        *counts,
+        slots.room,
+        final,
+        orders.done,
+        slots.book,
+        numbers,
+        orders.notice,
+    )
+    launch(
+        "cache.cu",
+        "list",
+        {},
+        blocks,
+        *rows,
+        slots.order_N,
+        slots.slot_of_TV,
+        *counts,
+        numbers,
+        coming,
+        leaving,
+        given,
+    )

@@ -44,7 +44,9 @@ class RowOptimizer:
                 f"optimizer.name={config.name} with optimizer.args={config.args} cannot be paged: {reason}; "
                 f"row-wise choices: {' '.join(rowwise_optimizers())}"
             ) from None
-        self._wide = {key: float(value.flatten()[0]) for key, value in initial.items() if value.dim()}
+        self._wide = {
+            key: float(value.flatten()[0]) for key, value in initial.items() if value.dim()
+        }
         self._scalars = {key: value for key, value in initial.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = config.occurrence_cap
@@ -65,7 +67,10 @@ class RowOptimizer:
     def step(self, page: Page, lr: float) -> None:
         """Step the page's weights and state in place, by its gradients."""
         if self.occurrence_cap:
-            page.grad_UD = page.grad_UD * (self.occurrence_cap / page.pairs_U.clamp(min=self.occurrence_cap))[:, None]
+            page.grad_UD = (
+                page.grad_UD
+                * (self.occurrence_cap / page.pairs_U.clamp(min=self.occurrence_cap))[:, None]
+            )
         weight_UD, state = page["weight"], {key: page[key] for key in self._wide}
         if not self._per_row:
             self._apply(weight_UD, page.grad_UD, state | page.table.scalars, lr)
@@ -75,7 +80,10 @@ class RowOptimizer:
         values_GS, group_U = torch.unique(own_US, dim=0, return_inverse=True)
         for group, values_S in enumerate(values_GS.cpu()):
             rows = torch.nonzero(group_U == group).flatten()
-            some_weight, some_state = weight_UD[rows], {key: value[rows] for key, value in state.items()}
+            some_weight, some_state = (
+                weight_UD[rows],
+                {key: value[rows] for key, value in state.items()},
+            )
             scalars = dict(zip(self._scalars, values_S.unbind(), strict=True))
             self._apply(some_weight, page.grad_UD[rows], some_state | scalars, lr)
             for key, value in ({"weight": some_weight} | some_state).items():
@@ -95,21 +103,46 @@ class RowOptimizer:
     @property
     def eps(self) -> float | None:
         """What a step adds to roots and sums that it divides by; None for an optimizer that divides by none."""
-        return self._args.get("eps", getattr(inspect.signature(self._class).parameters.get("eps"), "default", None))
+        return self._args.get(
+            "eps", getattr(inspect.signature(self._class).parameters.get("eps"), "default", None)
+        )
 
     @property
     def descends(self) -> bool:
         """Whether a step is gradient descent and no more, which needs no batch: no state, weight decay or cap on occurrences."""
-        return self.formula == "sgd" and not self._formula.hyper.weight_decay and not self.occurrence_cap
+        return (
+            self.formula == "sgd"
+            and not self._formula.hyper.weight_decay
+            and not self.occurrence_cap
+        )
 
     def step_in_place(
-        self, tables: tuple[Table, Table], held: tuple[Held, Held], claims: tuple[cuda.Claims, cuda.Claims],
-        claimed: tuple[Tensor, Tensor], stepped: Tensor, lr: float, guard: cuda.Guard,
-    ) -> None:  # fmt: skip
+        self,
+        tables: tuple[Table, Table],
+        held: tuple[Held, Held],
+        claims: tuple[cuda.Claims, cuda.Claims],
+        claimed: tuple[Tensor, Tensor],
+        stepped: Tensor,
+        lr: float,
+        guard: cuda.Guard,
+    ) -> None:
         """The same step of two tables of one shape by a fused kernel, on so many claimed rows of each, which it adds to those `stepped`."""
         (step, column, hyper), _ = (self.next_step(table, lr) for table in tables)
         cap, noise = self.occurrence_cap, (tables[0].next_noise(), tables[1].next_noise())
-        cuda.step_rows(self.formula, len(self._wide), held, claims, claimed, stepped, step, column, hyper, cap, noise, guard)
+        cuda.step_rows(
+            self.formula,
+            len(self._wide),
+            held,
+            claims,
+            claimed,
+            stepped,
+            step,
+            column,
+            hyper,
+            cap,
+            noise,
+            guard,
+        )
 
     def next_step(self, table: Table, lr: float) -> tuple[float, int, cuda.Hyper]:
         """Count a step of the table: its number, the column where rows count their own (or -1), and what a formula takes."""
@@ -120,7 +153,9 @@ class RowOptimizer:
             step.fill_(number)  # takes half the time of adding to it
         return number, own.start if own else -1, cuda.Hyper(float(lr), *self._formula.hyper[1:])
 
-    def _apply(self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float) -> None:
+    def _apply(
+        self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float
+    ) -> None:
         if weight_UD.device not in self._instances:
             self._instances[weight_UD.device] = self._class([nn.Parameter(weight_UD)], **self._args)
         optimizer = self._instances[weight_UD.device]
@@ -140,24 +175,50 @@ class Formula(NamedTuple):
 
 # For each class that has a formula: the arguments of torch's that it takes as beta1 and beta2. It takes these and no others that matter.
 FUSED = {
-    torch.optim.SGD: (), torch.optim.Adagrad: (), torch.optim.RMSprop: ("alpha",),
-    torch.optim.Adam: ("betas",), torch.optim.AdamW: ("betas",), torch.optim.Adamax: ("betas",),
-}  # fmt: skip
-FUSED_TAKES = {"lr", "betas", "alpha", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
+    torch.optim.SGD: (),
+    torch.optim.Adagrad: (),
+    torch.optim.RMSprop: ("alpha",),
+    torch.optim.Adam: ("betas",),
+    torch.optim.AdamW: ("betas",),
+    torch.optim.Adamax: ("betas",),
+}
+FUSED_TAKES = {
+    "lr",
+    "betas",
+    "alpha",
+    "eps",
+    "weight_decay",
+    "lr_decay",
+    "initial_accumulator_value",
+}
 NO_MATTER = {"foreach", "fused", "capturable", "differentiable"}  # how torch computes, not what
 
 
 def _fused_formula(cls: type[torch.optim.Optimizer], args: dict[str, Any]) -> Formula | None:
     """The formula that makes this optimizer's step, or None if there is none for these arguments."""
     accepted = inspect.signature(cls).parameters
-    given = {key: parameter.default for key, parameter in accepted.items() if key != "params"} | args
+    given = {
+        key: parameter.default for key, parameter in accepted.items() if key != "params"
+    } | args
     if cls not in FUSED or any(given[key] for key in given.keys() - FUSED_TAKES - NO_MATTER):
         return None
-    betas = [float(beta) for key in FUSED[cls] for beta in (given[key] if key == "betas" else [given[key]])]
-    hyper = cuda.Hyper(**{key: float(given[key]) for key in ("lr", "eps", "weight_decay", "lr_decay") if key in given})
+    betas = [
+        float(beta)
+        for key in FUSED[cls]
+        for beta in (given[key] if key == "betas" else [given[key]])
+    ]
+    hyper = cuda.Hyper(
+        **{
+            key: float(given[key])
+            for key in ("lr", "eps", "weight_decay", "lr_decay")
+            if key in given
+        }
+    )
     for number, beta in enumerate(betas, start=1):
         log = math.log(beta) if beta else -math.inf
-        hyper = hyper._replace(**{f"beta{number}": beta, f"rest{number}": 1 - beta, f"log_beta{number}": log})
+        hyper = hyper._replace(
+            **{f"beta{number}": beta, f"rest{number}": 1 - beta, f"log_beta{number}": log}
+        )
     return Formula(cls.__name__.lower(), hyper)
 
 
@@ -166,7 +227,9 @@ def learning_rate(config: OptimizerConfig, share: float) -> float:
     if share < config.warmup:
         return config.lr * share / config.warmup
     done = min(1.0, (share - config.warmup) / (1 - config.warmup))
-    fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[config.schedule]
+    fall = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[
+        config.schedule
+    ]
     return config.lr + (config.min_lr - config.lr) * fall
 
 
@@ -215,11 +278,15 @@ def _probe(cls: type[torch.optim.Optimizer], args: dict[str, Any]) -> dict[str, 
         if value.dim() and (value.shape != shape or not bool((value == value[0, 0]).all())):
             raise NotRowwise(f"its state {key!r} is not aligned with the rows")
     if not _rows_step_apart(cls, args, state.first):
-        raise NotRowwise("a row's step depends on other rows, or its first step on more than the first state")
+        raise NotRowwise(
+            "a row's step depends on other rows, or its first step on more than the first state"
+        )
     return state.first
 
 
-def _rows_step_apart(cls: type[torch.optim.Optimizer], args: dict[str, Any], first: dict[str, Tensor]) -> bool:
+def _rows_step_apart(
+    cls: type[torch.optim.Optimizer], args: dict[str, Any], first: dict[str, Tensor]
+) -> bool:
     """Whether three steps of a dense parameter equal three steps of its rows one by one, started from the `first` state."""
     start, *grads = np.random.default_rng(0).standard_normal((4, 4, 3), np.float32)
 
@@ -227,7 +294,10 @@ def _rows_step_apart(cls: type[torch.optim.Optimizer], args: dict[str, Any], fir
         parameter = nn.Parameter(torch.from_numpy(start[rows].copy()))
         optimizer = cls([parameter], **args)
         if state:
-            optimizer.state[parameter] = {key: value[rows].clone() if value.dim() else value.clone() for key, value in state.items()}
+            optimizer.state[parameter] = {
+                key: value[rows].clone() if value.dim() else value.clone()
+                for key, value in state.items()
+            }
         for grad in grads:
             parameter.grad = torch.from_numpy(grad[rows].copy())
             optimizer.step()
@@ -241,7 +311,9 @@ def _class_names() -> list[str]:
     return sorted(
         name
         for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        if inspect.isclass(cls)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
     )
 
 
@@ -249,14 +321,21 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
     if name not in _class_names():
         lower = {known.lower(): known for known in _class_names()}
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-        hint = f"did you mean {lower[near[0]]}?" if near else f"row-wise choices: {' '.join(rowwise_optimizers())}"
+        hint = (
+            f"did you mean {lower[near[0]]}?"
+            if near
+            else f"row-wise choices: {' '.join(rowwise_optimizers())}"
+        )
         raise ConfigError(f"optimizer.name={name} is not a torch.optim class; {hint}")
     return getattr(torch.optim, name)
 
 
 def _bare(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The class without what tells torch's compiler of it, which would import that compiler: 70 MiB and a second."""
-    plain = {name: torch.no_grad()(inspect.unwrap(getattr(cls, name))) for name in ("step", "add_param_group")}
+    plain = {
+        name: torch.no_grad()(inspect.unwrap(getattr(cls, name)))
+        for name in ("step", "add_param_group")
+    }
     return type(cls.__name__, (cls,), plain)
 
 
@@ -266,13 +345,21 @@ def _arguments(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dic
     for key in config.args:
         if key not in accepted or key in ("params", "lr"):
             near = difflib.get_close_matches(key, set(accepted) - {"params", "lr"}, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "optimizer.args={} clears what a config file has set"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else "optimizer.args={} clears what a config file has set"
+            )
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
     args = dict(config.args, lr=config.lr)
     if "foreach" in accepted:
-        args.setdefault("foreach", False)  # there is one parameter at a time: grouping would only copy strided views
+        args.setdefault(
+            "foreach", False
+        )  # there is one parameter at a time: grouping would only copy strided views
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **args)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"optimizer.args={config.args} or optimizer.lr={config.lr} is refused by {config.name}: {error}") from None
+        raise ConfigError(
+            f"optimizer.args={config.args} or optimizer.lr={config.lr} is refused by {config.name}: {error}"
+        ) from None
     return args

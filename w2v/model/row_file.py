@@ -28,13 +28,23 @@ class RowFile:
     """
 
     def __init__(
-        self, path: Path, rows: int, width: int, columns: Mapping[str, slice], dtype: torch.dtype, scalars: Mapping[str, Tensor]
+        self,
+        path: Path,
+        rows: int,
+        width: int,
+        columns: Mapping[str, slice],
+        dtype: torch.dtype,
+        scalars: Mapping[str, Tensor],
     ):
         self.path, self.continued = path, path.exists()
         self._scalars = scalars
         self._aside = Path(f"{path}.partial")
         self._about = None if path.suffix == ".npy" else Path(f"{path}.json")
-        self._layout = {"rows": rows, "dtype": str(dtype), "fields": {name: part.stop - part.start for name, part in columns.items()}}
+        self._layout = {
+            "rows": rows,
+            "dtype": str(dtype),
+            "fields": {name: part.stop - part.start for name, part in columns.items()},
+        }
         if self._about:
             self._mapped = self._map_records(rows * width * dtype.itemsize)
             self.records_VR = torch.from_numpy(self._mapped).view(dtype).view(rows, width)
@@ -52,7 +62,11 @@ class RowFile:
         if self._about:
             aside = f"{self._about}.partial"
             with open(aside, "w", encoding="utf-8") as file:
-                json.dump(self._layout | {"scalars": {name: value.item() for name, value in self._scalars.items()}}, file)
+                json.dump(
+                    self._layout
+                    | {"scalars": {name: value.item() for name, value in self._scalars.items()}},
+                    file,
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, self._about)
@@ -71,15 +85,22 @@ class RowFile:
             found: dict[str, Any] = json.loads(self._about.read_text(encoding="utf-8"))
             scalars = dict(found.pop("scalars"))
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{self.path} exists, but {self._about} does not say what it holds; remove it or take another path") from None
-        have, want = found | {"scalars": sorted(scalars)}, self._layout | {"scalars": sorted(self._scalars)}
+            raise ValueError(
+                f"{self.path} exists, but {self._about} does not say what it holds; remove it or take another path"
+            ) from None
+        have, want = (
+            found | {"scalars": sorted(scalars)},
+            self._layout | {"scalars": sorted(self._scalars)},
+        )
         if have != want:
             raise ValueError(
                 f"{self.path} holds {json.dumps(have)}, but the table is {json.dumps(want)}; use the settings it was made with, "
                 "or another path"
             )
         if (size := self.path.stat().st_size) != nbytes:
-            raise ValueError(f"{self.path} has {size:,} bytes instead of {nbytes:,}; it is damaged: restore it from a copy")
+            raise ValueError(
+                f"{self.path} has {size:,} bytes instead of {nbytes:,}; it is damaged: restore it from a copy"
+            )
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
         return np.memmap(self.path, np.uint8, "r+", shape=(nbytes,))
@@ -89,7 +110,9 @@ class RowFile:
             return np.lib.format.open_memmap(self._aside, "w+", dtype, shape)
         rows_VD = open_npy(self.path, writable=True)
         if rows_VD.shape != shape or rows_VD.dtype != dtype:
-            raise ValueError(f"{self.path} holds {rows_VD.shape} {rows_VD.dtype}, but the table is {shape} {dtype}; take another path")
+            raise ValueError(
+                f"{self.path} holds {rows_VD.shape} {rows_VD.dtype}, but the table is {shape} {dtype}; take another path"
+            )
         return rows_VD
 
     def _reserve(self) -> None:
@@ -99,7 +122,9 @@ class RowFile:
             with open(self._aside, "r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: {self.path} needs {nbytes:,} bytes") from None
+            raise OSError(
+                error.errno, f"{error.strerror}: {self.path} needs {nbytes:,} bytes"
+            ) from None
 
 
 def open_npy(path: str | Path, writable: bool = False) -> np.memmap:
@@ -107,20 +132,32 @@ def open_npy(path: str | Path, writable: bool = False) -> np.memmap:
     try:
         rows_VD = np.load(path, mmap_mode="r+" if writable else "r")
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as an .npy file of numbers: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{path} cannot be read as an .npy file of numbers: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(rows_VD, np.memmap):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")
-    if rows_VD.ndim != 2 or 0 in rows_VD.shape or rows_VD.dtype not in map(np.dtype, NPY_TYPES.values()):
-        raise ValueError(f"{path} holds {rows_VD.shape} {rows_VD.dtype}; rows are [V, D] in floating point: array.astype('float32')")
+    if (
+        rows_VD.ndim != 2
+        or 0 in rows_VD.shape
+        or rows_VD.dtype not in map(np.dtype, NPY_TYPES.values())
+    ):
+        raise ValueError(
+            f"{path} holds {rows_VD.shape} {rows_VD.dtype}; rows are [V, D] in floating point: array.astype('float32')"
+        )
     return rows_VD
 
 
 def save_npy(path: str | Path, rows_VD: Tensor, chunk_rows: int = 1 << 14) -> None:
     """Write rows [V, D] as an .npy file, bfloat16 as float32; aside and then renamed, a chunk of rows at a time."""
-    file = np.lib.format.open_memmap(f"{path}.partial", "w+", NPY_TYPES.get(rows_VD.dtype, np.float32), tuple(rows_VD.shape))
+    file = np.lib.format.open_memmap(
+        f"{path}.partial", "w+", NPY_TYPES.get(rows_VD.dtype, np.float32), tuple(rows_VD.shape)
+    )
     for start in range(0, len(rows_VD), chunk_rows):
         chunk = rows_VD[start : start + chunk_rows].cpu()
-        file[start : start + chunk_rows] = (chunk if chunk.dtype in NPY_TYPES else chunk.float()).numpy()
+        file[start : start + chunk_rows] = (
+            chunk if chunk.dtype in NPY_TYPES else chunk.float()
+        ).numpy()
     file.flush()
     os.replace(f"{path}.partial", path)
 

@@ -51,7 +51,13 @@ def expand(batch: Batch) -> Pairs:
     same_sentence_BC = batch.sentences_n[at_BC] == batch.sentences_n[centers, None]
     context_mask_BC = (offsets_C.abs() <= batch.windows_B[:, None]) & inside_BC & same_sentence_BC
     centers_B, negatives_BK = words_n[centers].long(), batch.negatives_BK.long()
-    return Pairs(centers_B, words_n[at_BC].long(), context_mask_BC, negatives_BK, negatives_BK != centers_B[:, None])
+    return Pairs(
+        centers_B,
+        words_n[at_BC].long(),
+        context_mask_BC,
+        negatives_BK,
+        negatives_BK != centers_B[:, None],
+    )
 
 
 def find_slots(pairs: Pairs, rows: int) -> Slots:
@@ -59,9 +65,18 @@ def find_slots(pairs: Pairs, rows: int) -> Slots:
     targets_BT = torch.cat([pairs.centers_B[:, None], pairs.negatives_BK], dim=1)
     has_context_B1 = pairs.context_mask_BC.any(dim=1, keepdim=True)
     target_mask_BT = torch.cat([has_context_B1, pairs.negative_mask_BK & has_context_B1], dim=1)
-    input_rows_U, context_slots_BC = reference.unique_rows(pairs.contexts_BC, pairs.context_mask_BC, rows)
+    input_rows_U, context_slots_BC = reference.unique_rows(
+        pairs.contexts_BC, pairs.context_mask_BC, rows
+    )
     output_rows_V, target_slots_BT = reference.unique_rows(targets_BT, target_mask_BT, rows)
-    return Slots(input_rows_U, context_slots_BC, pairs.context_mask_BC, output_rows_V, target_slots_BT, target_mask_BT)
+    return Slots(
+        input_rows_U,
+        context_slots_BC,
+        pairs.context_mask_BC,
+        output_rows_V,
+        target_slots_BT,
+        target_mask_BT,
+    )
 
 
 class LossScale:
@@ -74,7 +89,10 @@ class LossScale:
     INTERVAL, FIRST = 2000, 2.0**16
 
     def __init__(self, scalars: dict[str, Tensor], device: torch.device):
-        self.scale, self._fitting = torch.tensor(self.FIRST, device=device), torch.tensor(0.0, device=device)
+        self.scale, self._fitting = (
+            torch.tensor(self.FIRST, device=device),
+            torch.tensor(0.0, device=device),
+        )
         scalars |= {"loss_scale": self.scale, "loss_scale_steps": self._fitting}
 
     def update(self, over: Tensor) -> Tensor:
@@ -92,15 +110,27 @@ def overflown(grads: Sequence[Tensor]) -> Tensor:
 
 
 def backward(
-    inputs: Page, outputs: Page, slots: Slots, product: torch.dtype | None = None, scale: Tensor | None = None, counted: bool = False
+    inputs: Page,
+    outputs: Page,
+    slots: Slots,
+    product: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    counted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradients of the batch's summed loss on both pages; give that loss (float64) and its number of positive pairs.
 
     product, scale: see `reference.skipgram`; counted: whether to leave the number of pairs of each row on the pages, too.
     """
-    pairs = slots.context_slots_BC, slots.context_mask_BC, slots.target_slots_BT, slots.target_mask_BT
+    pairs = (
+        slots.context_slots_BC,
+        slots.context_mask_BC,
+        slots.target_slots_BT,
+        slots.target_mask_BT,
+    )
     result = reference.skipgram(inputs["weight"], outputs["weight"], *pairs, product, scale)
     inputs.grad_UD, outputs.grad_UD = result.grad_input_UD, result.grad_output_VD
     if counted:
-        inputs.pairs_U, outputs.pairs_U = reference.count_pairs(*pairs, (len(inputs.rows_U), len(outputs.rows_U)))
+        inputs.pairs_U, outputs.pairs_U = reference.count_pairs(
+            *pairs, (len(inputs.rows_U), len(outputs.rows_U))
+        )
     return result.loss, result.pairs

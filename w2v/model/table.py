@@ -22,9 +22,14 @@ from w2v.kernels.random import mix, shift_right, splitmix64
 from w2v.model.row_file import NPY_TYPES, RowFile
 
 ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
-CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}  # numbers initialised at a time: few kernels to launch, or all in a core's cache
+CHUNK = {
+    "cuda": 1 << 21,
+    "cpu": 1 << 15,
+}  # numbers initialised at a time: few kernels to launch, or all in a core's cache
 TOUCH_BYTES = 64 << 20  # memory that one thread makes exist at a time
-FILE_BYTES = 1 << 30  # of records at most in a file of a checkpoint, which is copied whole or not at all
+FILE_BYTES = (
+    1 << 30
+)  # of records at most in a file of a checkpoint, which is copied whole or not at all
 
 Storage = Literal["cpu", "cuda", "pinned", "mmap"]
 Init = Callable[[Tensor], Tensor]  # row numbers [n] -> weights [n, D]
@@ -60,9 +65,18 @@ class Table:
     """
 
     def __init__(
-        self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage,
-        dtype: torch.dtype = torch.float32, path: str | Path | None = None, aligned: bool = True, pinned_VR: Tensor | None = None,
-    ):  # fmt: skip
+        self,
+        name: str,
+        rows: int,
+        dim: int,
+        states: Mapping[str, RowState],
+        scalars: Mapping[str, Tensor],
+        storage: Storage,
+        dtype: torch.dtype = torch.float32,
+        path: str | Path | None = None,
+        aligned: bool = True,
+        pinned_VR: Tensor | None = None,
+    ):
         _check(rows, dim, states, storage, dtype, path)
         self.name, self.rows, self.dim, self.storage, self.dtype = name, rows, dim, storage, dtype
         self.columns = record_columns(dim, states)
@@ -76,7 +90,9 @@ class Table:
             self.records_VR = self._file.records_VR
             self.width = self.records_VR.shape[1]  # an .npy file has no padding
         elif storage == "pinned":
-            self.records_VR = side_by_side(1, rows, self.width, dtype)[0] if pinned_VR is None else pinned_VR
+            self.records_VR = (
+                side_by_side(1, rows, self.width, dtype)[0] if pinned_VR is None else pinned_VR
+            )
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
         self.continued = self._file is not None and self._file.continued
@@ -104,7 +120,9 @@ class Table:
             rows = torch.arange(start, min(start + chunk_rows, self.rows), device=device)
             weights = values(rows)
             if weights.shape != (len(rows), self.dim):
-                raise ValueError(f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]")
+                raise ValueError(
+                    f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]"
+                )
             self["weight"][start : start + len(rows)].copy_(weights)
 
     def decode(self, records_UR: Tensor) -> Tensor:
@@ -119,10 +137,14 @@ class Table:
         """
         if self.dtype != torch.bfloat16:
             return records_UR.to(self.dtype)
-        counter = rows_U[:, None] * (self.width // 4) + torch.arange(self.width // 4, device=rows_U.device)
+        counter = rows_U[:, None] * (self.width // 4) + torch.arange(
+            self.width // 4, device=rows_U.device
+        )
         noise_UR = splitmix64(counter, self.next_noise()).view(torch.int16)  # four from each
         rounded_UR = (records_UR.view(torch.int32) + (noise_UR.int() & 0xFFFF)) & ~0xFFFF
-        return torch.where(records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR).bfloat16()
+        return torch.where(
+            records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR
+        ).bfloat16()
 
     def next_noise(self) -> int:
         """The seed, mixed, that rounds the next write to bfloat16: of 64 bits, unsigned; 0 for other elements."""
@@ -135,7 +157,10 @@ class Table:
     def shrink(self, width: int) -> None:
         """Keep the first `width` elements of each record; the others' memory is given back if it is ordinary CPU memory."""
         if self.storage == "cpu" and width < self.width:
-            self.records_VR, self.width = self.records_VR[:, :width].clone(memory_format=torch.contiguous_format), width
+            self.records_VR, self.width = (
+                self.records_VR[:, :width].clone(memory_format=torch.contiguous_format),
+                width,
+            )
             self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
 
     def is_in(self, path: str | Path) -> bool:
@@ -157,7 +182,9 @@ def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]
     return columns
 
 
-def record_width(dim: int, states: Mapping[str, RowState], element_size: int = 4, aligned: bool = True) -> int:
+def record_width(
+    dim: int, states: Mapping[str, RowState], element_size: int = 4, aligned: bool = True
+) -> int:
     """Elements of a record, padding included."""
     elements = dim + sum(state.width for state in states.values())
     return padded(elements, element_size) if aligned else elements
@@ -199,25 +226,48 @@ def normal(dim: int, std: float, seed: int) -> Init:
 
 def _bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
     """64 random bits for each row and column: [n, D]."""
-    return splitmix64(rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, mix(seed))
+    return splitmix64(
+        rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, mix(seed)
+    )
 
 
-def _check(rows: int, dim: int, states: Mapping[str, RowState], storage: str, dtype: torch.dtype, path: str | Path | None) -> None:
+def _check(
+    rows: int,
+    dim: int,
+    states: Mapping[str, RowState],
+    storage: str,
+    dtype: torch.dtype,
+    path: str | Path | None,
+) -> None:
     if min(rows, dim) < 1:
-        raise ValueError(f"a table of {rows} rows of {dim} dimensions cannot be made; both must be at least 1")
+        raise ValueError(
+            f"a table of {rows} rows of {dim} dimensions cannot be made; both must be at least 1"
+        )
     if storage not in get_args(Storage):
-        raise ValueError(f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}")
+        raise ValueError(
+            f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}"
+        )
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype={dtype} cannot be stored; choose torch.float64, torch.float32, torch.bfloat16 or torch.float16")
+        raise ValueError(
+            f"dtype={dtype} cannot be stored; choose torch.float64, torch.float32, torch.bfloat16 or torch.float16"
+        )
     counters = [key for key, state in states.items() if state.width == 1]
     if dtype.itemsize == 2 and counters:
-        raise ValueError(f"dtype={dtype} cannot hold the state {counters[0]!r} that counts for each row; use float32, or step=table")
+        raise ValueError(
+            f"dtype={dtype} cannot hold the state {counters[0]!r} that counts for each row; use float32, or step=table"
+        )
     if (storage == "mmap") != (path is not None):
-        raise ValueError(f"storage={storage!r} with path={path}: a path goes with storage='mmap', which needs one")
+        raise ValueError(
+            f"storage={storage!r} with path={path}: a path goes with storage='mmap', which needs one"
+        )
     if path is not None and Path(path).suffix == ".npy" and (states or dtype not in NPY_TYPES):
-        raise ValueError(f"path={path}: an .npy file holds weights alone, in float64, float32 or float16; give the path another ending")
+        raise ValueError(
+            f"path={path}: an .npy file holds weights alone, in float64, float32 or float16; give the path another ending"
+        )
     if storage in ("cuda", "pinned") and not torch.cuda.is_available():
-        raise ValueError(f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'")
+        raise ValueError(
+            f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'"
+        )
 
 
 def host_memory(nbytes: int) -> Tensor:
@@ -232,7 +282,9 @@ def host_memory(nbytes: int) -> Tensor:
     content = np.frombuffer(memory, np.uint8)
 
     def touch(start: int) -> None:
-        content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile
+        content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = (
+            0  # numpy lets other threads run meanwhile
+        )
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(touch, range(0, nbytes, TOUCH_BYTES)))
@@ -268,9 +320,13 @@ def _register(memory: Tensor) -> None:
     The memory exists already, which is three times faster than having the driver fault it in.
     """
     try:
-        from cupy.cuda import runtime  # unlike torch's binding it clears the error that a failure leaves for the next kernel
+        from cupy.cuda import (
+            runtime,
+        )  # unlike torch's binding it clears the error that a failure leaves for the next kernel
     except ImportError:
-        raise ValueError("storage='pinned' needs CuPy, which cannot be imported; install cupy-cuda12x or cupy-cuda13x") from None
+        raise ValueError(
+            "storage='pinned' needs CuPy, which cannot be imported; install cupy-cuda12x or cupy-cuda13x"
+        ) from None
     nbytes = memory.numel() * memory.element_size()
     try:
         runtime.hostRegister(memory.data_ptr(), nbytes, 0)

@@ -25,7 +25,9 @@ def save(table: Table | TableApart, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {name: table[name].cpu().contiguous() for name in table.columns}
     aside = Path(f"{path}.partial")
-    save_file(fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, aside)
+    save_file(
+        fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, aside
+    )
     durable.permit(aside)
     os.replace(aside, path)
 
@@ -36,14 +38,22 @@ def load(table: Table | TableApart, path: Path) -> None:
         with safe_open(path, "pt") as file:
             dtype = file.get_slice("weight").get_dtype()
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file of a table: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{path} is not a safetensors file of a table: {' '.join(str(error).split())}"
+        ) from None
     if dtype != DTYPES[table.dtype]:
-        raise ValueError(f"{path} holds {dtype}, but the table is {table.dtype}; make the table with the dtype of the file")
+        raise ValueError(
+            f"{path} holds {dtype}, but the table is {table.dtype}; make the table with the dtype of the file"
+        )
     fields = load_file(path)
-    expected = {name: table[name].shape for name in table.columns} | {f"scalar.{name}": v.shape for name, v in table.scalars.items()}
+    expected = {name: table[name].shape for name in table.columns} | {
+        f"scalar.{name}": v.shape for name, v in table.scalars.items()
+    }
     found = {name: value.shape for name, value in fields.items()}
     if found != expected:
-        raise ValueError(f"{path} holds {_shape_list(found)}, but the table has {_shape_list(expected)}; make one like the file")
+        raise ValueError(
+            f"{path} holds {_shape_list(found)}, but the table has {_shape_list(expected)}; make one like the file"
+        )
     for name in table.columns:
         table[name].copy_(fields[name])
     for name, value in table.scalars.items():
@@ -51,4 +61,6 @@ def load(table: Table | TableApart, path: Path) -> None:
 
 
 def _shape_list(shapes: dict) -> str:
-    return ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in sorted(shapes.items()))
+    return ", ".join(
+        f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in sorted(shapes.items())
+    )

@@ -63,7 +63,9 @@ def sync_folder(path: Path) -> None:
 
 def newest(folder: Path, name: str) -> Path | None:
     """Of the files of that name in the folders of a folder the one that was written last; None without any."""
-    return max(folder.glob(f"*/{name}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+    return max(
+        folder.glob(f"*/{name}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None
+    )
 
 
 @contextlib.contextmanager
@@ -89,7 +91,9 @@ def naming(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise OSError(error.errno or errno.EIO, error.strerror or f"{error}; is the disk full?", str(path)) from None
+        raise OSError(
+            error.errno or errno.EIO, error.strerror or f"{error}; is the disk full?", str(path)
+        ) from None
 
 
 def in_words(error: Exception) -> str:
@@ -97,6 +101,10 @@ def in_words(error: Exception) -> str:
     if not isinstance(error, OSError):
         return " ".join(str(error).split())
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = "make room there" if full else "check the folder and its permissions, or take another one"
-    place = "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "  # standard output has no name
+    remedy = (
+        "make room there" if full else "check the folder and its permissions, or take another one"
+    )
+    place = (
+        "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "
+    )  # standard output has no name
     return f"{place}{error.strerror or error}; {remedy}"

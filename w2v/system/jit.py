@@ -47,5 +47,7 @@ def _wait_for_need() -> None:
         linalg.ensure_blas = import_scipy
 
 
-with contextlib.suppress(ImportError, AttributeError):  # another numba may have other names for its parts; it takes more memory then
+with contextlib.suppress(
+    ImportError, AttributeError
+):  # another numba may have other names for its parts; it takes more memory then
     _wait_for_need()

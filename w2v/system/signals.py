@@ -23,7 +23,9 @@ class Signals:
     def __enter__(self) -> Signals:
         self._process = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a script, and with nohup
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # as in the background of a script, and with nohup
                 self._before[number] = signal.signal(number, self._receive)
         return self
 

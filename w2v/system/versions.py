@@ -8,12 +8,25 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "numpy", "numba", "gensim", "omegaconf", "safetensors", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "numba",
+    "gensim",
+    "omegaconf",
+    "safetensors",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+)
 
 
 def describe(machine: object) -> str:
     """A line for each part; `machine` says itself what it is."""
-    lines = [f"python {platform.python_version()} on {platform.platform()}", f"machine {machine}", f"commit {commit()}"]
+    lines = [
+        f"python {platform.python_version()} on {platform.platform()}",
+        f"machine {machine}",
+        f"commit {commit()}",
+    ]
     for package in PACKAGES:
         try:
             lines.append(f"{package} {version(package)}")

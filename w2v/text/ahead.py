@@ -54,7 +54,9 @@ def _told(reader: BaseProcess, receiver: Connection, path: str) -> Exception | N
     except EOFError:
         reader.join()
         ended = f"the process that read it ended with status {reader.exitcode}"
-        return CorpusError(f"corpus.path={path}: {ended}; where that is -9, see that there is memory enough")
+        return CorpusError(
+            f"corpus.path={path}: {ended}; where that is -9, see that there is memory enough"
+        )
 
 
 def _read(config: Config, sender: Connection) -> None:

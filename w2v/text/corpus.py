@@ -27,7 +27,9 @@ ESCAPED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" marks undecodab
 log = logging.getLogger("w2v")
 
 
-def sentences(files: Iterable[Path], lowercase: bool, max_sentence_length: int, warn: bool = True) -> Iterator[list[str]]:
+def sentences(
+    files: Iterable[Path], lowercase: bool, max_sentence_length: int, warn: bool = True
+) -> Iterator[list[str]]:
     """The words of each line, long lines cut into pieces of `max_sentence_length` words; memory stays bounded.
 
     Bytes that are not UTF-8 become U+FFFD; with `warn`, how many lines have them is logged at the end.
@@ -69,7 +71,9 @@ class Corpus:
     raw_words: int  # words read, dropped ones included
 
     @classmethod
-    def write(cls, folder: str | Path, encoded: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> Corpus:
+    def write(
+        cls, folder: str | Path, encoded: Iterable[tuple[np.ndarray, np.ndarray, int]]
+    ) -> Corpus:
         """Stream ids, lengths of sentences and counts of words read into `folder`, which appears whole or not at all.
 
         It replaces an older one. A sentence's ids may begin in an earlier block than its length. Raises `NoKnownWords` without ids.
@@ -77,7 +81,10 @@ class Corpus:
         raw_words, end = 0, 0
         with aside_of(Path(folder)) as aside:
             aside.mkdir()
-            with open(aside / "ids.bin", "wb") as ids_file, open(aside / "offsets.bin", "wb") as offsets_file:
+            with (
+                open(aside / "ids.bin", "wb") as ids_file,
+                open(aside / "offsets.bin", "wb") as offsets_file,
+            ):
                 offsets_file.write(np.zeros(1, np.int64))
                 for ids, lengths, words in encoded:
                     ids_file.write(ids)
@@ -85,11 +92,16 @@ class Corpus:
                     raw_words, end = raw_words + words, end + int(lengths.sum())
             if not end:
                 read = f"({raw_words} words read)"
-                nothing = NoKnownWords(f"no line of the text has two words of the vocabulary {read}; a line is a sentence")
+                nothing = NoKnownWords(
+                    f"no line of the text has two words of the vocabulary {read}; a line is a sentence"
+                )
                 nothing.raw_words = raw_words
                 raise nothing
             sizes = {name: (aside / name).stat().st_size for name in ("ids.bin", "offsets.bin")}
-            (aside / "corpus.json").write_text(json.dumps({"format": FORMAT, "raw_words": raw_words, "bytes": sizes}), encoding="utf-8")
+            (aside / "corpus.json").write_text(
+                json.dumps({"format": FORMAT, "raw_words": raw_words, "bytes": sizes}),
+                encoding="utf-8",
+            )
         return cls.open(folder)
 
     @classmethod
@@ -101,18 +113,27 @@ class Corpus:
             sizes = {name: (folder / name).stat().st_size for name in ("ids.bin", "offsets.bin")}
             if (written["format"], written["bytes"]) != (FORMAT, sizes):
                 raise ValueError(f"format {FORMAT} with {sizes} bytes does not match {written}")
-            ids, offsets = np.memmap(folder / "ids.bin", np.int32, "r"), np.memmap(folder / "offsets.bin", np.int64, "r")
+            ids, offsets = (
+                np.memmap(folder / "ids.bin", np.int32, "r"),
+                np.memmap(folder / "offsets.bin", np.int64, "r"),
+            )
             if offsets[-1] != len(ids):
                 raise ValueError(f"offsets.bin ends at {offsets[-1]} instead of {len(ids)}")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorpusError(f"{folder} holds no whole corpus ({error}); delete the folder, the next run writes it anew") from None
+            raise CorpusError(
+                f"{folder} holds no whole corpus ({error}); delete the folder, the next run writes it anew"
+            ) from None
         return cls(ids, offsets, written["raw_words"])
 
 
-def read_plainly(files: list[Path], folder: Path, settings: CorpusConfig, limits: VocabConfig) -> Vocab:
+def read_plainly(
+    files: list[Path], folder: Path, settings: CorpusConfig, limits: VocabConfig
+) -> Vocab:
     """Write the ids of the files into `folder` and return their vocabulary: what `ingest` does, in two passes of Python on one core."""
     how = settings.lowercase, settings.max_sentence_length
-    vocab = Vocab.count(sentences(files, *how), limits.min_count, limits.max_final_vocab, limits.max_vocab_size)
+    vocab = Vocab.count(
+        sentences(files, *how), limits.min_count, limits.max_final_vocab, limits.max_vocab_size
+    )
     Corpus.write(folder, encoded(sentences(files, *how, warn=False), vocab.index))
     return vocab
 
@@ -133,7 +154,11 @@ class BadLines:
 
     def warn(self) -> None:
         if self.count:
-            log.warning("%d lines are not UTF-8, first %s; their undecodable bytes became U+FFFD", self.count, self.first)
+            log.warning(
+                "%d lines are not UTF-8, first %s; their undecodable bytes became U+FFFD",
+                self.count,
+                self.first,
+            )
 
 
 def bad_lines(text: str) -> list[int]:
@@ -145,7 +170,9 @@ def bad_lines(text: str) -> list[int]:
 
 def refuse_binary(data: bytes, path: Path) -> None:
     if b"\0" in data:
-        raise CorpusError(f"{path} looks binary (it has a NUL byte); bring UTF-8 text, plain or as .gz .bz2 .xz .zst")
+        raise CorpusError(
+            f"{path} looks binary (it has a NUL byte); bring UTF-8 text, plain or as .gz .bz2 .xz .zst"
+        )
 
 
 def _blocks(path: Path, bad: BadLines) -> Iterator[str]:
@@ -171,11 +198,15 @@ def split(line: str, path: Path) -> list[str]:
     """The words of a line; raises `CorpusError` for one that no text has."""
     found = line.split()
     if len(line) > LONGEST_WORD and max(map(len, found), default=0) > LONGEST_WORD:
-        raise CorpusError(f"{path} looks binary (over {LONGEST_WORD:,} characters without a space); bring text with spaces between words")
+        raise CorpusError(
+            f"{path} looks binary (over {LONGEST_WORD:,} characters without a space); bring text with spaces between words"
+        )
     return found
 
 
-def encoded(sentences: Iterable[list[str]], index: Mapping[str, int]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def encoded(
+    sentences: Iterable[list[str]], index: Mapping[str, int]
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """What `Corpus.write` takes: words outside `index` are dropped, then sentences of fewer than two words."""
     batch, words = [], 0
     for sentence in sentences:

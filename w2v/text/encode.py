@@ -33,7 +33,9 @@ LOG_SECONDS = 10.0  # between lines without a terminal
 log = logging.getLogger("w2v")
 
 
-def ingest(files: list[Path], folder: Path, settings: CorpusConfig, limits: VocabConfig, workers: int) -> Vocab:
+def ingest(
+    files: list[Path], folder: Path, settings: CorpusConfig, limits: VocabConfig, workers: int
+) -> Vocab:
     """Write the ids of the files into `folder` and return their vocabulary.
 
     The text is split once and its numbers are kept; where pruning changes the numbers on the way, it is split again. Raises
@@ -41,11 +43,19 @@ def ingest(files: list[Path], folder: Path, settings: CorpusConfig, limits: Voca
     """
     words = Lexicon(settings.max_sentence_length, limits.max_vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=folder.parent) as kept:  # has no name, so nothing of it survives the process
+    with TemporaryFile(
+        dir=folder.parent
+    ) as kept:  # has no name, so nothing of it survives the process
         for numbers in _numbers(files, words, settings.lowercase, workers):
             if limits.max_vocab_size is None:
                 kept.write(numbers)
-        vocab, rows = Vocab.select(words.__getitem__, words.counts, words.words_read, limits.min_count, limits.max_final_vocab)
+        vocab, rows = Vocab.select(
+            words.__getitem__,
+            words.counts,
+            words.words_read,
+            limits.min_count,
+            limits.max_final_vocab,
+        )
         if limits.max_vocab_size is None:
             row_of = np.full(len(words), -1, np.int32)
             row_of[rows] = np.arange(len(rows))
@@ -68,7 +78,9 @@ class Block(NamedTuple):
     tokens: Tokens
 
 
-def _numbers(files: list[Path], words: Lexicon, lowercase: bool, workers: int, warn: bool = True) -> Iterator[np.ndarray]:
+def _numbers(
+    files: list[Path], words: Lexicon, lowercase: bool, workers: int, warn: bool = True
+) -> Iterator[np.ndarray]:
     """The lexicon's numbers of all words in the files, END after each sentence, block by block in the order of the text."""
     bad, path, line = corpus.BadLines(), None, 0
     with ThreadPoolExecutor(workers) as pool:
@@ -83,7 +95,9 @@ def _numbers(files: list[Path], words: Lexicon, lowercase: bool, workers: int, w
         bad.warn()
 
 
-def _in_order(pool: ThreadPoolExecutor, function: Callable[..., Block], items: Iterable[tuple], ahead: int) -> Iterator[Block]:
+def _in_order(
+    pool: ThreadPoolExecutor, function: Callable[..., Block], items: Iterable[tuple], ahead: int
+) -> Iterator[Block]:
     """The function's results for the items, in their order; at most `ahead` are computed and not yet taken."""
     waiting: deque[Future[Block]] = deque()
     for item in items:
@@ -131,7 +145,15 @@ def _shown(blocks: Iterable[Block], files: list[Path]) -> Iterator[Block]:
     packed = any(file.suffix.lower() in PACKED for file in files)
     total = None if packed else sum(file.stat().st_size for file in files)
     start = shown = time.monotonic()
-    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, dynamic_ncols=True, disable=None, leave=False) as bar:
+    with tqdm(
+        total=total,
+        desc="reading",
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        disable=None,
+        leave=False,
+    ) as bar:
         done = 0
         for block in blocks:
             yield block

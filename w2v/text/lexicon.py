@@ -41,7 +41,11 @@ class Lexicon:
 
     def __init__(self, max_sentence_length: int, max_vocab_size: int | None = None):
         self._longest, self._limit, self._closed = max_sentence_length, max_vocab_size or 0, False
-        self._letters, self._starts, self._digests = np.empty(0, np.uint8), np.zeros(1, np.int64), np.empty(0, np.int64)
+        self._letters, self._starts, self._digests = (
+            np.empty(0, np.uint8),
+            np.zeros(1, np.int64),
+            np.empty(0, np.int64),
+        )
         self._counts, self._table = np.empty(0, np.int64), np.full(2, -1, np.int32)
         self._state = np.array([0, 0, 0, 1], np.int64)
 
@@ -74,19 +78,31 @@ class Lexicon:
         letters, _, digests = tokens.words
         size = len(self) + len(digests)
         self._letters = _grown(self._letters, int(self._starts[len(self)]) + len(letters))
-        self._starts, self._digests, self._counts = (_grown(array, size + 1) for array in (self._starts, self._digests, self._counts))
+        self._starts, self._digests, self._counts = (
+            _grown(array, size + 1) for array in (self._starts, self._digests, self._counts)
+        )
         if 2 * size > len(self._table):
             self._table = np.empty(1 << (2 * size).bit_length(), np.int32)
             text.enter(self._table, self._digests, len(self))
         numbers = np.empty(2 * len(tokens.codes), np.int32)
         written = text.settle(
-            tokens.codes, tokens.words, (self._letters, self._starts, self._digests), self._counts, self._table, self._state,
-            self._longest, self._limit, self._closed, numbers,
-        )  # fmt: skip
+            tokens.codes,
+            tokens.words,
+            (self._letters, self._starts, self._digests),
+            self._counts,
+            self._table,
+            self._state,
+            self._longest,
+            self._limit,
+            self._closed,
+            numbers,
+        )
         return numbers[:written]
 
 
-def encoded(numbers: Iterable[np.ndarray], row_of: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def encoded(
+    numbers: Iterable[np.ndarray], row_of: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """What `Corpus.write` takes, of a lexicon's numbers in blocks; a word without a row has -1 in `row_of`."""
     state = np.zeros(2, np.int64)
     for block in numbers:

@@ -43,28 +43,42 @@ def read(config: Config) -> tuple[Path, Vocab | None]:
     with durable.naming(data_dir):
         files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
-    folder = data_dir / "cache" / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
+    folder = (
+        data_dir
+        / "cache"
+        / sources.content_key(files, data_dir, **how, **asdict(config.vocab))[:16]
+    )
     vocab, whole = None, folder / WHOLE
     if not whole.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with durable.turn(folder.parent, lambda: log.info("waiting for another run that reads a text")):
+            with durable.turn(
+                folder.parent, lambda: log.info("waiting for another run that reads a text")
+            ):
                 vocab = None if whole.exists() else _read(files, folder, config)
         except OSError as error:
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
-            raise ConfigError(f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}") from None
+            raise ConfigError(
+                f"{folder.parent} cannot be written ({error.strerror or error}); {remedy}"
+            ) from None
     return folder, vocab
 
 
 def _read(files: list[Path], folder: Path, config: Config) -> Vocab:
     """Write the ids of the files into the folder, and their vocabulary, which says that it is whole."""
-    log.info("reading %s", ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more files" if len(files) > 3 else ""))
+    log.info(
+        "reading %s",
+        ", ".join(map(str, files[:3]))
+        + (f" and {len(files) - 3} more files" if len(files) > 3 else ""),
+    )
     if find_spec("numba"):
         from w2v.text.encode import ingest  # heavy, so only when there is something to read
 
         vocab = ingest(files, folder, config.corpus, config.vocab, cores())
     else:
-        log.warning("numba is not installed, so one core reads the text, ten times slower; pip install numba")
+        log.warning(
+            "numba is not installed, so one core reads the text, ten times slower; pip install numba"
+        )
         vocab = read_plainly(files, folder, config.corpus, config.vocab)
     vocab.save(folder / WHOLE)
     return_freed_memory()

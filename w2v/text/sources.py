@@ -26,9 +26,14 @@ from w2v.vectors.datasets import in_gensim
 
 FORMAT = 1  # of the ids on disk; a new number makes old caches stale
 BLOCK_BYTES = 1 << 20  # read at a time
-STILL_NS = 2_000_000_000  # a file changed more recently may change again within one tick of its clock
+STILL_NS = (
+    2_000_000_000  # a file changed more recently may change again within one tick of its clock
+)
 PACKED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
-CODECS = {".zst": "backports.zstd", ".lz4": "lz4"}  # packages that smart_open needs for these endings
+CODECS = {
+    ".zst": "backports.zstd",
+    ".lz4": "lz4",
+}  # packages that smart_open needs for these endings
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of the text8.gz that never changes; gensim-data publishes no other digest of it
 
 log = logging.getLogger("w2v")
@@ -49,13 +54,25 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
         inside = _shown(found) if found.is_dir() else [found]
         files = sorted(file for file in inside if file.is_file() and file.stat().st_size)
         if not files:
-            raise CorpusError(f"corpus.path={path} is empty or no text; bring a text, one sentence or document a line, or a folder of such")
+            raise CorpusError(
+                f"corpus.path={path} is empty or no text; bring a text, one sentence or document a line, or a folder of such"
+            )
         return [_as_text(file, data_dir) for file in files]
     if path in NAMES:
         return [NAMES[path](data_dir)]
-    neighbours = [str(file) for folder in {found.parent, data_dir} if folder.is_dir() for file in folder.iterdir()]
-    hint = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(path, [*NAMES, *neighbours], n=1))
-    raise CorpusError(f"corpus.path={path!r} is no file, no directory and no corpus name ({', '.join(NAMES)}){hint}")
+    neighbours = [
+        str(file)
+        for folder in {found.parent, data_dir}
+        if folder.is_dir()
+        for file in folder.iterdir()
+    ]
+    hint = "".join(
+        f"; did you mean {near}?"
+        for near in difflib.get_close_matches(path, [*NAMES, *neighbours], n=1)
+    )
+    raise CorpusError(
+        f"corpus.path={path!r} is no file, no directory and no corpus name ({', '.join(NAMES)}){hint}"
+    )
 
 
 def _shown(folder: Path) -> Iterator[Path]:
@@ -79,7 +96,12 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
         known = dict(json.loads(memory.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         known = {}
-    key, learned = hashlib.blake2b(json.dumps({"format": FORMAT, **settings}, sort_keys=True).encode(), digest_size=16), False
+    key, learned = (
+        hashlib.blake2b(
+            json.dumps({"format": FORMAT, **settings}, sort_keys=True).encode(), digest_size=16
+        ),
+        False,
+    )
     for path in files:
         try:
             stat, name = path.stat(), str(path.resolve())
@@ -91,10 +113,15 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
             else:
                 digest = known[name][1]
         except OSError as error:
-            raise CorpusError(f"{path} cannot be read ({error.strerror}); is it there, and are you allowed to?") from None
+            raise CorpusError(
+                f"{path} cannot be read ({error.strerror}); is it there, and are you allowed to?"
+            ) from None
         key.update(bytes.fromhex(digest))
     if learned:
-        with suppress(OSError), aside_of(memory) as aside:  # a cache that cannot be written can still be read
+        with (
+            suppress(OSError),
+            aside_of(memory) as aside,
+        ):  # a cache that cannot be written can still be read
             aside.write_text(json.dumps(known), encoding="utf-8")
     return key.hexdigest()
 
@@ -118,10 +145,14 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     except CorpusError:
         raise
     except ImportError as error:
-        raise CorpusError(f"{path} needs the package {CODECS.get(path.suffix.lower(), error.name)}; install it or unpack it") from None
+        raise CorpusError(
+            f"{path} needs the package {CODECS.get(path.suffix.lower(), error.name)}; install it or unpack it"
+        ) from None
     except Exception as error:  # each decompressor has its own
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise CorpusError(f"{path} cannot be read ({reason}); is it whole, and what its ending says?") from None
+        raise CorpusError(
+            f"{path} cannot be read ({reason}); is it whole, and what its ending says?"
+        ) from None
 
 
 @contextmanager
@@ -162,13 +193,18 @@ def _convert(dump: Path, target: Path) -> Path:
     log.info("converting the Wikipedia dump %s to %s, once; a full dump takes hours", dump, target)
     source = pages()
     with aside_of(target) as aside:
-        with open(aside, "w", encoding="utf-8") as out, multiprocessing.Pool(initializer=_may_be_ended) as pool:
+        with (
+            open(aside, "w", encoding="utf-8") as out,
+            multiprocessing.Pool(initializer=_may_be_ended) as pool,
+        ):
             while group := list(islice(source, 256)):  # imap alone would read the whole dump ahead
                 for words, _, _ in pool.imap(wikicorpus.process_article, group, chunksize=8):
                     if len(words) >= wikicorpus.ARTICLE_MIN_WORDS:
                         out.write(" ".join(words) + "\n")
         if not aside.stat().st_size:
-            raise CorpusError(f"{dump} holds no article of {wikicorpus.ARTICLE_MIN_WORDS} words or more")
+            raise CorpusError(
+                f"{dump} holds no article of {wikicorpus.ARTICLE_MIN_WORDS} words or more"
+            )
     return target
 
 
@@ -197,13 +233,17 @@ def _text8(data_dir: Path) -> Path:
     try:
         fetched = downloader.load("text8", return_path=True)
     except Exception as error:  # whatever the network and gensim's cache do
-        raise CorpusError(f"text8 cannot be fetched ({' '.join(str(error).split())}); {remedy}") from None
+        raise CorpusError(
+            f"text8 cannot be fetched ({' '.join(str(error).split())}); {remedy}"
+        ) from None
     with aside_of(packed) as aside:
         shutil.copyfile(fetched, aside)
         found = _digest(aside, hashlib.md5(usedforsecurity=False))
         if found != TEXT8_MD5:
             remedy = f"remove {Path(fetched).parent}, or {remedy}"
-            raise CorpusError(f"{fetched} is not text8: its MD5 is {found} instead of {TEXT8_MD5}; {remedy}")
+            raise CorpusError(
+                f"{fetched} is not text8: its MD5 is {found} instead of {TEXT8_MD5}; {remedy}"
+            )
     return packed
 
 

@@ -12,7 +12,9 @@ import numpy as np
 from w2v.system.jit import compiled
 
 END = -1  # of a line in `Tokens.codes`, of a sentence among the numbers
-WORD, SPACE, NEWLINE, WIDE = range(4)  # what a byte is; WIDE may begin a white space of two or three bytes
+WORD, SPACE, NEWLINE, WIDE = range(
+    4
+)  # what a byte is; WIDE may begin a white space of two or three bytes
 KIND = np.zeros(256, np.uint8)
 KIND[[*b"\t\v\f\r\x1c\x1d\x1e\x1f "]] = SPACE
 KIND[ord("\n")] = NEWLINE
@@ -20,7 +22,9 @@ KIND[[0xC2, 0xE1, 0xE2, 0xE3]] = WIDE
 ONES = np.int64(0x0101010101010101)
 PADDING = b" " * 8  # after a text, so that eight bytes can be read anywhere in it
 MIX = np.int64(-7046029254386353131)  # 2**64 over the golden ratio; products wrap around
-SIZE, WORDS, PENDING, LEAST = range(4)  # of a lexicon's state: distinct words, words read, words of the open sentence, next count to prune
+SIZE, WORDS, PENDING, LEAST = range(
+    4
+)  # of a lexicon's state: distinct words, words read, words of the open sentence, next count to prune
 
 
 @compiled
@@ -62,7 +66,9 @@ def last_break(text):
 def _end(text, eights, i):
     """Where the word at `text[i]` ends; a white space follows it."""
     while True:
-        suspects = ((eights[i] - ONES * 0x21) | eights[i]) & (ONES << 7)  # bytes that are no visible ASCII; the first is certain
+        suspects = ((eights[i] - ONES * 0x21) | eights[i]) & (
+            ONES << 7
+        )  # bytes that are no visible ASCII; the first is certain
         if suspects == 0:
             i += 8
             continue
@@ -146,7 +152,9 @@ def split(text, eights):
         place = _scattered(digest) & (len(table) - 1)
         while table[place] >= 0:
             number = table[place]
-            if digests[number] == digest and (i - begin <= 8 or _same(text, begin, i, letters, starts[number], starts[number + 1])):
+            if digests[number] == digest and (
+                i - begin <= 8 or _same(text, begin, i, letters, starts[number], starts[number + 1])
+            ):
                 break
             place = (place + 1) & (len(table) - 1)
         if table[place] < 0:
@@ -197,7 +205,10 @@ def settle(codes, words, lexicon, counts, table, state, longest, limit, closed, 
                 while table[place] >= 0:
                     number = table[place]
                     if digests[number] == digest and (
-                        end - begin <= 8 or _same(new_letters, begin, end, letters, starts[number], starts[number + 1])
+                        end - begin <= 8
+                        or _same(
+                            new_letters, begin, end, letters, starts[number], starts[number + 1]
+                        )
                     ):
                         break
                     place = (place + 1) & (len(table) - 1)

@@ -27,7 +27,9 @@ class Vocab:
     words: list[str]  # by falling count, ties by first appearance
     counts: np.ndarray  # int64 [V]
     raw_words: int  # words of the text, dropped ones included
-    raw_types: int  # distinct words of the text, dropped ones included, but not those that pruning forgot
+    raw_types: (
+        int  # distinct words of the text, dropped ones included, but not those that pruning forgot
+    )
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -36,7 +38,11 @@ class Vocab:
 
     @classmethod
     def count(
-        cls, sentences: Iterable[list[str]], min_count: int, max_final_vocab: int | None = None, max_vocab_size: int | None = None
+        cls,
+        sentences: Iterable[list[str]],
+        min_count: int,
+        max_final_vocab: int | None = None,
+        max_vocab_size: int | None = None,
     ) -> Vocab:
         """Count the words of all sentences and keep those that `select` keeps.
 
@@ -49,14 +55,23 @@ class Vocab:
             counter.update(sentence)
             raw_words += len(sentence)
             if max_vocab_size is not None and len(counter) > max_vocab_size:
-                counter = Counter({word: count for word, count in counter.items() if count >= least})
+                counter = Counter(
+                    {word: count for word, count in counter.items() if count >= least}
+                )
                 least += 1
         counts = np.fromiter(counter.values(), np.int64, len(counter))
-        return cls.select(list(counter).__getitem__, counts, raw_words, min_count, max_final_vocab)[0]
+        return cls.select(list(counter).__getitem__, counts, raw_words, min_count, max_final_vocab)[
+            0
+        ]
 
     @classmethod
     def select(
-        cls, word: Callable[[int], str], counts: np.ndarray, raw_words: int, min_count: int, max_final_vocab: int | None
+        cls,
+        word: Callable[[int], str],
+        counts: np.ndarray,
+        raw_words: int,
+        min_count: int,
+        max_final_vocab: int | None,
     ) -> tuple[Vocab, np.ndarray]:
         """Keep the words that occur at least `min_count` times; returns also the numbers of those kept, by row.
 
@@ -69,7 +84,11 @@ class Vocab:
         order = np.argsort(-counts, kind="stable")  # ties stay in order
         ranked = counts[order]
         threshold, setting = min_count, f"vocab.min_count={min_count}"
-        if max_final_vocab is not None and max_final_vocab < len(ranked) and ranked[max_final_vocab] >= min_count:
+        if (
+            max_final_vocab is not None
+            and max_final_vocab < len(ranked)
+            and ranked[max_final_vocab] >= min_count
+        ):
             threshold = int(ranked[max_final_vocab]) + 1
             setting = f"vocab.max_final_vocab={max_final_vocab} raises the minimum count to {threshold}, which"
         rows = order[: np.searchsorted(-ranked, -threshold, side="right")]
@@ -80,8 +99,15 @@ class Vocab:
             elif threshold > 1 and len(ranked) > 1:
                 remedy = f"lower it to {ranked[1]} or less, or bring more text"
             kept = "only one word" if len(rows) else "no word"
-            raise VocabError(f"{setting} keeps {kept} and training needs two; {first!r} is the most frequent, {occurs} times; {remedy}")
-        return cls([word(number) for number in rows.tolist()], counts[rows], raw_words, raw_types=len(counts)), rows
+            raise VocabError(
+                f"{setting} keeps {kept} and training needs two; {first!r} is the most frequent, {occurs} times; {remedy}"
+            )
+        return cls(
+            [word(number) for number in rows.tolist()],
+            counts[rows],
+            raw_words,
+            raw_types=len(counts),
+        ), rows
 
     @property
     def fingerprint(self) -> str:
@@ -107,8 +133,13 @@ class Vocab:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with aside.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}\n")
-                file.writelines(f"{word}\t{count}\n" for word, count in zip(self.words, self.counts.tolist(), strict=True))
+                file.write(
+                    f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}\n"
+                )
+                file.writelines(
+                    f"{word}\t{count}\n"
+                    for word, count in zip(self.words, self.counts.tolist(), strict=True)
+                )
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
@@ -117,14 +148,18 @@ class Vocab:
     def load(cls, path: str | Path) -> Vocab:
         """Read what `save` wrote. Raises `VocabError` when it is not that, or not all of it."""
         try:
-            header, *lines, end = Path(path).read_bytes().decode("utf-8").split("\n")  # words may hold other line breaks
+            header, *lines, end = (
+                Path(path).read_bytes().decode("utf-8").split("\n")
+            )  # words may hold other line breaks
             size, raw_words, raw_types = map(int, HEADER.fullmatch(header).groups())
             words = [line.rpartition("\t")[0] for line in lines]
             counts = np.fromiter((line.rpartition("\t")[2] for line in lines), np.int64, len(lines))
             if end or size != len(words):
                 raise ValueError(f"{len(words)} of {size} words")
         except (ValueError, AttributeError) as error:
-            raise VocabError(f"{path} is not a whole vocabulary file ({error}); delete it, the next run writes it anew") from None
+            raise VocabError(
+                f"{path} is not a whole vocabulary file ({error}); delete it, the next run writes it anew"
+            ) from None
         return cls(words, counts, raw_words, raw_types)
 
 

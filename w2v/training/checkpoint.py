@@ -52,7 +52,9 @@ class Checkpoints:
         fitting = _fitting(self._files(), room)
         self._copied = list(fitting)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._memory = self._writer.submit(lambda: {name: _memory_like(records_nR) for name, records_nR in fitting.items()})
+        self._memory = self._writer.submit(
+            lambda: {name: _memory_like(records_nR) for name, records_nR in fitting.items()}
+        )
         self._writing: Future | None = None
 
     @property
@@ -102,9 +104,18 @@ class Checkpoints:
         return shards.files({table.name: table.records_VR for table in self._tables}, self._ranks)
 
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._memory.result()[name].copy_(records_nR) for name, records_nR in files.items()}
+        return {
+            name: self._memory.result()[name].copy_(records_nR)
+            for name, records_nR in files.items()
+        }
 
-    def _finish(self, path: Path, manifest: dict[str, Any], entries: shards.Entries, copies: Mapping[str, Tensor]) -> None:
+    def _finish(
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        entries: shards.Entries,
+        copies: Mapping[str, Tensor],
+    ) -> None:
         """Write the copies too, give the checkpoint its name when the files of all ranks are whole, and remove those that are too old."""
         aside, ranks = _aside(path), self._ranks
         with self._undone(path, manifest):
@@ -112,12 +123,17 @@ class Checkpoints:
                 entries = {**entries, **shards.write(aside, copies)}
                 durable.sync_folder(aside)
             given = ranks.gather((entries, manifest), behind=True)
-            sealed = _sealed(given[0][1] | {"files": {name: entry for files, _ in given for name, entry in files.items()}})
+            sealed = _sealed(
+                given[0][1]
+                | {"files": {name: entry for files, _ in given for name, entry in files.items()}}
+            )
             with ranks.together(behind=True):
                 if self._leads:
                     durable.write(aside / "manifest.json", [sealed.encode()])
                     durable.sync_folder(aside)
-                    _remove(path)  # what other hosts do not have: they had failed when it was written
+                    _remove(
+                        path
+                    )  # what other hosts do not have: they had failed when it was written
                     os.replace(aside, path)
                     durable.sync_folder(path.parent)
         self._remove_old()
@@ -134,7 +150,10 @@ class Checkpoints:
         except OSError as error:
             if self._leads:
                 shutil.rmtree(_aside(path), ignore_errors=True)
-            needed = sum(manifest["tables"][table.name]["rows"] * shards.row_bytes(table.records_VR) for table in self._tables)
+            needed = sum(
+                manifest["tables"][table.name]["rows"] * shards.row_bytes(table.records_VR)
+                for table in self._tables
+            )
             said = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
             error.strerror, error.filename = said, str(path.parent)
             raise
@@ -152,12 +171,20 @@ class Checkpoint:
             version = manifest["format"]
             whole = text == _sealed(manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(self._damaged(file, " ".join(f"{type(error).__name__}: {error}".split())[:100])) from None
+            raise CheckpointError(
+                self._damaged(file, " ".join(f"{type(error).__name__}: {error}".split())[:100])
+            ) from None
         if whole and version != FORMAT:
-            raise CheckpointError(f"{file} is of format {version}, and this version reads {FORMAT}; go on with the version that wrote it")
+            raise CheckpointError(
+                f"{file} is of format {version}, and this version reads {FORMAT}; go on with the version that wrote it"
+            )
         if not whole:
             raise CheckpointError(self._damaged(file, "its checksum differs"))
-        self._files, self._tables, self.checksum = manifest["files"], manifest["tables"], manifest["checksum"]
+        self._files, self._tables, self.checksum = (
+            manifest["files"],
+            manifest["tables"],
+            manifest["checksum"],
+        )
         self.ranks: int = manifest.get("ranks", 1)  # how many wrote it
         about = {"format", "tables", "files", "checksum", "ranks"}
         self.state: dict[str, Any] = {key: manifest[key] for key in manifest.keys() - about}
@@ -173,7 +200,9 @@ class Checkpoint:
                     told = f"{self.path} holds the table {saved}, but this run's is {here}"
                     raise CheckpointError(f"{told}; resume with the settings of the run")
             try:
-                records = {table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables}
+                records = {
+                    table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables
+                }
                 shards.read(self.path, self._files, records, self.ranks, ranks)
             except shards.Damaged as error:
                 raise CheckpointError(self._unreadable(error)) from None
@@ -201,12 +230,17 @@ def latest(folder: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     if not common and any(seen):
         have, lack = seen.index(max(seen, key=len)), seen.index(min(seen, key=len))
         held = [", ".join(seen[rank]) or "none" for rank in (have, lack)]
-        raise CheckpointError(f"{folder} holds {held[0]} for rank {have} but {held[1]} for rank {lack}; bring it to all hosts")
+        raise CheckpointError(
+            f"{folder} holds {held[0]} for rank {have} but {held[1]} for rank {lack}; bring it to all hosts"
+        )
     if not common:
         return None
     with ranks.together():
         found = Checkpoint(folder / common[-1])
-    ranks.same({f"the checksum of {found.path.name}": found.checksum}, "bring all hosts the folder that rank 0 has")
+    ranks.same(
+        {f"the checksum of {found.path.name}": found.checksum},
+        "bring all hosts the folder that rank 0 has",
+    )
     return found
 
 
@@ -233,7 +267,9 @@ def _remove(path: Path) -> None:
 def _sealed(manifest: Mapping[str, Any]) -> str:
     """The text of a manifest, with the checksum of all else that it says."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
-    checksum = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    checksum = hashlib.blake2b(
+        json.dumps(content, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
     return json.dumps(content | {"checksum": checksum}, indent=1, sort_keys=True) + "\n"
 
 
@@ -241,10 +277,18 @@ def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]
     """What the tables are by name, all ranks' shards together; scalars are those of each rank, where there are several."""
     described = {}
     for table in tables:
-        parts = ranks.gather((table.rows, {name: value.item() for name, value in table.scalars.items()}))
+        parts = ranks.gather(
+            (table.rows, {name: value.item() for name, value in table.scalars.items()})
+        )
         rows, scalars = zip(*parts, strict=True)
-        fields = [[name, part.stop - part.start] for name, part in table.columns.items()]  # in the order of a record
-        described[table.name] = {"rows": sum(rows), "dtype": shards.DTYPES[table.dtype], "fields": fields}
+        fields = [
+            [name, part.stop - part.start] for name, part in table.columns.items()
+        ]  # in the order of a record
+        described[table.name] = {
+            "rows": sum(rows),
+            "dtype": shards.DTYPES[table.dtype],
+            "fields": fields,
+        }
         described[table.name]["scalars"] = list(scalars) if ranks.size > 1 else scalars[0]
     return described
 

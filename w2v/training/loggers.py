@@ -9,7 +9,12 @@ from typing import Any, Protocol
 
 from w2v.config import ConfigError, RunConfig
 
-WHERE = {"step", "words", "seconds", "epoch"}  # of a point on the curves; none is a curve to look at
+WHERE = {
+    "step",
+    "words",
+    "seconds",
+    "epoch",
+}  # of a point on the curves; none is a curve to look at
 
 
 class Logger(Protocol):
@@ -24,7 +29,9 @@ def check(run: RunConfig) -> None:
     """Raise a ConfigError if a logger that the config asks for is not installed."""
     for package, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb)):
         if wanted and find_spec(package) is None:
-            raise ConfigError(f"run.{package}={wanted} needs a package that is not installed; pip install {package}")
+            raise ConfigError(
+                f"run.{package}={wanted} needs a package that is not installed; pip install {package}"
+            )
 
 
 def opened(run: RunConfig, folder: Path, step: int, about: Mapping[str, Any]) -> list[Logger]:
@@ -60,10 +67,14 @@ class Wandb:
         import wandb
 
         name = folder.resolve().name
-        self._run = wandb.init(project=project, id=name, name=name, dir=str(folder), config=dict(about), resume="allow")
+        self._run = wandb.init(
+            project=project, id=name, name=name, dir=str(folder), config=dict(about), resume="allow"
+        )
 
     def write(self, values: Mapping[str, float | None], step: int) -> None:
-        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+        self._run.log(
+            {name: value for name, value in values.items() if value is not None}, step=step
+        )
 
     def close(self) -> None:
         self._run.finish()

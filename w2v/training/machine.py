@@ -34,22 +34,43 @@ class Machine:
         gpus = torch.cuda.device_count()
         if 0 < gpus < ranks.local_size:
             many = f"{ranks.local_size} ranks on a machine of {gpus} GPUs"
-            raise ConfigError(f"{many}; start one a GPU: --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES=")
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+            raise ConfigError(
+                f"{many}; start one a GPU: --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES="
+            )
+        pages = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if hasattr(os, "sysconf")
+            else 0
+        )
         gpu, free, cupy = "", 0, ""
         if torch.cuda.is_available():
-            gpu, free, cupy = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], _cupy_cuda()
+            gpu, free, cupy = (
+                torch.cuda.get_device_name(),
+                torch.cuda.mem_get_info()[0],
+                _cupy_cuda(),
+            )
         lockable = budget.lockable_bytes()
         if cupy and lockable < budget.UNLIMITED and not pinning_is_limited():
             lockable = budget.UNLIMITED
         host, share = budget.free_host_bytes(), ranks.local_size
-        return cls(max(1, cores() // share), pages, gpu, free, torch.version.cuda or "", cupy, host / share, lockable / share)
+        return cls(
+            max(1, cores() // share),
+            pages,
+            gpu,
+            free,
+            torch.version.cuda or "",
+            cupy,
+            host / share,
+            lockable / share,
+        )
 
     def __str__(self) -> str:
         host = f"{self.cores} cores, {budget.size(self.host_bytes)}"
         if not self.gpu:
             return f"{host} | no GPU"
-        built_for = f"torch for CUDA {self.cuda_torch}, " + (f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy")
+        built_for = f"torch for CUDA {self.cuda_torch}, " + (
+            f"CuPy for CUDA {self.cuda_cupy}" if self.cuda_cupy else "no CuPy"
+        )
         return f"{host} | {self.gpu}, {budget.size(self.gpu_free_bytes)} free | {built_for}"
 
 

@@ -71,19 +71,54 @@ class Metrics:
     """
 
     def __init__(
-        self, path: Path | None, total_words: int, log_seconds: float,
-        look: Callable[[], None] = lambda: None, state: dict[str, float] | None = None,
-        loggers: Sequence[Logger] = (), moved: Callable[[], int] = lambda: 0, waited: Callable[[], float] = lambda: 0.0,
+        self,
+        path: Path | None,
+        total_words: int,
+        log_seconds: float,
+        look: Callable[[], None] = lambda: None,
+        state: dict[str, float] | None = None,
+        loggers: Sequence[Logger] = (),
+        moved: Callable[[], int] = lambda: 0,
+        waited: Callable[[], float] = lambda: 0.0,
         link_rate: float = 0.0,
-    ):  # fmt: skip
-        self._file = path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a", encoding="utf-8")  # noqa: SIM115
+    ):
+        self._file = (
+            path.open("a", encoding="utf-8")
+            if path
+            else tempfile.TemporaryFile("a", encoding="utf-8")
+        )  # noqa: SIM115
         self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
-        self._bar = tqdm(total=total_words, unit="w", unit_scale=True, dynamic_ncols=True, disable=None if path else True, mininterval=0.5)
-        state = state or dict.fromkeys(("step", "words", "seconds", "loss", "pairs", "logged_words", "logged_seconds", "bytes"), 0)
+        self._bar = tqdm(
+            total=total_words,
+            unit="w",
+            unit_scale=True,
+            dynamic_ncols=True,
+            disable=None if path else True,
+            mininterval=0.5,
+        )
+        state = state or dict.fromkeys(
+            (
+                "step",
+                "words",
+                "seconds",
+                "loss",
+                "pairs",
+                "logged_words",
+                "logged_seconds",
+                "bytes",
+            ),
+            0,
+        )
         if path and self._file.tell() < state["bytes"]:
-            log.warning(f"{path} has lost lines since the checkpoint; the curve goes on after a gap")
+            log.warning(
+                f"{path} has lost lines since the checkpoint; the curve goes on after a gap"
+            )
         self._file.truncate(min(self._file.tell(), int(state["bytes"])))
-        self.step, self.words, self._logged_words = int(state["step"]), int(state["words"]), int(state["logged_words"])
+        self.step, self.words, self._logged_words = (
+            int(state["step"]),
+            int(state["words"]),
+            int(state["logged_words"]),
+        )
         self._loss, self._pairs = Total(state["loss"]), Total(state["pairs"])
         self._loggers, self._moved, self._logged_bytes = loggers, moved, moved()
         self._waited, self._logged_wait, self._link_rate = waited, waited(), link_rate
@@ -92,7 +127,9 @@ class Metrics:
         self.seconds = state["seconds"]  # of training, at the last look
         self._shown = time.monotonic()
         self._start = self._shown - self.seconds
-        self._paced: tuple[float, int] | None = None  # seconds and words after the first step, which may wait for what is compiled once
+        self._paced: tuple[float, int] | None = (
+            None  # seconds and words after the first step, which may wait for what is compiled once
+        )
         self._timed = False
         self._logged = self._start + state["logged_seconds"]
 
@@ -106,7 +143,9 @@ class Metrics:
         took = now - self._start - self._paced[0]
         if not self._timed and took >= TRIAL_SECONDS:
             self._timed, rate = True, (words - self._paced[1]) / took
-            log.info(f"time      about {self._total_words / rate:.0f} s of training: {rate / 1e6:.3g} M words/s at its beginning")
+            log.info(
+                f"time      about {self._total_words / rate:.0f} s of training: {rate / 1e6:.3g} M words/s at its beginning"
+            )
         if now - self._logged >= self._log_seconds:
             self.log(lr)
         elif not self._bar.disable and now - self._shown >= REFRESH_SECONDS:
@@ -120,7 +159,15 @@ class Metrics:
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
         seconds = round(self.seconds, 3)
-        self.write(step=self.step, words=self.words, seconds=seconds, words_per_s=round(rate), loss=self.loss, lr=lr, **self._link)
+        self.write(
+            step=self.step,
+            words=self.words,
+            seconds=seconds,
+            words_per_s=round(rate),
+            loss=self.loss,
+            lr=lr,
+            **self._link,
+        )
         if self._bar.disable:
             share, left = self.words / self._total_words, ""
             if self._paced and self.words > self._paced[1]:
@@ -128,7 +175,12 @@ class Metrics:
                 left = f"  {pace * (self._total_words - self.words):.0f} s left"
             log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}{left}")
         self._loss, self._pairs = Total(), Total()
-        self._logged, self._logged_words, self._logged_bytes, self._logged_wait = now, self.words, self._moved(), self._waited()
+        self._logged, self._logged_words, self._logged_bytes, self._logged_wait = (
+            now,
+            self.words,
+            self._moved(),
+            self._waited(),
+        )
 
     def state(self, lr: float) -> dict[str, float]:
         """Where the curve stands, with all lines so far on disk."""
@@ -136,10 +188,16 @@ class Metrics:
         self._file.flush()
         os.fsync(self._file.fileno())
         return {
-            "step": self.step, "words": self.words, "seconds": self.seconds, "loss": self._loss.read(), "pairs": int(self._pairs.read()),
-            "mean_loss": self.loss, "logged_words": self._logged_words, "logged_seconds": self._logged - self._start,
+            "step": self.step,
+            "words": self.words,
+            "seconds": self.seconds,
+            "loss": self._loss.read(),
+            "pairs": int(self._pairs.read()),
+            "mean_loss": self.loss,
+            "logged_words": self._logged_words,
+            "logged_seconds": self._logged - self._start,
             "bytes": os.fstat(self._file.fileno()).st_size,
-        }  # fmt: skip
+        }
 
     def write(self, **values: Any) -> None:
         """Append one JSON object to metrics.jsonl, at once."""
@@ -159,7 +217,11 @@ class Metrics:
         self.seconds = began - self._start
         yield
         away = time.monotonic() - began
-        self._start, self._logged, self._shown = self._start + away, self._logged + away, self._shown + away
+        self._start, self._logged, self._shown = (
+            self._start + away,
+            self._logged + away,
+            self._shown + away,
+        )
 
     def __enter__(self) -> Metrics:
         return self
@@ -175,7 +237,11 @@ class Metrics:
         self._shown = time.monotonic()
         if moved := (self._moved() - self._logged_bytes) / max(self._shown - self._logged, 1e-9):
             share = {"link_share": round(moved / self._link_rate, 4)} if self._link_rate else {}
-            self._link = {"link_gb_per_s": round(moved / 1e9, 3), **share, "link_wait": round(self._waited() - self._logged_wait, 4)}
+            self._link = {
+                "link_gb_per_s": round(moved / 1e9, 3),
+                **share,
+                "link_wait": round(self._waited() - self._logged_wait, 4),
+            }
         else:
             self._link = {}
         self._bar.set_postfix_str(self._said(lr), refresh=False)

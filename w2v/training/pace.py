@@ -18,11 +18,17 @@ class Pace:
     def __init__(self, minutes: float):
         self.saves = 0
         self._minutes, self._saved_at = minutes, time.monotonic()
-        self._held, self._held_in_all, self._said = 0.0, 0.0, HELD_SECONDS / 2  # by the last one, if that was long; by all; when last said
+        self._held, self._held_in_all, self._said = (
+            0.0,
+            0.0,
+            HELD_SECONDS / 2,
+        )  # by the last one, if that was long; by all; when last said
 
     @property
     def due(self) -> bool:
-        return self._minutes > 0 and time.monotonic() - self._saved_at >= max(60 * self._minutes, self._held / HELD_SHARE)
+        return self._minutes > 0 and time.monotonic() - self._saved_at >= max(
+            60 * self._minutes, self._held / HELD_SHARE
+        )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -31,10 +37,17 @@ class Pace:
         yield
         self._saved_at, self.saves = time.monotonic(), self.saves + 1
         seconds = self._saved_at - began
-        self._held, self._held_in_all = seconds if seconds > HELD_SECONDS else 0.0, self._held_in_all + seconds
+        self._held, self._held_in_all = (
+            seconds if seconds > HELD_SECONDS else 0.0,
+            self._held_in_all + seconds,
+        )
         if self._held > 2 * self._said:
             self._said, apart = self._held, self._held / HELD_SHARE / 60
-            later = f"; the next by time comes {apart:.1f} minutes later" if apart > self._minutes else ""
+            later = (
+                f"; the next by time comes {apart:.1f} minutes later"
+                if apart > self._minutes
+                else ""
+            )
             log.info(f"saving    this checkpoint held training up for {seconds:.1f} s{later}")
 
     def sum_up(self) -> None:

@@ -17,11 +17,20 @@ from w2v.config import ModelConfig, TransferConfig
 from w2v.kernels.batch import CHUNK_BATCHES
 from w2v.text.vocab import keep_probabilities
 
-ALONE, GROUPS = 1 << 16, 2000  # so many of Zipf's words are groups of their own, the others are in about so many
+ALONE, GROUPS = (
+    1 << 16,
+    2000,
+)  # so many of Zipf's words are groups of their own, the others are in about so many
 MOST_STEPS = 8  # of a page, a power of two: more spare the CPU nothing that could be noticed
-FILLED = 7 / 8  # of the slots, by rows that stay since they are used soon; with more of them, rows leave too early
+FILLED = (
+    7 / 8
+)  # of the slots, by rows that stay since they are used soon; with more of them, rows leave too early
 OFFSETS = 8  # at which a word may begin in its part of a spread pool
-STRETCH, STRETCHES, MOST_CLUMPS = 1 << 17, 8, 16  # words of a text that are looked at to find its clumps; how often; and at most
+STRETCH, STRETCHES, MOST_CLUMPS = (
+    1 << 17,
+    8,
+    16,
+)  # words of a text that are looked at to find its clumps; how often; and at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,21 +52,33 @@ class Spectrum:
         size = min(STRETCH, len(ids_N) // 2)
         starts = np.linspace(0, len(ids_N) - size, STRETCHES).astype(int)
         found = np.mean([len(np.unique(ids_N[start : start + size])) for start in starts])
-        missed = np.log1p(-size / max(len(ids_N), counts_V.sum()))  # words may have been counted in more text than this
+        missed = np.log1p(
+            -size / max(len(ids_N), counts_V.sum())
+        )  # words may have been counted in more text than this
         fewest, most = 1.0, float(MOST_CLUMPS)
         while most - fewest > 1e-3:
             clumps = (fewest + most) / 2
-            fewest, most = (clumps, most) if words_G.dot(-np.expm1(counts_G * missed / clumps)) > found else (fewest, clumps)
+            fewest, most = (
+                (clumps, most)
+                if words_G.dot(-np.expm1(counts_G * missed / clumps)) > found
+                else (fewest, clumps)
+            )
         return cls(counts_G, words_G, fewest)
 
     @classmethod
     def zipf(cls, rows: int, words: int) -> Spectrum:
         """`rows` words of which number r occurs in proportion to 1 / r, and at least once, in about so many `words` in random order."""
         first = np.arange(1, min(rows, ALONE) + 2, dtype=np.float64)
-        rest = np.unique(np.rint(np.geomspace(ALONE + 1, rows + 1, GROUPS))) if rows > ALONE else first[-1:]
+        rest = (
+            np.unique(np.rint(np.geomspace(ALONE + 1, rows + 1, GROUPS)))
+            if rows > ALONE
+            else first[-1:]
+        )
         edges = np.concatenate([first[:-1], rest])
         words_G = np.diff(edges)
-        share_G = np.where(words_G == 1, 1 / edges[:-1], np.log((edges[1:] - 0.5) / (edges[:-1] - 0.5)) / words_G)  # means of a group
+        share_G = np.where(
+            words_G == 1, 1 / edges[:-1], np.log((edges[1:] - 0.5) / (edges[:-1] - 0.5)) / words_G
+        )  # means of a group
         return cls(np.maximum(1, words * share_G / (words_G * share_G).sum()), words_G)
 
     @property
@@ -81,7 +102,12 @@ class Traffic:
     """What steps touch of both tables, rows of inputs first; chance_TG is that of one word of a group."""
 
     def __init__(self, spectrum: Spectrum, model: ModelConfig):
-        self.words_G, self._words, self._model, self._clumps = spectrum.words_G, spectrum.words, model, spectrum.clumps
+        self.words_G, self._words, self._model, self._clumps = (
+            spectrum.words_G,
+            spectrum.words,
+            model,
+            spectrum.clumps,
+        )
         share_G = spectrum.counts_G / spectrum.words
         kept_G = share_G * keep_probabilities(spectrum.counts_G, spectrum.words, model.sample)
         noise_G = np.exp(model.ns_exponent * np.log(share_G))
@@ -102,7 +128,9 @@ class Traffic:
         return 1 - np.stack([no_text_G, no_text_G * self._no_noise(centers, ranks, steps)])
 
     def _no_text(self, centers: float, ranks: int, steps: int) -> np.ndarray:
-        return 1 - _ever(self._center_G, steps * ranks * centers / self._clumps)  # a center's neighbours are centers too
+        return 1 - _ever(
+            self._center_G, steps * ranks * centers / self._clumps
+        )  # a center's neighbours are centers too
 
     def _no_noise(self, centers: float, ranks: int, steps: float) -> np.ndarray:
         drawn, pool = centers * self._model.negative, self._model.negative_pool
@@ -146,7 +174,9 @@ class Traffic:
         chunks = range(1, 1 + int(self._words / (CHUNK_BATCHES * centers)))
         return Paging(steps, bisect_right(chunks, FILLED * slots, key=filled))
 
-    def read(self, centers: float, slots: float, ranks: int = 1, steps: int = 1, lookahead: int = 0) -> float:
+    def read(
+        self, centers: float, slots: float, ranks: int = 1, steps: int = 1, lookahead: int = 0
+    ) -> float:
         """How many rows come over the links of all ranks, which have so many `slots` together, for a page; as many go back.
 
         A GPU has the rows of the page, those of the page before if both have room, those that stay as the text uses them in the chunk at
@@ -160,22 +190,36 @@ class Traffic:
         drawn = 0 if lookahead else self._model.negative
         uses_TG = np.stack([self._center_G, self._center_G + drawn * self._noise_G])
         order = np.argsort(-uses_TG, axis=None, kind="stable")
-        gone, coming, words = gone.flatten()[order], coming.flatten()[order], np.tile(self.words_G, 2)[order]
-        left = slots - (words * (1 - gone)).sum()  # for rows that stay; each frees the room that it took now and then
+        gone, coming, words = (
+            gone.flatten()[order],
+            coming.flatten()[order],
+            np.tile(self.words_G, 2)[order],
+        )
+        left = (
+            slots - (words * (1 - gone)).sum()
+        )  # for rows that stay; each frees the room that it took now and then
         taken = words * gone
         stay = np.clip((left - np.cumsum(taken) + taken) / np.maximum(taken, 1e-30), 0, 1)
         return float((words * (1 - stay) * coming).sum())
 
-    def _gone_and_coming(self, centers: float, ranks: int, steps: int, pages: int, lookahead: int) -> np.ndarray:
+    def _gone_and_coming(
+        self, centers: float, ranks: int, steps: int, pages: int, lookahead: int
+    ) -> np.ndarray:
         """The chances, float64 [2, 2, G], that a row is not on the GPU, and that a page brings it, if it does not stay for being used much.
 
         It is there if one of the last `pages` touched it; and from then on until the text uses it, if that is within the chunks that are
         looked ahead at.
         """
-        served = max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0  # pages, by a pool
+        served = (
+            max(1.0, self._model.negative_pool_steps / steps) if self._model.negative_pool else 1.0
+        )  # pages, by a pool
 
         @cache
-        def missed(pages: float) -> np.ndarray:  # the chance that so many, of one pool where it serves them, draw no such word as noise
+        def missed(
+            pages: float,
+        ) -> (
+            np.ndarray
+        ):  # the chance that so many, of one pool where it serves them, draw no such word as noise
             return self._no_noise(centers, ranks, pages * steps)
 
         no_text_G = np.maximum(self._no_text(centers, ranks, steps), 1e-300)
@@ -187,11 +231,17 @@ class Traffic:
             noise_G += other * no_text_G * (missed(same) - missed(same + 1))  # alone brings the row
 
         # From here on pages are a stream, of which the text touches a row `text_G` times a page, and noise `noise_TG` times.
-        further = max(0.0, (lookahead + 0.5) * CHUNK_BATCHES * self.kept / steps - pages) if lookahead else 0.0
+        further = (
+            max(0.0, (lookahead + 0.5) * CHUNK_BATCHES * self.kept / steps - pages)
+            if lookahead
+            else 0.0
+        )
         rate_G = -np.log(np.maximum(missed(pages + further), 1e-300)) / (pages + further)
         text_G, noise_TG = -np.log(no_text_G), np.maximum(np.stack([0 * rate_G, rate_G]), 1e-12)
         silent_TG = np.exp(-further * noise_TG)
-        too_late_TG = no_text_G**further * ((text_G + noise_TG) / noise_TG * -np.expm1(-further * noise_TG) + silent_TG)
+        too_late_TG = no_text_G**further * (
+            (text_G + noise_TG) / noise_TG * -np.expm1(-further * noise_TG) + silent_TG
+        )
         coming_TG = (1 - no_text_G) * gone_TG * no_text_G**further * silent_TG
         coming_TG[1] += noise_G * too_late_TG[1]
         return np.stack([gone_TG * too_late_TG, coming_TG])

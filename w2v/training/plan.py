@@ -33,7 +33,16 @@ from w2v.text import opening
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import memory as budget
-from w2v.training.backends import LINKS, PRODUCTS, ROWS, aligned, choose_device, choose_engine, choose_kernels, link_rates
+from w2v.training.backends import (
+    LINKS,
+    PRODUCTS,
+    ROWS,
+    aligned,
+    choose_device,
+    choose_engine,
+    choose_kernels,
+    link_rates,
+)
 from w2v.training.machine import Machine, why_no_numba
 from w2v.training.memory import GPU_RESERVE, Budget, Job
 from w2v.training.paging import MOST_STEPS, Paging, Spectrum, Traffic
@@ -50,9 +59,15 @@ log = logging.getLogger("w2v")
 FEWEST_STEPS = 100
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
-NOISE_WORDS, NOISE_STEPS = 1 << 16, 8  # a pool, and for how many steps of as many centers, with which Adam and AdamW learn as much
+NOISE_WORDS, NOISE_STEPS = (
+    1 << 16,
+    8,
+)  # a pool, and for how many steps of as many centers, with which Adam and AdamW learn as much
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
-IDS_SHARE, IDS_AT_ONCE = 16, 1 << 26  # of the GPU's free memory, at most that part is for the corpus
+IDS_SHARE, IDS_AT_ONCE = (
+    16,
+    1 << 26,
+)  # of the GPU's free memory, at most that part is for the corpus
 
 
 @dataclass(frozen=True)
@@ -77,31 +92,48 @@ class Plan:
         states = self.optimizer.states(self.config.model.vector_size)
         words, size = len(self.vocab.words), self.config.model.vector_size
         fields = " + ".join(["weight", *states])
-        room = f"; room for {self.slots:,} rows there, steps_per_page={self.paging.steps}" if self.engine in LINKS else ""
+        room = (
+            f"; room for {self.slots:,} rows there, steps_per_page={self.paging.steps}"
+            if self.engine in LINKS
+            else ""
+        )
         if self.paging.lookahead:
             room += f", those stay that the next {self.paging.lookahead * CHUNK_BATCHES * self._centers:,} words use"
-        return "\n".join([
-            f"machine   {self.machine}",
-            f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
-            f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
-            *([f"ranks     {self.ranks.size}, each with {self.ranks.rows(words):,} rows of a table"] if self.ranks.size > 1 else []),
-            f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
-            f"kernels   {self._kernels()}, precision {self.config.train.precision}",
-            f"engine    {self.engine} on {self.device}: {self.reason}{room}",
-            *self._link(),
-            str(self.budget),
-            f"saving    {self.budget.saving}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"machine   {self.machine}",
+                f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
+                f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
+                *(
+                    [
+                        f"ranks     {self.ranks.size}, each with {self.ranks.rows(words):,} rows of a table"
+                    ]
+                    if self.ranks.size > 1
+                    else []
+                ),
+                f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
+                f"kernels   {self._kernels()}, precision {self.config.train.precision}",
+                f"engine    {self.engine} on {self.device}: {self.reason}{room}",
+                *self._link(),
+                str(self.budget),
+                f"saving    {self.budget.saving}",
+            ]
+        )
 
     @cached_property
     def paging(self) -> Paging:
         """How rows come and stay: as configured, or what suits how many rows have room."""
-        if self.slots in (0, 2 * self.ranks.rows(len(self.vocab.words))):  # what is true of any text need not be worked out
+        if self.slots in (
+            0,
+            2 * self.ranks.rows(len(self.vocab.words)),
+        ):  # what is true of any text need not be worked out
             return Paging(self.config.transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
         return self._paging(self._traffic(self.config.model))
 
     def _paging(self, traffic: Traffic) -> Paging:
-        transfer = replace(self.config.transfer, lookahead=self.config.transfer.lookahead and self.engine in LINKS)
+        transfer = replace(
+            self.config.transfer, lookahead=self.config.transfer.lookahead and self.engine in LINKS
+        )
         return traffic.paging(self._centers, self.slots, self.ranks.size, transfer)
 
     @property
@@ -123,16 +155,27 @@ class Plan:
         model, steps = self.config.model, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size
         rows, hint = self._rows_read(self._traffic(model), self.paging), ""
         if steps:
-            shared = self._traffic(replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps))
+            shared = self._traffic(
+                replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps)
+            )
             if (fewer := self._rows_read(shared, self._paging(shared))) < rows / 2:
                 pool = f"model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}"
                 hint = f"; {fewer:.2g} with {pool}, with which Adam learns as much"
-        return [f"link      about {rows:.2g} rows a word of the text come over it, and as many go back{hint}"]
+        return [
+            f"link      about {rows:.2g} rows a word of the text come over it, and as many go back{hint}"
+        ]
 
     def _rows_read(self, traffic: Traffic, paging: Paging) -> float:
         """By all ranks, for a word of the text."""
         size = self.ranks.size
-        words = paging.steps * size * self._centers / traffic.kept * self.corpus.raw_words / self._spectrum.words
+        words = (
+            paging.steps
+            * size
+            * self._centers
+            / traffic.kept
+            * self.corpus.raw_words
+            / self._spectrum.words
+        )
         return traffic.read(self._centers, size * self.slots, size, *paging) / words
 
     def _kernels(self) -> str:
@@ -141,7 +184,9 @@ class Plan:
             return "plain torch" + (f", numba cannot be imported ({missing})" if missing else "")
         if self.device.type != "cpu":
             return "fused"
-        return "compiled by numba" + (", each center a step of its own" if self.optimizer.descends else "")
+        return "compiled by numba" + (
+            ", each center a step of its own" if self.optimizer.descends else ""
+        )
 
 
 def join(config: Config) -> Ranks:
@@ -157,11 +202,17 @@ def join(config: Config) -> Ranks:
 
 def must_be_alike(config: Config) -> dict[str, Any]:
     """What all ranks have to agree about: program, libraries and settings."""
-    return {"the program's version": f"{w2v.__version__} ({environment.commit()})", "torch": torch.__version__} | settings.as_dict(config)
+    return {
+        "the program's version": f"{w2v.__version__} ({environment.commit()})",
+        "torch": torch.__version__,
+    } | settings.as_dict(config)
 
 
 def make_plan(
-    config: Config, opened: tuple[Vocab, Corpus] | None = None, run: Path | None = None, ranks: Ranks = ALONE
+    config: Config,
+    opened: tuple[Vocab, Corpus] | None = None,
+    run: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
 
@@ -178,51 +229,118 @@ def make_plan(
     vocab, corpus = opened or opening.open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
         many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
-        raise ConfigError(f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}")
+        raise ConfigError(
+            f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}"
+        )
     if not (device.type == "cpu" and optimizer.descends):  # each center a step of its own
         warn_of_few_steps(config, vocab)
     warn_of_small_eps(config, optimizer)
     words = ranks.rows(len(vocab.words))
     if not words:
-        raise ConfigError(f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer")
+        raise ConfigError(
+            f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer"
+        )
     size = config.model.vector_size
     dtype = ROWS.get(config.train.precision, torch.float32)
     width = record_width(size, optimizer.states(size), dtype.itemsize, aligned(device, dtype))
     table_bytes = 2 * words * width * dtype.itemsize
-    engine, reason = choose_engine(config, machine, device, table_bytes, lambda: link_rates(width, config, device))
+    engine, reason = choose_engine(
+        config, machine, device, table_bytes, lambda: link_rates(width, config, device)
+    )
     room = config.transfer.gpu_bytes_of(table_bytes)
-    slots = min(2 * words, max(0, int(2 * words * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room) / table_bytes)))
-    fused = kernels if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
+    slots = min(
+        2 * words,
+        max(
+            0,
+            int(
+                2
+                * words
+                * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room)
+                / table_bytes
+            ),
+        ),
+    )
+    fused = (
+        kernels if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
+    )
     if config.train.kernels == "fused" and not fused:
-        why = f"optimizer.name={config.optimizer.name} with these args has none" if slots else "transfer.gpu_bytes=0 leaves them no rows"
+        why = (
+            f"optimizer.name={config.optimizer.name} with these args has none"
+            if slots
+            else "transfer.gpu_bytes=0 leaves them no rows"
+        )
         raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
     budgeted = make_budget(config, machine, words, optimizer, engine, device, run)
-    return Plan(config, machine, vocab, corpus, optimizer, device, engine, reason, table_bytes, fused, slots, budgeted, ranks)
+    return Plan(
+        config,
+        machine,
+        vocab,
+        corpus,
+        optimizer,
+        device,
+        engine,
+        reason,
+        table_bytes,
+        fused,
+        slots,
+        budgeted,
+        ranks,
+    )
 
 
 def make_budget(
-    config: Config, machine: Machine, words: int, optimizer: RowOptimizer, engine: str, device: torch.device, run: Path | None
+    config: Config,
+    machine: Machine,
+    words: int,
+    optimizer: RowOptimizer,
+    engine: str,
+    device: torch.device,
+    run: Path | None,
 ) -> Budget:
     """What the run takes and what is free for it; `check` says whether it fits."""
     model, on_gpu, run_dir = config.model, device.type == "cuda", Path(config.run.dir)
     pairs = 2 * model.window + 1 + model.negative
-    job = Job(words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs)
+    job = Job(
+        words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs
+    )
     kept = config.transfer.gpu_bytes_of(job.table_bytes) or 0 if engine in LINKS else 0
     dtype = ROWS.get(config.train.precision, torch.float32)
-    job = replace(job, kept_bytes=kept, checkpoints=config.run.checkpoint_minutes > 0, element_size=dtype.itemsize,
-                  in_files=bool(config.transfer.table_dir), aligned=aligned(device, dtype))  # fmt: skip
-    written = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors")) if run else 0
-    free = {"host": machine.host_free_bytes, "locked": machine.lockable_bytes, "disk": budget.free_disk_bytes(run_dir) + written}
+    job = replace(
+        job,
+        kept_bytes=kept,
+        checkpoints=config.run.checkpoint_minutes > 0,
+        element_size=dtype.itemsize,
+        in_files=bool(config.transfer.table_dir),
+        aligned=aligned(device, dtype),
+    )
+    written = (
+        sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors"))
+        if run
+        else 0
+    )
+    free = {
+        "host": machine.host_free_bytes,
+        "locked": machine.lockable_bytes,
+        "disk": budget.free_disk_bytes(run_dir) + written,
+    }
 
     def lighter() -> dict[str, Callable]:
-        return {name: RowOptimizer(replace(config.optimizer, name=name, args={})).states for name in LIGHTER}
+        return {
+            name: RowOptimizer(replace(config.optimizer, name=name, args={})).states
+            for name in LIGHTER
+        }
 
-    return Budget(job, free | ({"gpu": machine.gpu_free_bytes} if on_gpu else {}), config.run.dir, lighter)
+    return Budget(
+        job, free | ({"gpu": machine.gpu_free_bytes} if on_gpu else {}), config.run.dir, lighter
+    )
 
 
 def expected_centers(config: Config, vocab: Vocab) -> float:
     """How many centers a run will have, in the mean."""
-    return float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum()) * config.train.epochs
+    return (
+        float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum())
+        * config.train.epochs
+    )
 
 
 def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
@@ -231,14 +349,24 @@ def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
     centers = expected_centers(config, vocab)
     if centers < FEWEST_STEPS * train.batch_size:
         smaller = max(1, int(centers / (10 * FEWEST_STEPS)))
-        remedy = f"try train.batch_size={smaller} with a smaller optimizer.lr" if smaller < train.batch_size else "more text is needed"
+        remedy = (
+            f"try train.batch_size={smaller} with a smaller optimizer.lr"
+            if smaller < train.batch_size
+            else "more text is needed"
+        )
         steps = centers / train.batch_size
-        log.warning(f"train.batch_size={train.batch_size} leaves {steps:.0f} optimizer steps, too few to learn from; {remedy}")
+        log.warning(
+            f"train.batch_size={train.batch_size} leaves {steps:.0f} optimizer steps, too few to learn from; {remedy}"
+        )
 
 
 def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
     """Say so when squares that float16 keeps as 0 leave a step nothing else to divide by."""
-    if config.train.precision == "fp16" and optimizer.eps is not None and optimizer.eps < FLOAT16_EPS:
+    if (
+        config.train.precision == "fp16"
+        and optimizer.eps is not None
+        and optimizer.eps < FLOAT16_EPS
+    ):
         log.warning(
             f"train.precision=fp16 keeps squares of gradients under 6e-8 as 0, and {config.optimizer.name} then divides by its eps, "
             f"{optimizer.eps:g}; set optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
@@ -250,17 +378,32 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     model, train = plan.config.model, plan.config.train
     resident: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
     link, storage = LINKS.get(plan.engine, (None, resident))
-    size, states, scalars = model.vector_size, plan.optimizer.states(model.vector_size), plan.optimizer.scalars
-    ranks, rows, dtype = plan.ranks, plan.ranks.rows(len(plan.vocab.words)), ROWS.get(train.precision, torch.float32)
+    size, states, scalars = (
+        model.vector_size,
+        plan.optimizer.states(model.vector_size),
+        plan.optimizer.scalars,
+    )
+    ranks, rows, dtype = (
+        plan.ranks,
+        plan.ranks.rows(len(plan.vocab.words)),
+        ROWS.get(train.precision, torch.float32),
+    )
     files: list[Path | None] = [None, None]
     if folder := plan.config.transfer.table_dir:
-        storage, files = "mmap", [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
+        storage, files = (
+            "mmap",
+            [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")],
+        )
         Path(folder).mkdir(parents=True, exist_ok=True)
     padded = aligned(plan.device, dtype)
     pinned: Sequence[Tensor | None] = (None, None)
-    together = plan.paging.lookahead > 0  # both rows of a word, which then come and go at much the same time
+    together = (
+        plan.paging.lookahead > 0
+    )  # both rows of a word, which then come and go at much the same time
     if storage == "pinned" and together:
-        pinned = side_by_side(2, rows, record_width(size, states, dtype.itemsize, padded), dtype).unbind()
+        pinned = side_by_side(
+            2, rows, record_width(size, states, dtype.itemsize, padded), dtype
+        ).unbind()
     inputs, outputs = (
         Table(name, rows, size, states, scalars, storage, dtype, file, padded, pinned_VR)
         for name, file, pinned_VR in zip(("input", "output"), files, pinned, strict=True)
@@ -268,13 +411,27 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     values = uniform(size, 0.5 / size, train.seed)
     inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
     on_gpu = ShardedPipeline if ranks.size > 1 else FusedPipeline
-    make, inversion = _compiled() if plan.fused and plan.device.type == "cpu" else (on_gpu if plan.fused else Pipeline, None)
+    make, inversion = (
+        _compiled()
+        if plan.fused and plan.device.type == "cpu"
+        else (on_gpu if plan.fused else Pipeline, None)
+    )
     vocab, offsets = plan.vocab, plan.corpus.offsets
     sampler = Sampler(
-        corpus_ids(plan), offsets, vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent),
-        model, train.batch_size, train.seed, plan.device, heldout.choose(offsets, train.held_out_words), inversion,
-        cuda.draw if plan.fused and plan.device.type == "cuda" else None, ranks, plan.paging.lookahead,
-    )  # fmt: skip
+        corpus_ids(plan),
+        offsets,
+        vocab.keep_probabilities(model.sample),
+        vocab.noise_distribution(model.ns_exponent),
+        model,
+        train.batch_size,
+        train.seed,
+        plan.device,
+        heldout.choose(offsets, train.held_out_words),
+        inversion,
+        cuda.draw if plan.fused and plan.device.type == "cuda" else None,
+        ranks,
+        plan.paging.lookahead,
+    )
     engine: Engine
     if link is None:
         engine = Resident()
@@ -287,7 +444,17 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
         engine = Sharded(engine, ranks)
     product = None if plan.fused else PRODUCTS.get(train.precision)
     return_freed_memory()
-    return sampler, make(inputs, outputs, engine, plan.optimizer, plan.device, plan.paging.steps, product, ranks, len(vocab.words))
+    return sampler, make(
+        inputs,
+        outputs,
+        engine,
+        plan.optimizer,
+        plan.device,
+        plan.paging.steps,
+        product,
+        ranks,
+        len(vocab.words),
+    )
 
 
 def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
@@ -318,8 +485,15 @@ def held_out(plan: Plan) -> HeldOut | None:
     """What the sampler that `build` makes leaves out, for its loss; None where that is nothing."""
     corpus, vocab, model = plan.corpus, plan.vocab, plan.config.model
     chosen = heldout.choose(corpus.offsets, plan.config.train.held_out_words)
-    keep_V, noise_V = vocab.keep_probabilities(model.sample), vocab.noise_distribution(model.ns_exponent)
-    return HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device) if len(chosen) else None
+    keep_V, noise_V = (
+        vocab.keep_probabilities(model.sample),
+        vocab.noise_distribution(model.ns_exponent),
+    )
+    return (
+        HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device)
+        if len(chosen)
+        else None
+    )
 
 
 def _compiled() -> tuple[type[Pipeline], Inversion]:

@@ -56,11 +56,15 @@ def find(run: str, runs: str | Path) -> Path:
     if run == "latest":
         begun = durable.newest(Path(runs), "config.yaml")
         if begun is None:
-            raise RunFolderError(f"--resume latest finds no run in {runs}; name a run folder, or where they are with run.dir=FOLDER")
+            raise RunFolderError(
+                f"--resume latest finds no run in {runs}; name a run folder, or where they are with run.dir=FOLDER"
+            )
         return begun.parent
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
-        raise RunFolderError(f"--resume {run}: no run was begun there, as it holds no config.yaml; name a folder of {runs}, or latest")
+        raise RunFolderError(
+            f"--resume {run}: no run was begun there, as it holds no config.yaml; name a folder of {runs}, or latest"
+        )
     return folder
 
 
@@ -70,7 +74,9 @@ def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> C
     if saved := checkpoint.latest(folder / "checkpoints"):
         changed = settings.changes(saved.state["config"], settings.as_dict(config))
         if refused := [words for name, words in changed.items() if name not in MAY_CHANGE]:
-            raise ConfigError(f"{saved.path} has other settings: {'; '.join(refused)}; leave them as they were, or begin a new run")
+            raise ConfigError(
+                f"{saved.path} has other settings: {'; '.join(refused)}; leave them as they were, or begin a new run"
+            )
     return config
 
 
@@ -84,7 +90,11 @@ def begun(resume: str | None, runs: str, ranks: Ranks = ALONE) -> Path | None:
 
 
 def _of_this_job(runs: str) -> Path | None:
-    marks = [mark for mark in Path(runs).glob(f"*/{JOB}") if mark.read_text(encoding="utf-8") == torchrun.job()]
+    marks = [
+        mark
+        for mark in Path(runs).glob(f"*/{JOB}")
+        if mark.read_text(encoding="utf-8") == torchrun.job()
+    ]
     if torchrun.starts():
         return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent if marks else None
     for mark in marks:  # of another job, which bore the same name
@@ -117,11 +127,18 @@ def _lock(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.seek(0)
         user = f"process {number}" if (number := file.read().strip()) else "another process"
-        raise RunFolderError(f"{folder} is in use by {user}; wait for it, stop it, or begin a run of its own") from None
+        raise RunFolderError(
+            f"{folder} is in use by {user}; wait for it, stop it, or begin a run of its own"
+        ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
     checkpoint.clean(folder / "checkpoints")
-    for left in [*folder.rglob(".rank-*"), *folder.glob(".saving-*"), *folder.glob(".vocab.tsv.*"), *folder.glob("*.part")]:
+    for left in [
+        *folder.rglob(".rank-*"),
+        *folder.glob(".saving-*"),
+        *folder.glob(".vocab.tsv.*"),
+        *folder.glob("*.part"),
+    ]:
         shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     return file

@@ -28,7 +28,12 @@ from w2v.system import files as durable
 
 CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}  # names in safetensors
 Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
 
 
@@ -64,7 +69,13 @@ def write(folder: Path, files: Mapping[str, Tensor]) -> Entries:
         return dict(zip(files, entries, strict=True))
 
 
-def read(folder: Path, entries: Entries, tables: Mapping[str, tuple[int, Tensor]], saved: int, ranks: Ranks) -> None:
+def read(
+    folder: Path,
+    entries: Entries,
+    tables: Mapping[str, tuple[int, Tensor]],
+    saved: int,
+    ranks: Ranks,
+) -> None:
     """Fill this rank's records of each table, given as (rows of all ranks, records), from the files of `saved` ranks; raises `Damaged`.
 
     Where the number of ranks is another, all files that hold a row of this rank are read through, a chunk at a time.
@@ -72,13 +83,20 @@ def read(folder: Path, entries: Entries, tables: Mapping[str, tuple[int, Tensor]
     wanted = []
     for name, (rows, records_VR) in tables.items():
         for rank in range(saved):
-            if (ranks.rank - rank) % math.gcd(saved, ranks.size) == 0:  # else its rows and ours have no remainder in common
+            if (ranks.rank - rank) % math.gcd(
+                saved, ranks.size
+            ) == 0:  # else its rows and ours have no remainder in common
                 shard_rows = -(-(rows - rank) // saved)
-                wanted += [(part, rank, records_VR) for part in _parts(name, shard_rows, row_bytes(records_VR), rank, saved)]
+                wanted += [
+                    (part, rank, records_VR)
+                    for part in _parts(name, shard_rows, row_bytes(records_VR), rank, saved)
+                ]
 
     def read_part(part: Part, rank: int, records_VR: Tensor) -> None:
         start = part.first
-        for block_nR in _blocks(folder / part.file, entries.get(part.file, {}), part.last - part.first, records_VR):
+        for block_nR in _blocks(
+            folder / part.file, entries.get(part.file, {}), part.last - part.first, records_VR
+        ):
             end = start + len(block_nR)
             if saved == ranks.size:
                 records_VR[start:end].copy_(block_nR)
@@ -99,7 +117,11 @@ def _parts(table: str, rows: int, row_bytes: int, rank: int, ranks: int) -> list
     starts = range(0, rows, at_once)
     whose = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
     return [
-        Part(f"{table}{whose}-{number:05d}-of-{len(starts):05d}.safetensors", start, min(start + at_once, rows))
+        Part(
+            f"{table}{whose}-{number:05d}-of-{len(starts):05d}.safetensors",
+            start,
+            min(start + at_once, rows),
+        )
         for number, start in enumerate(starts)
     ]
 
@@ -116,19 +138,25 @@ def _blocks(file: Path, entry: Mapping[str, int], rows: int, like_VR: Tensor) ->
     """The records of a file of so many rows, a chunk at a time; what was given is sound if no `Damaged` follows."""
     try:
         if file.stat().st_size != entry.get("bytes"):
-            raise Damaged(file, f"{file.stat().st_size:,} bytes instead of {entry.get('bytes', 0):,}")
+            raise Damaged(
+                file, f"{file.stat().st_size:,} bytes instead of {entry.get('bytes', 0):,}"
+            )
         with open(file, "rb") as opened:
             header = _header(rows, like_VR)
             if opened.read(len(header)) != header:
                 raise Damaged(file, "its header differs")
             found = zlib.crc32(header)
             for start in range(0, rows, _rows_at_once(like_VR)):
-                block_nP = torch.empty(min(_rows_at_once(like_VR), rows - start), _width(like_VR), dtype=like_VR.dtype)
+                block_nP = torch.empty(
+                    min(_rows_at_once(like_VR), rows - start), _width(like_VR), dtype=like_VR.dtype
+                )
                 opened.readinto(_bytes(block_nP))
                 found = zlib.crc32(_bytes(block_nP), found)
                 yield block_nP[:, : like_VR.shape[1]]
     except OSError as error:
-        raise Damaged(file, error.strerror or str(error), isinstance(error, FileNotFoundError)) from None
+        raise Damaged(
+            file, error.strerror or str(error), isinstance(error, FileNotFoundError)
+        ) from None
     if found != entry["crc32"]:
         raise Damaged(file, f"its CRC-32 is {found:08x} instead of {entry['crc32']:08x}")
 
@@ -136,7 +164,13 @@ def _blocks(file: Path, entry: Mapping[str, int], rows: int, like_VR: Tensor) ->
 def _header(rows: int, like_VR: Tensor) -> bytes:
     """How a safetensors file of so many such records begins."""
     end = rows * row_bytes(like_VR)
-    about = {"records": {"dtype": DTYPES[like_VR.dtype], "shape": [rows, _width(like_VR)], "data_offsets": [0, end]}}
+    about = {
+        "records": {
+            "dtype": DTYPES[like_VR.dtype],
+            "shape": [rows, _width(like_VR)],
+            "data_offsets": [0, end],
+        }
+    }
     text = json.dumps(about).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -28,9 +28,12 @@ from w2v.transfer.engine import Engine
 
 # What can cease to be finite, as bits of a fault. Nothing of a step is written from the first fault on.
 FAULTS = (
-    "the loss", "the gradients of the input table", "the gradients of the output table",
-    "the stepped rows of the input table", "the stepped rows of the output table",
-)  # fmt: skip
+    "the loss",
+    "the gradients of the input table",
+    "the gradients of the output table",
+    "the stepped rows of the input table",
+    "the stepped rows of the output table",
+)
 Both = tuple[cuda.Claims, cuda.Claims]  # of the input table and of the output table
 
 
@@ -56,23 +59,42 @@ class Pipeline:
     """
 
     def __init__(
-        self, inputs: Table, outputs: Table, engine: Engine, optimizer: RowOptimizer, device: torch.device, steps_per_page: int = 1,
-        product: torch.dtype | None = None, ranks: Ranks = ALONE, rows: int | None = None,
-    ):  # fmt: skip
+        self,
+        inputs: Table,
+        outputs: Table,
+        engine: Engine,
+        optimizer: RowOptimizer,
+        device: torch.device,
+        steps_per_page: int = 1,
+        product: torch.dtype | None = None,
+        ranks: Ranks = ALONE,
+        rows: int | None = None,
+    ):
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
         self._device, self._steps_per_page, self._product = device, steps_per_page, product
         self._ranks, self._rows = ranks, rows or inputs.rows
-        self._scale = skipgram.LossScale(inputs.scalars, device) if product == torch.float16 else None
+        self._scale = (
+            skipgram.LossScale(inputs.scalars, device) if product == torch.float16 else None
+        )
         self.steps = 0
         self._rows_stepped = torch.zeros((), dtype=torch.int64, device=device)
-        self.fault = torch.zeros((), dtype=torch.int64, device=device)  # the first: its step << len(FAULTS) | bits; 0: none
+        self.fault = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # the first: its step << len(FAULTS) | bits; 0: none
         self._bits = 1 << torch.arange(len(FAULTS), device=device)
-        largest = [torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.float32, inputs.dtype, outputs.dtype)]
+        largest = [
+            torch.finfo(dtype).max
+            for dtype in (torch.float64, torch.float32, torch.float32, inputs.dtype, outputs.dtype)
+        ]
         self._largest = torch.tensor(largest, dtype=torch.float64, device=device)[:, None]
         self._planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._computed: deque[torch.cuda.Event] = deque(maxlen=2)  # when the last pages' steps are done
+        self._computed: deque[torch.cuda.Event] = deque(
+            maxlen=2
+        )  # when the last pages' steps are done
         self._planned: torch.cuda.Event | None = None  # when the last page is
-        self._held: deque[list[Planned]] = deque(maxlen=3)  # memory of the planning stream that the computation may still read
+        self._held: deque[list[Planned]] = deque(
+            maxlen=3
+        )  # memory of the planning stream that the computation may still read
         if self._planning:
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -102,15 +124,24 @@ class Pipeline:
         slots = planned.slots
         self.steps += 1
         self._rows_stepped += len(slots.input_rows_U) + len(slots.output_rows_V)
-        pages = self.engine.fetch(self.inputs, slots.input_rows_U), self.engine.fetch(self.outputs, slots.output_rows_V)
+        pages = (
+            self.engine.fetch(self.inputs, slots.input_rows_U),
+            self.engine.fetch(self.outputs, slots.output_rows_V),
+        )
         scale = self._scale.scale.clone() if self._scale else None
-        loss, pairs = skipgram.backward(*pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0)
+        loss, pairs = skipgram.backward(
+            *pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0
+        )
         pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
         loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))
-        before = [page.records_UR.clone() for page in pages] if self._planning or self._scale else []  # the CPU knows a fault at once
+        before = (
+            [page.records_UR.clone() for page in pages] if self._planning or self._scale else []
+        )  # the CPU knows a fault at once
         left_out = None
         if self._scale:
-            left_out = self._scale.update(self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0)
+            left_out = self._scale.update(
+                self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0
+            )
         for page in pages:
             if left_out is not None:
                 page.grad_UD = torch.where(left_out, 0, page.grad_UD)
@@ -130,7 +161,10 @@ class Pipeline:
 
     def _look(self, loss: Tensor, grads: list[Tensor], records: list[Tensor]) -> None:
         """Note the first step whose numbers are not all finite, without waiting for the device."""
-        ends = [torch.stack(x.aminmax()).double() if x.numel() else loss.new_zeros(2) for x in (*grads, *records)]  # NaN is either's
+        ends = [
+            torch.stack(x.aminmax()).double() if x.numel() else loss.new_zeros(2)
+            for x in (*grads, *records)
+        ]  # NaN is either's
         unsound = (~(torch.stack([loss.expand(2), *ends]).abs() <= self._largest)).any(dim=1)
         bits = ((self._ranks.add(unsound.int()) > 0) * self._bits).sum()
         first = (self.fault == 0) & (bits != 0)
@@ -144,7 +178,9 @@ class Pipeline:
                 self.engine.prefetch(self._marks(page), _used_soon(page[-1].batch))
             return page
         current = streams.current()
-        self._computed.append(current.record_event(self._computed.popleft() if len(self._computed) == 2 else None))
+        self._computed.append(
+            current.record_event(self._computed.popleft() if len(self._computed) == 2 else None)
+        )
         with streams.on(self._planning):
             page = self._draw(batches)
             marks_TV = self._marks(page) if page and self.engine.pages else None
@@ -159,7 +195,10 @@ class Pipeline:
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         drawn = islice(batches, self._steps_per_page)
-        return [Planned(batch, skipgram.find_slots(skipgram.expand(batch), self._rows)) for batch in drawn]
+        return [
+            Planned(batch, skipgram.find_slots(skipgram.expand(batch), self._rows))
+            for batch in drawn
+        ]
 
     def _marks(self, page: list[Planned]) -> Tensor:
         """Which rows of both tables the page's steps touch: bool [2, V]."""
@@ -184,21 +223,40 @@ class FusedPipeline(Pipeline):
 
     def step(self, planned: Planned, lr: float) -> StepResult:
         batch, held = planned.batch, self._hold()
-        claims = self._work = with_room(self._work, most_rows(batch), self.inputs.rows, self.inputs.dim, self._device)
+        claims = self._work = with_room(
+            self._work, most_rows(batch), self.inputs.rows, self.inputs.dim, self._device
+        )
         sums = next(self._sums)
         cuda.claim(batch, *claims, sums.claimed)
-        cuda.skipgram(batch, held[0], claims[0], held[1], claims[1], sums, counted=self.optimizer.occurrence_cap > 0)
+        cuda.skipgram(
+            batch,
+            held[0],
+            claims[0],
+            held[1],
+            claims[1],
+            sums,
+            counted=self.optimizer.occurrence_cap > 0,
+        )
         self._step_rows(held, claims, sums.claimed, sums.loss, lr)
         return StepResult(sums.loss, sums.pairs)
 
     def _hold(self) -> tuple[Held, Held]:
         return self.engine.hold(self.inputs), self.engine.hold(self.outputs)
 
-    def _step_rows(self, held: tuple[Held, Held], claims: Both, claimed: tuple[Tensor, Tensor], loss: Tensor, lr: float) -> None:
+    def _step_rows(
+        self,
+        held: tuple[Held, Held],
+        claims: Both,
+        claimed: tuple[Tensor, Tensor],
+        loss: Tensor,
+        lr: float,
+    ) -> None:
         """The optimizer's step of the claimed rows of both tables, which ends the claims."""
         self.steps += 1
         guard = cuda.Guard(loss, self.fault, self.steps << len(FAULTS), 1 << len(FAULTS) - 2)
-        self.optimizer.step_in_place((self.inputs, self.outputs), held, claims, claimed, self._rows_stepped, lr, guard)
+        self.optimizer.step_in_place(
+            (self.inputs, self.outputs), held, claims, claimed, self._rows_stepped, lr, guard
+        )
 
     def _draw(self, batches: Iterator[Batch]) -> list[Planned]:
         return [Planned(batch, None) for batch in islice(batches, self._steps_per_page)]
@@ -221,7 +279,9 @@ def most_rows(batch: Batch) -> tuple[int, int]:
     return centers + 2 * batch.window, centers + min(centers * noise, batch.pool or centers * noise)
 
 
-def with_room(claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device) -> Both:
+def with_room(
+    claims: Both | None, most: tuple[int, int], rows: int, dim: int, device: torch.device
+) -> Both:
     """Claims of tables of so many rows with room for so many of them: those given, if they have it."""
     if claims and claims[0].room >= min(rows, most[0]) and claims[1].room >= min(rows, most[1]):
         return claims

@@ -39,14 +39,25 @@ class CompiledPipeline(Pipeline):
             self._note(bool(loss.isfinite()), 0)
             return StepResult(loss, pairs)
         self._claims = self._enough(batch)
-        loss, pairs = cpu.skipgram(self._threads, batch, held[0], self._claims[0], held[1], self._claims[1])
+        loss, pairs = cpu.skipgram(
+            self._threads, batch, held[0], self._claims[0], held[1], self._claims[1]
+        )
         self._note(bool(loss.isfinite()), 0)
-        for number, (table, records, claims) in enumerate(zip(tables, held, self._claims, strict=True)):
+        for number, (table, records, claims) in enumerate(
+            zip(tables, held, self._claims, strict=True)
+        ):
             if self.fault:
                 claims.take()
             elif self.optimizer.fused:
                 step = self.optimizer.next_step(table, lr)
-                sound = cpu.step_rows(self._threads, self.optimizer.formula, records, claims, *step, self.optimizer.occurrence_cap)
+                sound = cpu.step_rows(
+                    self._threads,
+                    self.optimizer.formula,
+                    records,
+                    claims,
+                    *step,
+                    self.optimizer.occurrence_cap,
+                )
                 self._note(sound, number - 2)
             else:
                 rows_U, grad_UD, pairs_U = claims.take()
@@ -76,6 +87,11 @@ class CompiledPipeline(Pipeline):
         share = -(-centers // self._threads.count)
         most = share + 2 * batch.window, share * (1 + noise)
         tables = self.inputs, self.outputs
-        if self._claims and all(claims.hold(rows) for claims, rows in zip(self._claims, most, strict=True)):
+        if self._claims and all(
+            claims.hold(rows) for claims, rows in zip(self._claims, most, strict=True)
+        ):
             return self._claims
-        return tuple(cpu.Claims(table.rows, rows, table.dim, self._threads.count) for table, rows in zip(tables, most, strict=True))
+        return tuple(
+            cpu.Claims(table.rows, rows, table.dim, self._threads.count)
+            for table, rows in zip(tables, most, strict=True)
+        )

@@ -51,23 +51,49 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, vocab: Vocab, raw_words: int, sampler: Sampler, pipeline: Pipeline, folder: Path,
-        held_out: HeldOut | None = None, signals: Signals | None = None, room: int = 0, ranks: Ranks = ALONE,
-    ):  # fmt: skip
-        self.config, self.vocab, self.sampler, self.pipeline, self.folder = config, vocab, sampler, pipeline, folder
+        self,
+        config: Config,
+        vocab: Vocab,
+        raw_words: int,
+        sampler: Sampler,
+        pipeline: Pipeline,
+        folder: Path,
+        held_out: HeldOut | None = None,
+        signals: Signals | None = None,
+        room: int = 0,
+        ranks: Ranks = ALONE,
+    ):
+        self.config, self.vocab, self.sampler, self.pipeline, self.folder = (
+            config,
+            vocab,
+            sampler,
+            pipeline,
+            folder,
+        )
         self.held_out, self._signals, self._ranks = held_out, signals or Signals(), ranks
         self._total_words = raw_words * config.train.epochs
         self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint}
         self._moved_before = [0, 0, 0, 0]
-        self._agreed: deque[tuple[int, int]] = deque()  # the wishes of all ranks, for each batch that was drawn
-        self._epochs_done, self._rates = 0.0, [0.0]  # the learning rate of each step since the last look, and before it
+        self._agreed: deque[tuple[int, int]] = (
+            deque()
+        )  # the wishes of all ranks, for each batch that was drawn
+        self._epochs_done, self._rates = (
+            0.0,
+            [0.0],
+        )  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         ranks.same(self._text)
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, room, ranks)
         curve = self._go_on(tables)
         begun = int(curve["step"]) if curve else 0
-        self._loggers = loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
-        log_to = folder / "metrics.jsonl" if ranks.rank == 0 else None, self._total_words, run.log_seconds
+        self._loggers = (
+            loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
+        )
+        log_to = (
+            folder / "metrics.jsonl" if ranks.rank == 0 else None,
+            self._total_words,
+            run.log_seconds,
+        )
         self._link_rate = pipeline.link_rate()
         link = self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate
         self.metrics = Metrics(*log_to, self._look, curve, self._loggers, *link)
@@ -111,7 +137,9 @@ class Trainer:
                 self._stop(lr, self.sampler.position, status)
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
-        log.info(f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}")
+        log.info(
+            f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}"
+        )
         self._pace.sum_up()
         if self._ranks.size > 1:
             for rank, carried in enumerate(self._ranks.gather(self._carried())):
@@ -127,7 +155,11 @@ class Trainer:
         """What has gone over this rank's link and to other ranks."""
         seconds = max(self.metrics.seconds - self._before, 1e-9)
         link, sent = self._bytes_moved() / seconds, self._ranks.bytes_sent / seconds
-        share = f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%} of its most), " if self._link_rate else ""
+        share = (
+            f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%} of its most), "
+            if self._link_rate
+            else ""
+        )
         return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
 
     def _together(self, epoch: int) -> Iterator[Batch]:
@@ -135,7 +167,9 @@ class Trainer:
         batches = self.sampler.epoch()
         drawn: deque[tuple[Batch | None, Callable[[], list[list[float]]]]] = deque()
         while self._ranks.size > 1:
-            while len(drawn) < AGREED_AHEAD:  # what it takes to hear of the other ranks passes beside the steps
+            while (
+                len(drawn) < AGREED_AHEAD
+            ):  # what it takes to hear of the other ranks passes beside the steps
                 batch = next(batches, None)
                 done = batch.epochs_done if batch else epoch + 1
                 drawn.append((batch, self._ranks.agree(batch is not None, done, *self._wishes())))
@@ -144,7 +178,9 @@ class Trainer:
             if not any(some):
                 break
             self._agreed.append((int(max(status)), int(save[0])))
-            yield (batch or self.sampler.no_batch(epoch))._replace(epochs_done=sum(of_ranks) / len(of_ranks))
+            yield (batch or self.sampler.no_batch(epoch))._replace(
+                epochs_done=sum(of_ranks) / len(of_ranks)
+            )
         for _, agreed in drawn:
             agreed()
         yield from batches
@@ -162,7 +198,11 @@ class Trainer:
     def _score_epoch(self, epoch: int) -> None:
         self.pipeline.engine.flush()
         with self.metrics.paused():
-            scores = {"epoch": epoch, "words": self.metrics.words, "seconds": round(self.metrics.seconds, 3)}
+            scores = {
+                "epoch": epoch,
+                "words": self.metrics.words,
+                "seconds": round(self.metrics.seconds, 3),
+            }
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
@@ -178,7 +218,9 @@ class Trainer:
         with self._ranks.together():
             if self._ranks.rank == 0:
                 weights = np.concatenate(list(blocks)) if self._ranks.size > 1 else inputs["weight"]
-                accuracy = evaluation.analogies(self.vocab.words[: len(weights)], weights).total.accuracy
+                accuracy = evaluation.analogies(
+                    self.vocab.words[: len(weights)], weights
+                ).total.accuracy
             else:
                 deque(blocks, 0)
         return accuracy
@@ -188,7 +230,11 @@ class Trainer:
         return self.held_out.loss(*shards, self._ranks) if self.held_out else None
 
     def vectors(self) -> KeyedVectors:
-        return export.keyed_vectors(self.vocab.words, self.vocab.counts, self.pipeline.inputs["weight"].float().cpu().numpy())
+        return export.keyed_vectors(
+            self.vocab.words,
+            self.vocab.counts,
+            self.pipeline.inputs["weight"].float().cpu().numpy(),
+        )
 
     def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
         return self._scored(self.pipeline.inputs["weight"])
@@ -201,9 +247,18 @@ class Trainer:
         """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""
         tables, done = (self.pipeline.inputs, self.pipeline.outputs), self.metrics
         host = sum(table.bytes for table in tables if table.storage != "cuda")
-        host, gpu = (sum(of_ranks) for of_ranks in zip(*self._ranks.gather((host, self.pipeline.bytes_gpu)), strict=True))
-        return {"loss": done.loss, "held_out_loss": self._held_out_loss(), "words": done.words, "seconds": done.seconds,
-                "bytes_host": host, "bytes_gpu": gpu}  # fmt: skip
+        host, gpu = (
+            sum(of_ranks)
+            for of_ranks in zip(*self._ranks.gather((host, self.pipeline.bytes_gpu)), strict=True)
+        )
+        return {
+            "loss": done.loss,
+            "held_out_loss": self._held_out_loss(),
+            "words": done.words,
+            "seconds": done.seconds,
+            "bytes_host": host,
+            "bytes_gpu": gpu,
+        }
 
     def export(self) -> None:
         """Write the last checkpoint, the vectors and their scores."""
@@ -215,7 +270,9 @@ class Trainer:
         blocks = export.in_order(inputs, self._ranks)
         with self._ranks.together():
             if self._ranks.rank == 0:
-                most_frequent = export.save_rows(self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept)
+                most_frequent = export.save_rows(
+                    self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept
+                )
                 self._report(most_frequent if kept else inputs["weight"], took)
             else:
                 deque(blocks, 0)
@@ -225,9 +282,13 @@ class Trainer:
         self.vocab.save(self.folder / "vocab.tsv")
         export.seal(self.folder)
         scores = self._scored(weights)
-        last = {"analogies": scores[0].total.accuracy} | {similarity.name: similarity.spearman for similarity in scores[1]}
+        last = {"analogies": scores[0].total.accuracy} | {
+            similarity.name: similarity.spearman for similarity in scores[1]
+        }
         self.metrics.tell(held_out_loss=took["held_out_loss"], **last)
-        durable.replace(self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1))
+        durable.replace(
+            self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1)
+        )
         card.write(self.folder)
         held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
         log.info(
@@ -252,7 +313,10 @@ class Trainer:
         del self._rates[:-1]
 
     def _what_diverged(self, fault: int) -> str:
-        step, parts = fault >> len(FAULTS), [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+        step, parts = (
+            fault >> len(FAULTS),
+            [name for bit, name in enumerate(FAULTS) if fault >> bit & 1],
+        )
         optimizer, lr = self.config.optimizer, self._rates[step - self.pipeline.steps - 1]
         remedy = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
         self.checkpoints.wait()
@@ -265,7 +329,9 @@ class Trainer:
         )
 
     def _stop(self, lr: float, position: Position, status: int) -> None:
-        log.info(f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once")
+        log.info(
+            f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once"
+        )
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait=True)
         log.info(f"go on with   python train.py --resume {quote(str(self.folder))}")
@@ -282,9 +348,15 @@ class Trainer:
 
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)
-        samplers, moved = zip(*self._ranks.gather((self.sampler.state(position), self._moved())), strict=True)
+        samplers, moved = zip(
+            *self._ranks.gather((self.sampler.state(position), self._moved())), strict=True
+        )
         where = {"step": curve["step"], "samplers": samplers, "epochs_done": self._epochs_done}
-        about = {"metrics": curve, "rows": [sum(counts) for counts in zip(*moved, strict=True)], "text": self._text}
+        about = {
+            "metrics": curve,
+            "rows": [sum(counts) for counts in zip(*moved, strict=True)],
+            "text": self._text,
+        }
         return where | about | {"config": settings.as_dict(self.config)}
 
     def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
@@ -295,13 +367,21 @@ class Trainer:
         state = saved.state
         if state["text"] != self._text:
             text = f"corpus.path={self.config.corpus.path}"
-            raise CheckpointError(f"{saved.path} was trained on another text or vocabulary than {text} is now; bring that text back")
+            raise CheckpointError(
+                f"{saved.path} was trained on another text or vocabulary than {text} is now; bring that text back"
+            )
         if state["epochs_done"] > self.config.train.epochs:
-            raise ConfigError(f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more")
+            raise ConfigError(
+                f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more"
+            )
         saved.load(tables, self._ranks)
-        self.sampler.go_on(state.get("samplers") or [{"position": state["position"]}])  # as one rank wrote it when there was but one
+        self.sampler.go_on(
+            state.get("samplers") or [{"position": state["position"]}]
+        )  # as one rank wrote it when there was but one
         self._epochs_done = state["epochs_done"]
         if self._ranks.rank == 0:
             self._moved_before = state["rows"]
-        log.info(f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text")
+        log.info(
+            f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text"
+        )
         return state["metrics"]

@@ -21,15 +21,26 @@ class TableApart:
     """What a `Table` is to those who name its fields, made of two: one of weights, and one of states."""
 
     def __init__(
-        self, name: str, rows: int, dim: int, states: Mapping[str, RowState], scalars: Mapping[str, Tensor], storage: Storage,
-        dtype: torch.dtype, state_storage: Storage,
-    ):  # fmt: skip
+        self,
+        name: str,
+        rows: int,
+        dim: int,
+        states: Mapping[str, RowState],
+        scalars: Mapping[str, Tensor],
+        storage: Storage,
+        dtype: torch.dtype,
+        state_storage: Storage,
+    ):
         if not states:
-            raise ValueError(f"state_storage={state_storage!r}: this optimizer keeps no state; leave state_storage out")
+            raise ValueError(
+                f"state_storage={state_storage!r}: this optimizer keeps no state; leave state_storage out"
+            )
         self.weights = Table(name, rows, dim, {}, {}, storage, dtype)
         (self._first, state), *others = states.items()
         # The first state takes the place of the weight, so that a record has no room that is not used.
-        self.states = Table(f"{name}-state", rows, state.width, dict(others), scalars, state_storage, dtype)
+        self.states = Table(
+            f"{name}-state", rows, state.width, dict(others), scalars, state_storage, dtype
+        )
         self.states["weight"].fill_(state.initial)
         self.columns = record_columns(dim, states)
         self.name, self.rows, self.dim, self.dtype, self.storage = name, rows, dim, dtype, storage
@@ -37,7 +48,11 @@ class TableApart:
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of one field of all rows, as `Table` gives it."""
-        return self.weights["weight"] if name == "weight" else self.states["weight" if name == self._first else name]
+        return (
+            self.weights["weight"]
+            if name == "weight"
+            else self.states["weight" if name == self._first else name]
+        )
 
     @property
     def scalars(self) -> dict[str, Tensor]:
@@ -86,9 +101,14 @@ class Apart(Engine):
         """Nothing is brought ahead."""
 
     def fetch(self, table: TableApart, rows_U: Tensor) -> Page:
-        weights, states = self._weights.fetch(table.weights, rows_U), self._states.fetch(table.states, rows_U)
+        weights, states = (
+            self._weights.fetch(table.weights, rows_U),
+            self._states.fetch(table.states, rows_U),
+        )
         used = sum(column.stop - column.start for column in table.columns.values()) - table.dim
-        records_UR = torch.cat([weights.records_UR[:, : table.dim], states.records_UR[:, :used]], dim=1)
+        records_UR = torch.cat(
+            [weights.records_UR[:, : table.dim], states.records_UR[:, :used]], dim=1
+        )
         return Page(table, rows_U, records_UR, table.columns, parts=(weights, states))
 
     def write_back(self, page: Page) -> None:
@@ -100,7 +120,9 @@ class Apart(Engine):
         self._states.write_back(states)
 
     def hold(self, table: Table) -> Held:
-        raise NotImplementedError("weights and states lie apart, and the kernels take them together")
+        raise NotImplementedError(
+            "weights and states lie apart, and the kernels take them together"
+        )
 
     def flush(self) -> None:
         self._weights.flush()

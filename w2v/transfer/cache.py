@@ -28,14 +28,25 @@ from w2v.transfer.slots import InSlots, no_room
 class Cached(InSlots):
     """Moves rows over any `link`, only when they are not in one of the `slots` on the `device`; plans in plain torch."""
 
-    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
+    def __init__(
+        self,
+        link: Link,
+        tables: Sequence[Table],
+        slots: int,
+        device: torch.device,
+        uses_TV: Tensor | None = None,
+    ):
         super().__init__(link, tables, slots, device, uses_TV)
         self.rows_used = self.rows_read = self.rows_written = 0
         self._wanted_TV = torch.zeros_like(self._slot_of_TV)  # the last plan that wanted the row
         self._free = torch.arange(slots, device=device)  # free slots, the longest free first
-        self._waiting: tuple[Tensor, Tensor | None] | None = None  # what was asked for, and had no room beside the rows in use
+        self._waiting: tuple[Tensor, Tensor | None] | None = (
+            None  # what was asked for, and had no room beside the rows in use
+        )
         self._writes = torch.cuda.Stream(device, priority=-1) if self._reads else None
-        self._in_flight: deque[tuple[Tensor, ...]] = deque(maxlen=3)  # tensors of the last plans, which other streams may still use
+        self._in_flight: deque[tuple[Tensor, ...]] = deque(
+            maxlen=3
+        )  # tensors of the last plans, which other streams may still use
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves, for the steps after those that compute now."""
@@ -63,27 +74,47 @@ class Cached(InSlots):
         here_TV = self._slot_of_TV != self.slots
         missing_TV = marks_TV & ~here_TV
         idle_TV = here_TV & (self._wanted_TV < in_use)
-        *coming_T, idle, used = torch.stack([*missing_TV.sum(1), idle_TV.sum(), marks_TV.sum()]).tolist()
+        *coming_T, idle, used = torch.stack(
+            [*missing_TV.sum(1), idle_TV.sum(), marks_TV.sum()]
+        ).tolist()
         coming = sum(coming_T)
         leaving = max(0, coming - len(self._free))
         if leaving > idle:
             return False
-        self.rows_used, self.rows_read, self.rows_written = self.rows_used + used, self.rows_read + coming, self.rows_written + leaving
+        self.rows_used, self.rows_read, self.rows_written = (
+            self.rows_used + used,
+            self.rows_read + coming,
+            self.rows_written + leaving,
+        )
 
         left, leaving_rows = [], []
         if leaving:
             leaving_TV = self._least_used(idle_TV, idle, leaving, soon_V)
-            for slot_of_V, leaving_V, count in zip(self._slot_of_TV, leaving_TV, leaving_TV.sum(1).tolist(), strict=True):
+            for slot_of_V, leaving_V, count in zip(
+                self._slot_of_TV, leaving_TV, leaving_TV.sum(1).tolist(), strict=True
+            ):
                 rows = _first_true(leaving_V, count)
                 left.append(slot_of_V[rows].long())
                 leaving_rows.append(rows)
                 slot_of_V.index_fill_(0, rows, self.slots)
         available = torch.cat([self._free, *left])
         taken, self._free = available[:coming].split(coming_T), available[coming:]
-        coming_rows = [_first_true(missing_V, count) for missing_V, count in zip(missing_TV, coming_T, strict=True)]
+        coming_rows = [
+            _first_true(missing_V, count)
+            for missing_V, count in zip(missing_TV, coming_T, strict=True)
+        ]
         for slot_of_V, rows, slots in zip(self._slot_of_TV, coming_rows, taken, strict=True):
             slot_of_V[rows] = slots.int()
-        self._in_flight.append((marks_TV, *([] if soon_V is None else [soon_V]), *coming_rows, *taken, *leaving_rows, *left))
+        self._in_flight.append(
+            (
+                marks_TV,
+                *([] if soon_V is None else [soon_V]),
+                *coming_rows,
+                *taken,
+                *leaving_rows,
+                *left,
+            )
+        )
         self._move(coming_rows, taken, leaving_rows, left)
         return True
 
@@ -95,12 +126,20 @@ class Cached(InSlots):
             soon_N = idle_N & soon_V.repeat(len(idle_TV))[self._order_N]
             soon_before_N = soon_N.cumsum(0, dtype=torch.int32)
             # Those that are not used soon come after all that are.
-            place_N = torch.where(soon_N, soon_before_N, place_N.sub_(soon_before_N).add_(soon_before_N[-1]))
+            place_N = torch.where(
+                soon_N, soon_before_N, place_N.sub_(soon_before_N).add_(soon_before_N[-1])
+            )
         chosen_TV = torch.zeros_like(idle_TV)
         chosen_TV.view(-1)[self._order_N] = idle_N & (place_N > idle - number)
         return chosen_TV
 
-    def _move(self, coming: Sequence[Tensor], taken: Sequence[Tensor], leaving: Sequence[Tensor], left: Sequence[Tensor]) -> None:
+    def _move(
+        self,
+        coming: Sequence[Tensor],
+        taken: Sequence[Tensor],
+        leaving: Sequence[Tensor],
+        left: Sequence[Tensor],
+    ) -> None:
         """Start to write back each table's `leaving` rows from their slots `left` and to read `coming` ones into slots `taken`."""
         if self._reads:
             self._planned = streams.current().record_event()

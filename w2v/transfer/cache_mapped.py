@@ -23,10 +23,18 @@ from w2v.transfer.slots import InSlots, no_room
 class CachedMapped(InSlots):
     """Moves rows of pinned tables only when they are not in one of the `slots` on the GPU."""
 
-    def __init__(self, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        slots: int,
+        device: torch.device,
+        uses_TV: Tensor | None = None,
+    ):
         super().__init__(Mapped(), tables, slots, device, uses_TV)
         self._in_slots = cache.Slots.empty(slots, self._slot_of_TV, self._order_N)
-        self._addresses = torch.tensor([table.records_VR.data_ptr() for table in tables], device=device)
+        self._addresses = torch.tensor(
+            [table.records_VR.data_ptr() for table in tables], device=device
+        )
         # While the moves of one plan are under way the next is made: each has its own lists, free again when its moves are done.
         self._orders = [cache.Orders(self._in_slots) for _ in range(2)]
         self._moved = [streams.current().record_event() for _ in self._orders]
@@ -69,12 +77,27 @@ class CachedMapped(InSlots):
         current = streams.current()
         for event in (self._planned, self._moved[self._plan % 2]):
             current.wait_event(event)
-        cache.plan_moves(self._in_slots, self._orders[self._plan % 2], marks_TV, soon_V, self._plan, in_use)
+        cache.plan_moves(
+            self._in_slots, self._orders[self._plan % 2], marks_TV, soon_V, self._plan, in_use
+        )
         current.record_event(self._planned)
 
     def _move(self, stream: torch.cuda.Stream) -> None:
-        moves, (rows, _), stride = self._orders[self._plan % 2].moves, self.tables[0].records_VR.shape, self.tables[0].records_VR.stride(0)
-        cuda.exchange(moves, self._addresses, rows, stride, self._records_SR, self._slot_of_TV, self.slots, stream)
+        moves, (rows, _), stride = (
+            self._orders[self._plan % 2].moves,
+            self.tables[0].records_VR.shape,
+            self.tables[0].records_VR.stride(0),
+        )
+        cuda.exchange(
+            moves,
+            self._addresses,
+            rows,
+            stride,
+            self._records_SR,
+            self._slot_of_TV,
+            self.slots,
+            stream,
+        )
         self._arrived = stream.record_event(self._moved[self._plan % 2])
 
     @property

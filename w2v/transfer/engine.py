@@ -18,7 +18,9 @@ class Engine(Protocol):
     rows_used: int  # by pages so far, each page's counted once
     rows_read: int  # that crossed the link to the GPU, so far
     rows_written: int  # that went back
-    waited: float = 0.0  # seconds for which the computation stood still until rows had come or gone, so far
+    waited: float = (
+        0.0  # seconds for which the computation stood still until rows had come or gone, so far
+    )
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them.
@@ -51,8 +53,12 @@ class Link(Protocol):
     rows_U: sorted and unique, int64, on the GPU. slots_U: where in `records_SR` each of them lies; None for 0, 1, 2, ...
     """
 
-    def read(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def read(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         """records[slots[u]] = table[rows[u]]"""
 
-    def write(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def write(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         """table[rows[u]] = records[slots[u]]"""

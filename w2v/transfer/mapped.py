@@ -9,8 +9,12 @@ from w2v.model.table import Table
 
 
 class Mapped:
-    def read(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def read(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         cuda.gather_records(table.records_VR, rows_U, records_SR, slots_U)
 
-    def write(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def write(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         cuda.scatter_records(table.records_VR, rows_U, records_SR, slots_U)

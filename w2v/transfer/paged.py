@@ -30,7 +30,9 @@ class Paged(Engine):
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
-        records_UR = torch.empty(len(rows_U), table.width, dtype=table.records_VR.dtype, device=rows_U.device)
+        records_UR = torch.empty(
+            len(rows_U), table.width, dtype=table.records_VR.dtype, device=rows_U.device
+        )
         with self._waits.counted(streams.current()) if rows_U.is_cuda else contextlib.nullcontext():
             self.link.read(table, rows_U, records_UR)
         self.rows_used, self.rows_read = self.rows_used + len(rows_U), self.rows_read + len(rows_U)
@@ -38,9 +40,15 @@ class Paged(Engine):
 
     def write_back(self, page: Page) -> None:
         records_UR = page.table.encode(page.rows_U, page.records_UR)
-        with self._waits.counted(streams.current()) if records_UR.is_cuda else contextlib.nullcontext():
+        with (
+            self._waits.counted(streams.current())
+            if records_UR.is_cuda
+            else contextlib.nullcontext()
+        ):
             self.link.write(page.table, page.rows_U, records_UR)
         self.rows_written += len(page.rows_U)
 
     def hold(self, table: Table) -> Held:
-        raise NotImplementedError("no row stays on the GPU: give the kernels room with transfer.gpu_bytes")
+        raise NotImplementedError(
+            "no row stays on the GPU: give the kernels room with transfer.gpu_bytes"
+        )

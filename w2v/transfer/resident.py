@@ -18,10 +18,14 @@ class Resident(Engine):
         """Nothing is brought ahead."""
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
-        return Page(table, rows_U, table.decode(table.records_VR.index_select(0, rows_U)), table.columns)
+        return Page(
+            table, rows_U, table.decode(table.records_VR.index_select(0, rows_U)), table.columns
+        )
 
     def write_back(self, page: Page) -> None:
-        page.table.records_VR.index_copy_(0, page.rows_U, page.table.encode(page.rows_U, page.records_UR))
+        page.table.records_VR.index_copy_(
+            0, page.rows_U, page.table.encode(page.rows_U, page.records_UR)
+        )
 
     def hold(self, table: Table) -> Held:
         return Held(table.records_VR, None)

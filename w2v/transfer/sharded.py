@@ -64,7 +64,9 @@ class Sharded(Engine):
         tables, rows = marks_TV.shape
         wanted_TV = marks_TV.new_zeros(tables, self._ranks.rows(rows))
         for marks_V, wanted_V in zip(marks_TV, wanted_TV, strict=True):
-            wanted_V.index_fill_(0, self._ask(torch.nonzero(marks_V).flatten(), ahead=True).lent_M, True)
+            wanted_V.index_fill_(
+                0, self._ask(torch.nonzero(marks_V).flatten(), ahead=True).lent_M, True
+            )
         self._inner.prefetch(wanted_TV, soon_V)
 
     def fetch(self, table: Table, rows_U: Tensor) -> Borrowed:
@@ -75,11 +77,19 @@ class Sharded(Engine):
         weights_UD = torch.empty_like(came_UD)
         weights_UD[request.order_U] = came_UD
         only_weight = {"weight": table.columns["weight"]}
-        return Borrowed(table, rows_U, weights_UD, only_weight, request=request, owned=owned, places_M=places_M)
+        return Borrowed(
+            table, rows_U, weights_UD, only_weight, request=request, owned=owned, places_M=places_M
+        )
 
     def reduce(self, page: Page) -> Page:
         """The owned page, its gradients summed over the ranks in their order."""
-        assert isinstance(page, Borrowed) and page.request and page.owned and page.places_M is not None and page.grad_UD is not None
+        assert (
+            isinstance(page, Borrowed)
+            and page.request
+            and page.owned
+            and page.places_M is not None
+            and page.grad_UD is not None
+        )
         page.owned.grad_UD = self._sum(page, page.grad_UD)
         if page.pairs_U is not None:
             page.owned.pairs_U = self._sum(page, page.pairs_U)
@@ -101,13 +111,19 @@ class Sharded(Engine):
         asked_N = torch.bincount(owners_U, minlength=size)
         lent_N = self._ranks.send(asked_N, [1] * size, [1] * size, ahead)
         asked, lent = torch.stack([asked_N, lent_N]).tolist()
-        return Request(order_U, asked, self._ranks.send(rows_U[order_U] // size, asked, lent, ahead), lent)
+        return Request(
+            order_U, asked, self._ranks.send(rows_U[order_U] // size, asked, lent, ahead), lent
+        )
 
     def _sum(self, page: Borrowed, values_UX: Tensor) -> Tensor:
         """For each owned row the sum of the values that all ranks have for it."""
-        came_MX = self._ranks.send(values_UX[page.request.order_U], page.request.asked, page.request.lent)
+        came_MX = self._ranks.send(
+            values_UX[page.request.order_U], page.request.asked, page.request.lent
+        )
         sums_OX = came_MX.new_zeros(len(page.owned.rows_U), *came_MX.shape[1:])
-        parts = zip(page.places_M.split(page.request.lent), came_MX.split(page.request.lent), strict=True)
+        parts = zip(
+            page.places_M.split(page.request.lent), came_MX.split(page.request.lent), strict=True
+        )
         for places_m, came_mX in parts:  # a rank names no row twice, so each sum has a fixed order
             sums_OX.index_add_(0, places_m, came_mX)
         return sums_OX

@@ -24,22 +24,43 @@ class InSlots(Engine):
 
     pages = True
 
-    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device, uses_TV: Tensor | None = None):
-        assert len({(table.rows, table.width) for table in tables}) == 1, "tables that share slots are of one shape"
+    def __init__(
+        self,
+        link: Link,
+        tables: Sequence[Table],
+        slots: int,
+        device: torch.device,
+        uses_TV: Tensor | None = None,
+    ):
+        assert len({(table.rows, table.width) for table in tables}) == 1, (
+            "tables that share slots are of one shape"
+        )
         self.link, self.tables, self.slots = link, list(tables), slots
         shape = len(tables), tables[0].rows
         assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
         # The last record is nobody's: kernels find it where a row that found no room would lie.
-        self._records_SR = torch.empty(slots + 1, tables[0].width, dtype=tables[0].records_VR.dtype, device=device)
+        self._records_SR = torch.empty(
+            slots + 1, tables[0].width, dtype=tables[0].records_VR.dtype, device=device
+        )
         self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
         self._held = [Held(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
-        by_rank_N = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device).view(shape).T.flatten()
+        by_rank_N = (
+            torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device)
+            .view(shape)
+            .T.flatten()
+        )
         # The rows, counted through all tables, the most used first; those of a table in their order where uses are equal.
-        self._order_N = by_rank_N if uses_TV is None else by_rank_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+        self._order_N = (
+            by_rank_N
+            if uses_TV is None
+            else by_rank_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+        )
         self._plan = 0
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # When the last plan is made, and when all moves are; events may be recorded again once all waits for them are enqueued.
-        self._planned, self._arrived = (streams.current().record_event() if self._reads else None for _ in range(2))
+        self._planned, self._arrived = (
+            streams.current().record_event() if self._reads else None for _ in range(2)
+        )
         self._waits, self._waited_for = Waits(), 0  # the plan whose rows are there
 
     @property
@@ -48,7 +69,9 @@ class InSlots(Engine):
 
     def hold(self, table: Table) -> Held:
         if self._waited_for != self._plan:
-            with self._waits.counted(streams.current()) if self._reads else contextlib.nullcontext():
+            with (
+                self._waits.counted(streams.current()) if self._reads else contextlib.nullcontext()
+            ):
                 self._settle()
                 self._join()
             self._waited_for = self._plan
@@ -56,10 +79,18 @@ class InSlots(Engine):
 
     def fetch(self, table: Table, rows_U: Tensor) -> Page:
         slots_U = self.hold(table).slot_of_V[rows_U].long()
-        return Page(table, rows_U, table.decode(self._records_SR.index_select(0, slots_U)), table.columns, slots_U=slots_U)
+        return Page(
+            table,
+            rows_U,
+            table.decode(self._records_SR.index_select(0, slots_U)),
+            table.columns,
+            slots_U=slots_U,
+        )
 
     def write_back(self, page: Page) -> None:
-        self._records_SR.index_copy_(0, page.slots_U, page.table.encode(page.rows_U, page.records_UR))
+        self._records_SR.index_copy_(
+            0, page.slots_U, page.table.encode(page.rows_U, page.records_UR)
+        )
 
     def flush(self) -> None:
         self._settle()

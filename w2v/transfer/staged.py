@@ -18,7 +18,9 @@ class Staged:
     def __init__(self) -> None:
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
 
-    def read(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def read(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         rows, start = rows_U.cpu(), 0
         for number, part in enumerate(rows.split(self._rows_per_buffer(table))):
             buffer, copied = self._buffer(number, table, len(part))
@@ -27,7 +29,9 @@ class Staged:
             copied.record()
             start += len(part)
 
-    def write(self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None) -> None:
+    def write(
+        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
         rows, start = rows_U.cpu(), 0
         parts = rows.split(self._rows_per_buffer(table))
         arriving: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
@@ -36,7 +40,10 @@ class Staged:
                 _store(table, *arriving.pop(0))
             buffer, copied = self._buffer(number, table, len(part))
             here = slice(start, start + len(part))
-            buffer.copy_(records_SR[here] if slots_U is None else records_SR.index_select(0, slots_U[here]), non_blocking=True)
+            buffer.copy_(
+                records_SR[here] if slots_U is None else records_SR.index_select(0, slots_U[here]),
+                non_blocking=True,
+            )
             copied.record()
             arriving.append((part, buffer, copied))
             start += len(part)
@@ -49,7 +56,10 @@ class Staged:
     def _buffer(self, number: int, table: Table, rows: int) -> tuple[Tensor, torch.cuda.Event]:
         """Pinned memory for some records, whose last copy is done, whichever way it went; and the event to record after the next."""
         if not self._ring:
-            self._ring = [(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(RING)]
+            self._ring = [
+                (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(RING)
+            ]
         raw, copied = self._ring[number % RING]
         copied.synchronize()
         nbytes = rows * table.width * table.records_VR.element_size()

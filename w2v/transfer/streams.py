@@ -15,7 +15,9 @@ def current() -> torch.cuda.Stream:
 
 @functools.cache
 def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:

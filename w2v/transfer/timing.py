@@ -21,7 +21,9 @@ SECONDS = 0.2  # each way
 class Waits:
     """How long a stream has stood still for moves: events before and after each, which are looked at when they have passed."""
 
-    def __init__(self, event: Callable[[], torch.cuda.Event] = lambda: torch.cuda.Event(enable_timing=True)):
+    def __init__(
+        self, event: Callable[[], torch.cuda.Event] = lambda: torch.cuda.Event(enable_timing=True)
+    ):
         self._event, self._seconds = event, 0.0
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._passed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -49,14 +51,20 @@ class Waits:
             self._passed.append((before, after))
 
 
-def rates(link: Link, storage: Storage, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def rates(
+    link: Link, storage: Storage, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
     """Bytes a second to the device and from it, for random records of `dim` elements of a table in that storage.
 
     Raises `MemoryError` or `ValueError` where such a table cannot be made.
     """
     record_bytes = dim * dtype.itemsize
     table = Table("probe", max(2, PROBE_BYTES // record_bytes), dim, {}, {}, storage, dtype)
-    rows_U = torch.randperm(table.rows, device=device)[: max(1, MOVED_BYTES // record_bytes)].sort().values
+    rows_U = (
+        torch.randperm(table.rows, device=device)[: max(1, MOVED_BYTES // record_bytes)]
+        .sort()
+        .values
+    )
     records_UR = torch.zeros(len(rows_U), table.width, dtype=dtype, device=device)
     to = _rate(lambda: link.read(table, rows_U, records_UR), records_UR.nbytes)
     return to, _rate(lambda: link.write(table, rows_U, records_UR), records_UR.nbytes)
@@ -66,13 +74,19 @@ def copies(device: torch.device) -> float:
     """Bytes a second of contiguous copies to the device and from it at once: what its link to the CPU can do at most."""
     on_gpu = device.type == "cuda"
     here, there = (
-        [torch.empty(MOVED_BYTES, dtype=torch.uint8, device=place, pin_memory=pinned) for _ in range(2)]
+        [
+            torch.empty(MOVED_BYTES, dtype=torch.uint8, device=place, pin_memory=pinned)
+            for _ in range(2)
+        ]
         for place, pinned in (("cpu", on_gpu), (device, False))
     )
     streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
 
     def move() -> None:
-        for target, source, stream in ((there[0], here[0], streams[0]), (here[1], there[1], streams[1])):
+        for target, source, stream in (
+            (there[0], here[0], streams[0]),
+            (here[1], there[1], streams[1]),
+        ):
             with torch.cuda.stream(stream):
                 for _ in range(COPIES):
                     target.copy_(source, non_blocking=True)

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
-QUESTIONS, WORDS = 512, {"cpu": 1 << 12, "cuda": 1 << 16}  # asked at once: 8 MiB near a CPU's cache, 128 MiB on a GPU
+QUESTIONS, WORDS = (
+    512,
+    {"cpu": 1 << 12, "cuda": 1 << 16},
+)  # asked at once: 8 MiB near a CPU's cache, 128 MiB on a GPU
 
 
 def right(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
@@ -23,7 +26,9 @@ def right(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # the margin in _answer_block is that of float32
     try:
-        blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in ids_Q4.split(QUESTIONS)]
+        blocks = [
+            _answer_block(vectors_ND, length_N, group_N, ids) for ids in ids_Q4.split(QUESTIONS)
+        ]
     finally:
         torch.set_float32_matmul_precision(precision)
     right_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
@@ -33,7 +38,9 @@ def right(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
     return right_Q
 
 
-def _answer_block(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor) -> tuple[Tensor, Tensor]:
+def _answer_block(
+    vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor
+) -> tuple[Tensor, Tensor]:
     """Which questions are answered rightly, and which are doubtful, since rounding could change the answer: two bool [Q]."""
     a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
     target_QD = b_QD + c_QD - a_QD
@@ -43,22 +50,30 @@ def _answer_block(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4:
     group = group_N[top[:, :TOPN]]
     other = (group[:, :, None] != ids_Q4[:, None, :3]).all(2)
     place_Q1 = other.int().argmax(1, keepdim=True)  # the first that is another word
-    gap_Q = (best.gather(1, place_Q1) - best.gather(1, (place_Q1 + 1).clamp(max=best.shape[1] - 1))).squeeze(1)
+    gap_Q = (
+        best.gather(1, place_Q1) - best.gather(1, (place_Q1 + 1).clamp(max=best.shape[1] - 1))
+    ).squeeze(1)
     # float32's rounding at worst: of two D-term dot products, of norms, and of the sum, where it grows as the sum shrinks.
     margin_Q = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.squeeze(1).clamp(max=1)
     certain_Q = other.any(1) & (gap_Q > margin_Q)  # False where anything is NaN
     return group.gather(1, place_Q1).squeeze(1) == ids_Q4[:, 3], ~certain_Q
 
 
-def _nearest(vectors_ND: Tensor, length_N: Tensor, target_QD: Tensor, without_Q3: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(
+    vectors_ND: Tensor, length_N: Tensor, target_QD: Tensor, without_Q3: Tensor
+) -> tuple[Tensor, Tensor]:
     """The TOPN + 1 greatest cosines for each target, and of which words they are; of some words at a time, and none to `without_Q3`."""
     enough, at_once = TOPN + 1 + without_Q3.shape[1], WORDS[vectors_ND.device.type]
-    memory = target_QD.new_empty(len(target_QD) * at_once)  # one for all, as the allocator would leave holes
+    memory = target_QD.new_empty(
+        len(target_QD) * at_once
+    )  # one for all, as the allocator would leave holes
     best, top = [], []
     for first in range(0, len(vectors_ND), at_once):
         part_nD, length_n = vectors_ND[first : first + at_once], length_N[first : first + at_once]
         cosines_Qn = memory[: len(target_QD) * len(part_nD)].view(len(target_QD), len(part_nD))
-        torch.mm(target_QD, part_nD.T, out=cosines_Qn).div_(length_n).nan_to_num_(nan=-math.inf)  # NaN for a zero vector, as in gensim
+        torch.mm(target_QD, part_nD.T, out=cosines_Qn).div_(length_n).nan_to_num_(
+            nan=-math.inf
+        )  # NaN for a zero vector, as in gensim
         of_part = cosines_Qn.topk(min(enough, cosines_Qn.shape[1]), dim=1)
         best.append(of_part.values)
         top.append(of_part.indices + first)
@@ -75,7 +90,12 @@ def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> l
     """
     rows_ND, group, answers = vectors_ND.cpu().numpy(), group_N.tolist(), []
     at_once = WORDS["cpu"]
-    norms_N = np.concatenate([np.linalg.norm(rows_ND[first : first + at_once], axis=1) for first in range(0, len(rows_ND), at_once)])
+    norms_N = np.concatenate(
+        [
+            np.linalg.norm(rows_ND[first : first + at_once], axis=1)
+            for first in range(0, len(rows_ND), at_once)
+        ]
+    )
     signs = np.array([1.0, 1.0, -1.0])
     with np.errstate(all="ignore"):  # zero vectors
         for a, b, c, _ in ids_Q4.tolist():
@@ -91,7 +111,9 @@ def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> l
             else:
                 places = np.argsort(distance_N)[:nearest]
             found = [group[place] for place in places.tolist() if place not in (a, b, c)][:TOPN]
-            answers.append(next((g for g in found if g not in (a, b, c)), found[-1] if found else -1))
+            answers.append(
+                next((g for g in found if g not in (a, b, c)), found[-1] if found else -1)
+            )
     return answers
 
 

@@ -22,7 +22,9 @@ def write(folder: Path) -> Path:
         text = describe(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CardError(f"{folder} is not the whole folder of a finished run ({reason}); name another, or train it again") from None
+        raise CardError(
+            f"{folder} is not the whole folder of a finished run ({reason}); name another, or train it again"
+        ) from None
     durable.replace(folder / "README.md", text)
     return folder / "README.md"
 
@@ -32,13 +34,21 @@ def describe(folder: Path) -> str:
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     with (folder / "vocab.tsv").open(encoding="utf-8") as file:
-        words, raw_words, raw_types = map(int, HEADER.fullmatch(file.readline().rstrip("\n")).groups())
-    environment = (folder / "env.txt").read_text(encoding="utf-8") if (folder / "env.txt").exists() else ""
+        words, raw_words, raw_types = map(
+            int, HEADER.fullmatch(file.readline().rstrip("\n")).groups()
+        )
+    environment = (
+        (folder / "env.txt").read_text(encoding="utf-8") if (folder / "env.txt").exists() else ""
+    )
     said = dict(line.split(" ", 1) for line in environment.splitlines() if " " in line)
-    corpus, vocab, model, optimizer, train = (config[section] for section in ("corpus", "vocab", "model", "optimizer", "train"))
+    corpus, vocab, model, optimizer, train = (
+        config[section] for section in ("corpus", "vocab", "model", "optimizer", "train")
+    )
     analogies, held_out = scores["analogies"], scores.get("held_out_loss")
-    rows = [f"| analogies, {part} | {_percent(analogies[part])} | {analogies[part]['counted']:,} | {analogies[part]['skipped']:,} |"
-            for part in ("total", "semantic", "syntactic")]  # fmt: skip
+    rows = [
+        f"| analogies, {part} | {_percent(analogies[part])} | {analogies[part]['counted']:,} | {analogies[part]['skipped']:,} |"
+        for part in ("total", "semantic", "syntactic")
+    ]
     for name, score in scores["similarity"].items():
         rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
         rows.append(f"| {PAIR_SETS[name][0]} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
@@ -100,4 +110,8 @@ def _percent(section: dict) -> str:
 
 
 def _rate(scores: dict) -> str:
-    return f"{scores['words'] / scores['seconds'] / 1e6:.3g} M words/s" if scores["seconds"] else "no time"
+    return (
+        f"{scores['words'] / scores['seconds'] / 1e6:.3g} M words/s"
+        if scores["seconds"]
+        else "no time"
+    )

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.vectors.datasets import ASKED, GOOGLE, PAIR_SETS, EvaluationError, in_gensim, judged_pairs, read_questions
+from w2v.vectors.datasets import (
+    ASKED,
+    GOOGLE,
+    PAIR_SETS,
+    EvaluationError,
+    in_gensim,
+    judged_pairs,
+    read_questions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +65,12 @@ class AnalogyScore:
         return self._sum("syntactic", [s for s in self.sections if s.name.startswith("gram")])
 
     def _sum(self, name: str, rows: Sequence[Section]) -> Section:
-        return Section(name, sum(s.correct for s in rows), sum(s.counted for s in rows), sum(s.skipped for s in rows))
+        return Section(
+            name,
+            sum(s.correct for s in rows),
+            sum(s.counted for s in rows),
+            sum(s.skipped for s in rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,12 @@ class SimilarityScore:
 
 
 def analogies(
-    words: Sequence[str], vectors: torch.Tensor | np.ndarray, questions: str | Path | None = None,
-    restrict_vocab: int | None = ASKED, case_insensitive: bool = True,
-) -> AnalogyScore:  # fmt: skip
+    words: Sequence[str],
+    vectors: torch.Tensor | np.ndarray,
+    questions: str | Path | None = None,
+    restrict_vocab: int | None = ASKED,
+    case_insensitive: bool = True,
+) -> AnalogyScore:
     """Score "a is to b as c is to ?" by the nearest word to b - a + c (3CosAdd, Mikolov et al. 2013, arXiv 1301.3781).
 
     words [V], most frequent first; vectors [V, D], taken as float32; questions: a file of ": section" lines and lines of
@@ -91,12 +107,21 @@ def analogies(
     finite_N = torch.stack(vectors_ND.aminmax(dim=1)).isfinite().all(0)
     if not finite_N.all():
         word = words[int(finite_N.int().argmin())]
-        raise EvaluationError(f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr")
+        raise EvaluationError(
+            f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
+        )
     first, group = _fold_vocabulary(words, case_insensitive)
     sections = read_questions(questions, case_insensitive)
-    known = [(n, [first[w] for w in q]) for n, (_, asked) in enumerate(sections) for q in asked if first.keys() >= set(q)]
+    known = [
+        (n, [first[w] for w in q])
+        for n, (_, asked) in enumerate(sections)
+        for q in asked
+        if first.keys() >= set(q)
+    ]
     ids_Q4 = torch.tensor([ids for _, ids in known], dtype=torch.long).reshape(-1, 4)
-    right_Q = nearest.right(vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device))
+    right_Q = nearest.right(
+        vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device)
+    )
     results: list[list[bool]] = [[] for _ in sections]
     for (n, _), right in zip(known, right_Q.tolist(), strict=True):
         results[n].append(right)
@@ -104,19 +129,30 @@ def analogies(
 
 
 def analogies_gensim(
-    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED, case_insensitive: bool = True
+    kv: KeyedVectors,
+    questions: str | Path | None = None,
+    restrict_vocab: int | None = ASKED,
+    case_insensitive: bool = True,
 ) -> AnalogyScore:
     """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
     path = str(questions or in_gensim(GOOGLE))
     sections = read_questions(path, case_insensitive)
     with quiet():
-        _, answered = kv.evaluate_word_analogies(path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive)
-    results = [[True] * len(s["correct"]) + [False] * len(s["incorrect"]) for s in answered[: len(sections)]]  # then comes the total
+        _, answered = kv.evaluate_word_analogies(
+            path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive
+        )
+    results = [
+        [True] * len(s["correct"]) + [False] * len(s["incorrect"])
+        for s in answered[: len(sections)]
+    ]  # then comes the total
     return _score(sections, results)
 
 
 def similarity(
-    words: Sequence[str], vectors: torch.Tensor | np.ndarray, name: str, restrict_vocab: int | None = ASKED
+    words: Sequence[str],
+    vectors: torch.Tensor | np.ndarray,
+    name: str,
+    restrict_vocab: int | None = ASKED,
 ) -> SimilarityScore:
     """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, as gensim's `evaluate_word_pairs` finds it.
 
@@ -128,50 +164,80 @@ def similarity(
 
     first, _ = _fold_vocabulary(words[:restrict_vocab], case_insensitive=True)
     judged = judged_pairs(name)
-    known = [(first[a], first[b], judgement) for a, b, judgement in judged if a in first and b in first]
+    known = [
+        (first[a], first[b], judgement) for a, b, judgement in judged if a in first and b in first
+    ]
     spearman = math.nan
     if len(known) >= 2:
         *ends, human_P = zip(*known, strict=True)
-        a_PD, b_PD = (unit(torch.as_tensor(vectors)[list(end)].detach().float().cpu().numpy()) for end in ends)
+        a_PD, b_PD = (
+            unit(torch.as_tensor(vectors)[list(end)].detach().float().cpu().numpy()) for end in ends
+        )
         cosine_P = np.array([a_D @ b_D for a_D, b_D in zip(a_PD, b_PD, strict=True)])
         with np.errstate(all="ignore"):  # no order at all
             spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(np.array(human_P)))[0, 1])
-    return SimilarityScore(name, None if math.isnan(spearman) else spearman, len(known), 1 - len(known) / len(judged))
+    return SimilarityScore(
+        name, None if math.isnan(spearman) else spearman, len(known), 1 - len(known) / len(judged)
+    )
 
 
-def similarities(words: Sequence[str], vectors: torch.Tensor | np.ndarray, restrict_vocab: int | None = ASKED) -> list[SimilarityScore]:
+def similarities(
+    words: Sequence[str], vectors: torch.Tensor | np.ndarray, restrict_vocab: int | None = ASKED
+) -> list[SimilarityScore]:
     """On both sets of word pairs."""
     return [similarity(words, vectors, name, restrict_vocab) for name in PAIR_SETS]
 
 
-def scores(kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool) -> tuple[AnalogyScore, list[SimilarityScore]]:
+def scores(
+    kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool
+) -> tuple[AnalogyScore, list[SimilarityScore]]:
     """Analogies, in torch or by gensim itself, and both sets of word pairs."""
     ask = questions, restrict_vocab
-    score = analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
+    score = (
+        analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
+    )
     return score, similarities(kv.index_to_key, kv.vectors, restrict_vocab)
 
 
 def report(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> str:
     """The scores as aligned plain text."""
-    rows = [*analogy_score.sections, analogy_score.semantic, analogy_score.syntactic, analogy_score.total]
+    rows = [
+        *analogy_score.sections,
+        analogy_score.semantic,
+        analogy_score.syntactic,
+        analogy_score.total,
+    ]
     width = max(len("WordSim-353"), *(len(row.name) for row in rows))
     lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
     for number, row in enumerate(rows):
         share = f"{100 * row.accuracy:.1f} %" if row.counted else "-"
         gap = "\n" * (number == len(analogy_score.sections))
-        lines.append(f"{gap}{row.name:<{width}}  {share:>8}  {row.correct:>7}  {row.counted:>7}  {row.skipped:>7}")
+        lines.append(
+            f"{gap}{row.name:<{width}}  {share:>8}  {row.correct:>7}  {row.counted:>7}  {row.skipped:>7}"
+        )
     if similarities:
         lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for score in similarities:
         rho = "-" if score.spearman is None else f"{score.spearman:.3f}"
-        lines.append(f"{PAIR_SETS[score.name][0]:<{width}}  {rho:>8}  {score.pairs:>7}  {100 * score.oov:>5.1f} %")
+        lines.append(
+            f"{PAIR_SETS[score.name][0]:<{width}}  {rho:>8}  {score.pairs:>7}  {100 * score.oov:>5.1f} %"
+        )
     return "\n".join(lines)
 
 
-def as_dict(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> dict[str, Any]:
+def as_dict(
+    analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()
+) -> dict[str, Any]:
     """The scores as plain values for JSON; shares are from 0 to 1, and an undefined correlation is None."""
-    rows = (analogy_score.total, analogy_score.semantic, analogy_score.syntactic, *analogy_score.sections)
-    total, semantic, syntactic, *sections = [asdict(row) | {"accuracy": row.accuracy} for row in rows]
+    rows = (
+        analogy_score.total,
+        analogy_score.semantic,
+        analogy_score.syntactic,
+        *analogy_score.sections,
+    )
+    total, semantic, syntactic, *sections = [
+        asdict(row) | {"accuracy": row.accuracy} for row in rows
+    ]
     parts = {"total": total, "semantic": semantic, "syntactic": syntactic, "sections": sections}
     return {"analogies": parts, "similarity": {score.name: asdict(score) for score in similarities}}
 
@@ -182,15 +248,23 @@ def _ranks(values_P: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place_P]
 
 
-def _fold_vocabulary(words: Sequence[str], case_insensitive: bool) -> tuple[dict[str, int], list[int]]:
+def _fold_vocabulary(
+    words: Sequence[str], case_insensitive: bool
+) -> tuple[dict[str, int], list[int]]:
     """Number of the first word of each spelling, in upper case unless case counts; and that number for every word."""
     first: dict[str, int] = {}
-    group = [first.setdefault(word.upper() if case_insensitive else word, index) for index, word in enumerate(words)]
+    group = [
+        first.setdefault(word.upper() if case_insensitive else word, index)
+        for index, word in enumerate(words)
+    ]
     return first, group
 
 
 def _score(sections: list[tuple[str, list[list[str]]]], results: list[list[bool]]) -> AnalogyScore:
-    rows = [Section(name, sum(right), len(right), len(asked) - len(right)) for (name, asked), right in zip(sections, results, strict=True)]
+    rows = [
+        Section(name, sum(right), len(right), len(asked) - len(right))
+        for (name, asked), right in zip(sections, results, strict=True)
+    ]
     return AnalogyScore(tuple(rows))
 
 

@@ -35,7 +35,9 @@ def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray)
 
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     if vectors.ndim != 2 or not len(words) == len(counts) == len(vectors):
-        raise VectorsError(f"{len(words)} words, {len(counts)} counts and vectors of shape {vectors.shape} do not match")
+        raise VectorsError(
+            f"{len(words)} words, {len(counts)} counts and vectors of shape {vectors.shape} do not match"
+        )
     kv = KeyedVectors(vectors.shape[1])
     kv.index_to_key = list(words)
     kv.key_to_index = _row_of(words)
@@ -60,7 +62,10 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
     All ranks have to go through it; those that only send get no block.
     """
     counts, block = ranks.gather(table.rows), max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
-    wanted = [min(count, -(-((last or sum(counts)) - rank) // ranks.size)) for rank, count in enumerate(counts)]
+    wanted = [
+        min(count, -(-((last or sum(counts)) - rank) // ranks.size))
+        for rank, count in enumerate(counts)
+    ]
     for start in range(0, max(wanted), block):
         sizes = [max(0, min(block, count - start)) for count in wanted]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
@@ -74,7 +79,12 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
 
 
 def save_rows(
-    words: Sequence[str], counts: np.ndarray, dim: int, blocks: Iterator[np.ndarray], folder: Path, keep: int = 0
+    words: Sequence[str],
+    counts: np.ndarray,
+    dim: int,
+    blocks: Iterator[np.ndarray],
+    folder: Path,
+    keep: int = 0,
 ) -> np.ndarray:
     """Write vectors.kv and vectors.bin of V words, by falling count, whose vectors come a block at a time and are never all in memory.
 
@@ -82,23 +92,36 @@ def save_rows(
     """
     try:
         _check_words(words)
-        row_of, large, kept_ND = _row_of(words), len(words) * dim >= LARGE, np.empty((min(keep, len(words)), dim), np.float32)
+        row_of, large, kept_ND = (
+            _row_of(words),
+            len(words) * dim >= LARGE,
+            np.empty((min(keep, len(words)), dim), np.float32),
+        )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside, contextlib.ExitStack() as files:
+        with (
+            tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside,
+            contextlib.ExitStack() as files,
+        ):
             part, binary_part = Path(aside, "vectors.kv"), Path(aside, "vectors.bin")
             kv, binary = (files.enter_context(open(path, "wb")) for path in (part, binary_part))
             rows = files.enter_context(open(f"{part}.vectors.npy", "wb")) if large else kv
             if large:
-                np.lib.format.write_array_header_1_0(rows, {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)})
+                np.lib.format.write_array_header_1_0(
+                    rows, {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
+                )
             binary.write(f"{len(words)} {dim}\n".encode())
             with kvfile.around_rows(kv, words, row_of, counts, dim, apart=large):
                 first = 0
                 for block_nD in blocks:
                     rows.write(block_nD.data)
                     named = zip(words[first : first + len(block_nD)], block_nD, strict=True)
-                    binary.writelines(f"{word} ".encode() + row_D.tobytes() for word, row_D in named)
-                    kept_ND[first : first + len(block_nD)] = block_nD[: max(0, len(kept_ND) - first)]
+                    binary.writelines(
+                        f"{word} ".encode() + row_D.tobytes() for word, row_D in named
+                    )
+                    kept_ND[first : first + len(block_nD)] = block_nD[
+                        : max(0, len(kept_ND) - first)
+                    ]
                     first += len(block_nD)
             files.close()
             _replace_kv(part, folder)
@@ -109,7 +132,9 @@ def save_rows(
             pass
 
 
-def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")) -> list[Path]:
+def save(
+    kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")
+) -> list[Path]:
     """Write vectors.kv, vectors.bin or vectors.txt into `folder`, and return their paths in the order of `formats`.
 
     Every file is written aside and renamed when it is whole. gensim puts arrays of 10 Mi numbers and more into files of
@@ -147,7 +172,10 @@ def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Pat
     shown, folder = kv.index_to_key[:words], Path(folder)
     _check_words(shown)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = ("\t".join(f"{value:.6g}" for value in vector) for vector in kv.vectors[: len(shown)].tolist())
+    rows = (
+        "\t".join(f"{value:.6g}" for value in vector)
+        for vector in kv.vectors[: len(shown)].tolist()
+    )
     durable.replace(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
     durable.replace(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
     named = 'embeddings {\n  tensor_name: "word vectors"\n  tensor_path: "tensor.tsv"\n  metadata_path: "metadata.tsv"\n}\n'
@@ -186,7 +214,9 @@ def _check_words(words: Sequence[str]) -> None:
     """Text and binary files end a word at white space, so a word that holds some would be read back as another."""
     for word in words:
         if word.split() != [word]:
-            raise VectorsError(f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv")
+            raise VectorsError(
+                f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv"
+            )
 
 
 def _replace_kv(part: Path, folder: Path) -> None:

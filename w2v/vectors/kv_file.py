@@ -15,17 +15,31 @@ CLASS = b"gensim.models.keyedvectors\nKeyedVectors\n"  # as a pickle names it
 
 @contextlib.contextmanager
 def around_rows(
-    file: IO[bytes], words: Sequence[str], row_of: dict[str, int], counts: np.ndarray, dim: int, apart: bool
+    file: IO[bytes],
+    words: Sequence[str],
+    row_of: dict[str, int],
+    counts: np.ndarray,
+    dim: int,
+    apart: bool,
 ) -> Iterator[None]:
     """Write a pickle of `KeyedVectors` around what is written to the file in the block: the V x D numbers, float32, row after row.
 
     apart: not into this file but, as .npy, into one of the same name and ".vectors.npy".
     """
     state: dict[str, Any] = {
-        "vector_size": dim, "index_to_key": list(words), "next_index": len(words), "key_to_index": row_of, "norms": None,
-        "expandos": {"count": np.asarray(counts, np.int64)}, "mapfile_path": None, "lifecycle_events": [],
-        "__numpys": ["vectors"] if apart else [], "__scipys": [], "__ignoreds": [], "__recursive_saveloads": [],
-    }  # fmt: skip
+        "vector_size": dim,
+        "index_to_key": list(words),
+        "next_index": len(words),
+        "key_to_index": row_of,
+        "norms": None,
+        "expandos": {"count": np.asarray(counts, np.int64)},
+        "mapfile_path": None,
+        "lifecycle_events": [],
+        "__numpys": ["vectors"] if apart else [],
+        "__scipys": [],
+        "__ignoreds": [],
+        "__recursive_saveloads": [],
+    }
     file.write(pickle.PROTO + b"\x04" + pickle.GLOBAL + CLASS + pickle.EMPTY_TUPLE + pickle.NEWOBJ)
     _put(file, state)
     if not apart:

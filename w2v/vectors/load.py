@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 READABLE = (".kv", ".bin", ".txt", ".vec")
 SUMS = "vectors.sha256"  # as `sha256sum -c` reads it
 PICKLED = {  # all that a pickle of KeyedVectors names
-    ("gensim.models.keyedvectors", "KeyedVectors"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
-    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-}  # fmt: skip
+    ("gensim.models.keyedvectors", "KeyedVectors"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+}
 
 
 class VectorsError(ValueError):
@@ -32,19 +36,29 @@ def find(run: str | Path, runs: str | Path = "runs") -> Path:
     if str(run) == "latest":
         saved = durable.newest(Path(runs), "vectors.kv")
         if saved is None:
-            raise VectorsError(f"no folder in {runs} holds vectors.kv; train first, or name a run folder or a vectors file")
+            raise VectorsError(
+                f"no folder in {runs} holds vectors.kv; train first, or name a run folder or a vectors file"
+            )
         return saved
     path = Path(run)
     if path.is_dir():
         if not (path / "vectors.kv").is_file():
-            raise VectorsError(f"{run} holds no vectors.kv; name a finished run, a file ({' '.join(READABLE)}) or latest")
+            raise VectorsError(
+                f"{run} holds no vectors.kv; name a finished run, a file ({' '.join(READABLE)}) or latest"
+            )
         return path / "vectors.kv"
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "name a run folder, a vectors file or latest"
+        hint = (
+            f"did you mean {path.parent / near[0]}?"
+            if near
+            else "name a run folder, a vectors file or latest"
+        )
         raise VectorsError(f"{run} does not exist; {hint}")
     if path.suffix not in READABLE:
-        raise VectorsError(f"{run} is not a vectors file that can be read; the endings are {' '.join(READABLE)}")
+        raise VectorsError(
+            f"{run} is not a vectors file that can be read; the endings are {' '.join(READABLE)}"
+        )
     return path
 
 
@@ -59,15 +73,25 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     path = find(run, runs)
     _check_sums(path)
     try:
-        kv = _load_kv(path) if path.suffix == ".kv" else KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        kv = (
+            _load_kv(path)
+            if path.suffix == ".kv"
+            else KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        )
     except VectorsError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        kind = {".kv": "a gensim KeyedVectors file", ".bin": "word2vec's binary format"}.get(path.suffix, "word2vec's text format")
+        kind = {".kv": "a gensim KeyedVectors file", ".bin": "word2vec's binary format"}.get(
+            path.suffix, "word2vec's text format"
+        )
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise VectorsError(f"{path} is not {kind} or is damaged ({reason}); export it again") from error
+        raise VectorsError(
+            f"{path} is not {kind} or is damaged ({reason}); export it again"
+        ) from error
     if not isinstance(kv, KeyedVectors):
-        raise VectorsError(f"{path} holds a {type(kv).__name__}, not gensim's KeyedVectors; export it again")
+        raise VectorsError(
+            f"{path} holds a {type(kv).__name__}, not gensim's KeyedVectors; export it again"
+        )
     return kv
 
 
@@ -76,9 +100,13 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("gensim.models.") and (module, name) not in PICKLED:
-            raise VectorsError(f"{self.path} holds a gensim {name}, not KeyedVectors; save its .wv instead")
+            raise VectorsError(
+                f"{self.path} holds a gensim {name}, not KeyedVectors; save its .wv instead"
+            )
         if (module, name) not in PICKLED:
-            raise VectorsError(f"{self.path} is no plain KeyedVectors file: it names {module}.{name}, which could run any code")
+            raise VectorsError(
+                f"{self.path} is no plain KeyedVectors file: it names {module}.{name}, which could run any code"
+            )
         return super().find_class(module, name)
 
 
@@ -91,7 +119,9 @@ def _load_kv(path: Path) -> Any:
         unpickler.path = path
         kv = unpickler.load()
     if isinstance(kv, KeyedVectors):
-        kv._load_specials(str(path), None, *KeyedVectors._adapt_by_suffix(str(path)))  # the arrays in files of their own
+        kv._load_specials(
+            str(path), None, *KeyedVectors._adapt_by_suffix(str(path))
+        )  # the arrays in files of their own
         _check_whole(kv)
     return kv
 
@@ -100,9 +130,14 @@ def _check_whole(kv: KeyedVectors) -> None:
     """Raise an exception unless words, vectors and counts agree; a damaged pickle may load and lack some of them."""
     words, columns = kv.index_to_key, kv.expandos.values()
     kv.norms = None  # gensim works them out
-    if not np.issubdtype(kv.vectors.dtype, np.floating) or kv.vectors.shape != (len(words), kv.vector_size):
+    if not np.issubdtype(kv.vectors.dtype, np.floating) or kv.vectors.shape != (
+        len(words),
+        kv.vector_size,
+    ):
         raise ValueError(f"{len(words)} words, vectors {kv.vectors.dtype}{list(kv.vectors.shape)}")
-    if kv.key_to_index != {word: number for number, word in enumerate(words)} or any(len(column) != len(words) for column in columns):
+    if kv.key_to_index != {word: number for number, word in enumerate(words)} or any(
+        len(column) != len(words) for column in columns
+    ):
         raise ValueError("words do not agree with their numbers or counts")
     "".join(words).encode()  # raises what words that are no text raise
 
@@ -110,15 +145,26 @@ def _check_whole(kv: KeyedVectors) -> None:
 def _check_sums(path: Path) -> None:
     """Compare a vectors file and its side files with the checksums beside them, if there are any."""
     try:
-        sums = [line.split("  ", 1) for line in (path.parent / SUMS).read_text(encoding="utf-8").splitlines()]
-        differing = [name for sum_, name in sums if f"{name}.".startswith(f"{path.name}.") and sha256(path.parent / name) != sum_]
+        sums = [
+            line.split("  ", 1)
+            for line in (path.parent / SUMS).read_text(encoding="utf-8").splitlines()
+        ]
+        differing = [
+            name
+            for sum_, name in sums
+            if f"{name}.".startswith(f"{path.name}.") and sha256(path.parent / name) != sum_
+        ]
     except FileNotFoundError:
         return
     except ValueError:
-        raise VectorsError(f"{path.parent / SUMS} is no list of checksums; remove it, or export the vectors again") from None
+        raise VectorsError(
+            f"{path.parent / SUMS} is no list of checksums; remove it, or export the vectors again"
+        ) from None
     if differing:
         again = f"export it again, or remove {path.parent / SUMS} if you have changed it yourself"
-        raise VectorsError(f"{path.parent / differing[0]} is damaged: its SHA-256 is not that in {SUMS}; {again}")
+        raise VectorsError(
+            f"{path.parent / differing[0]} is damaged: its SHA-256 is not that in {SUMS}; {again}"
+        )
 
 
 def sha256(path: Path) -> str:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("w2v")
 PANELS = (
-    ("loss", "loss of a positive pair", "words"), ("held_out_loss", "held-out loss of a positive pair", "words"),
-    ("analogies", "analogies, share right", "words"), ("words_per_s", "words per second", "seconds"),
-)  # fmt: skip
+    ("loss", "loss of a positive pair", "words"),
+    ("held_out_loss", "held-out loss of a positive pair", "words"),
+    ("analogies", "analogies, share right", "words"),
+    ("words_per_s", "words per second", "seconds"),
+)
 TSNE_STEPS, TSNE_EARLY = 750, 250  # steps, and those of them with attraction exaggerated
 PERPLEXITY = 20.0
 
@@ -33,9 +35,15 @@ class PictureError(ValueError):
 def curves(runs: Iterable[str | Path], file: Path) -> Path:
     """Loss, speed and, where they were taken, scores over the course of runs, finished or not, from their metrics.jsonl."""
     logged = {Path(run).name: read_metrics(Path(run)) for run in runs}
-    panels = [panel for panel in PANELS if any(line.get(panel[0]) is not None for lines in logged.values() for line in lines)]
+    panels = [
+        panel
+        for panel in PANELS
+        if any(line.get(panel[0]) is not None for lines in logged.values() for line in lines)
+    ]
     if not panels:
-        raise PictureError(f"metrics.jsonl of {', '.join(logged)} is empty; a line comes every run.log_seconds and at the end")
+        raise PictureError(
+            f"metrics.jsonl of {', '.join(logged)} is empty; a line comes every run.log_seconds and at the end"
+        )
     high, wide = -(-len(panels) // 2), min(len(panels), 2)
     figure = _figure(6.5 * wide, 4.5 * high + 0.2 * len(logged))
     from matplotlib.ticker import EngFormatter
@@ -47,7 +55,13 @@ def curves(runs: Iterable[str | Path], file: Path) -> Path:
         for number, (run, lines) in enumerate(logged.items()):
             points = [(line[across], line[name]) for line in lines if line.get(name) is not None]
             label = run if axis is axes[0] else None
-            axis.plot(*zip(*points, strict=True) if points else ([], []), color=f"C{number % 10}", marker=".", linewidth=1, label=label)
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []),
+                color=f"C{number % 10}",
+                marker=".",
+                linewidth=1,
+                label=label,
+            )
         axis.set(ylabel=title, xlabel="raw words" if across == "words" else "seconds of training")
         axis.set_ylim(bottom=None if "loss" in name else 0)
         if across == "words":
@@ -67,10 +81,14 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         if (run / "scores.json").exists():
             scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
             final = {key: scores.get(key) for key in ("words", "seconds", "held_out_loss")}
-            lines.append(final | {"analogies": scores.get("analogies", {}).get("total", {}).get("accuracy")})
+            lines.append(
+                final | {"analogies": scores.get("analogies", {}).get("total", {}).get("accuracy")}
+            )
         return lines
     except (OSError, ValueError) as error:
-        raise PictureError(f"{run} has no metrics.jsonl that can be read ({error}); name run folders") from None
+        raise PictureError(
+            f"{run} has no metrics.jsonl that can be read ({error}); name run folders"
+        ) from None
 
 
 def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> Path:
@@ -90,7 +108,9 @@ def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> 
     how = "t-SNE of cosines" if method == "tsne" else "the first two principal components"
     with warnings.catch_warnings(record=True) as warned:  # two for each letter that the font lacks
         named = _name_dots(axis, places_N2, kv.index_to_key[:words])
-        axis.set_title(f"the {len(places_N2):,} most frequent words by {how}; {named:,} of them named")
+        axis.set_title(
+            f"the {len(places_N2):,} most frequent words by {how}; {named:,} of them named"
+        )
         drawn = _save(figure, file)
     if said := list(dict.fromkeys(str(warning.message) for warning in warned)):
         remedy = "a line such as 'font.family: Noto Sans CJK JP' in a file matplotlibrc names another font"
@@ -115,7 +135,9 @@ def tsne(values_ND: Tensor) -> Tensor:
     place_N2 = principal(values_ND, 2)
     place_N2 = place_N2 / place_N2.std().clamp(min=1e-9) * 1e-2
     speed_N2, gain_N2 = torch.zeros_like(place_N2), torch.ones_like(place_N2)
-    rate = max(50.0, len(values_ND) / 48)  # N / exaggeration / 4 (Belkina et al. 2019, arXiv 1712.04021)
+    rate = max(
+        50.0, len(values_ND) / 48
+    )  # N / exaggeration / 4 (Belkina et al. 2019, arXiv 1712.04021)
     for step in range(TSNE_STEPS):
         early = step < TSNE_EARLY
         kernel_NN = 1 / (1 + torch.cdist(place_N2, place_N2).square())
@@ -141,7 +163,10 @@ def _affinities(square_NN: Tensor) -> Tensor:
         share_NN = logit_NN.softmax(1)
         entropy_N1 = torch.special.entr(share_NN).sum(1, keepdim=True)
         wide_N1 = entropy_N1 > target
-        low_N1, high_N1 = torch.where(wide_N1, beta_N1, low_N1), torch.where(wide_N1, high_N1, beta_N1)
+        low_N1, high_N1 = (
+            torch.where(wide_N1, beta_N1, low_N1),
+            torch.where(wide_N1, high_N1, beta_N1),
+        )
     return ((share_NN + share_NN.T) / (2 * size)).clamp(min=1e-12)
 
 
@@ -150,9 +175,16 @@ def _name_dots(axis: Any, places_N2: np.ndarray, words: list[str]) -> int:
     renderer, taken = axis.figure.canvas.get_renderer(), np.empty((0, 4))
     axis.figure.draw_without_rendering()  # so that places on the picture are known
     for place, word in zip(places_N2, words, strict=True):
-        text = axis.annotate(word.replace("$", r"\$"), place, xytext=(2, 1), textcoords="offset points", fontsize=8)
+        text = axis.annotate(
+            word.replace("$", r"\$"), place, xytext=(2, 1), textcoords="offset points", fontsize=8
+        )
         box = text.get_window_extent(renderer).padded(1)
-        free = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1) | (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)
+        free = (
+            (taken[:, 2] < box.x0)
+            | (taken[:, 0] > box.x1)
+            | (taken[:, 3] < box.y0)
+            | (taken[:, 1] > box.y1)
+        )
         if free.all():
             taken = np.vstack([taken, [box.x0, box.y0, box.x1, box.y1]])
         else:
@@ -166,7 +198,9 @@ def _figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PictureError("pictures need the package matplotlib, which cannot be imported; pip install matplotlib") from None
+        raise PictureError(
+            "pictures need the package matplotlib, which cannot be imported; pip install matplotlib"
+        ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

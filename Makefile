@@ -115,7 +115,7 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py end to end on the CPU, in ha
 	$(PY) evaluate.py score "$$folder"/runs/*/
 
 docs: $(INSTALLED) ## write docs/configuration.md from the dataclasses of w2v/config.py
-	$(PY) -c "from w2v import settings; print(settings.reference(), end='')" > docs/configuration.md
+	$(PY) -c "from w2v.config import config_reference; print(config_reference(), end='')" > docs/configuration.md
 
 lint: $(INSTALLED) ## check the code with ruff, and its types with mypy
 	$(PY) -m ruff check .

@@ -129,12 +129,12 @@ def count(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     from w2v.api import commands
-    from w2v.system import files as durable  # after parsing, so that --help answers at once
+    from w2v.system.files import error_message  # after parsing, so that --help answers at once
 
     try:
         return commands.run(options)
     except commands.ERRORS as error:
-        print(f"error: {durable.in_words(error)}", file=sys.stderr)
+        print(f"error: {error_message(error)}", file=sys.stderr)
         return 2
 
 

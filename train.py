@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from w2v import settings
+from w2v.config import describe_config, load_config
 from w2v.distributed import launcher as torchrun
 from w2v.system import console
-from w2v.system import files as durable
 from w2v.system import process as host
 from w2v.system import versions as environment
+from w2v.system.files import error_message, naming_file
 from w2v.system.signals import Signals
 from w2v.text import ahead
 from w2v.training import loggers
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_intermixed_args(argv)
     if args.help_config:
-        print(settings.describe(), end="")
+        print(describe_config(), end="")
         return 0
     files, assignments = (
         [entry for entry in args.settings if ("=" in entry) == sets] for sets in (False, True)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             MemoryError,
             OSError,
         ) as error:  # what a user can mend; anything else is a bug, and its traceback is wanted
-            torchrun.say(error, durable.in_words(error))
+            torchrun.say(error, error_message(error))
             return 3 if isinstance(error, MemoryError) else 2
         except torchrun.RankLost as error:
             torchrun.leave(error)
@@ -66,7 +66,7 @@ def run(
     files: Sequence[str], assignments: Sequence[str], args: argparse.Namespace, signals: Signals
 ) -> None:
     with torchrun.on_all():
-        config = settings.load(files, assignments)
+        config = load_config(files, assignments)
         loggers.check(config.run)
     with ahead.reading(config, args.resume), signals.put_off():
         from w2v.text import opening
@@ -77,11 +77,11 @@ def run(
     console.log_to_console(quiet=ranks.rank > 0)
     if folder := runfolder.begun(args.resume, config.run.dir, ranks):
         lock = runfolder.lock(folder, ranks)
-        with ranks.together():
+        with ranks.reraise():
             config = runfolder.resumed(folder, files, assignments)
-    ranks.same(plan.must_be_alike(config))
+    ranks.require_equal(plan.must_be_alike(config))
     opened = opening.open_together(config, ranks)
-    with ranks.together():
+    with ranks.reraise():
         planned = plan.make_plan(config, opened, folder, ranks)
         console.log.info(str(planned))
         planned.budget.check()
@@ -90,14 +90,14 @@ def run(
     if args.dry_run and ranks.size == 1:
         print(trial.expected(config, planned.corpus.raw_words, sampler, pipeline))
     if args.dry_run:
-        return ranks.part()
+        return ranks.leave()
     if folder is None:
         folder = runfolder.create(config, ranks)
         lock = runfolder.lock(folder, ranks)
     with (
         lock as leads,
         planned.budget.explained(),
-        durable.naming(folder),
+        naming_file(folder),
         console.log_to_file(folder / "train.log", quiet=ranks.rank > 0),
     ):
         held_out, raw_words, room = (
@@ -121,7 +121,7 @@ def run(
                 runfolder.begin(folder, config, environment.describe(planned.machine))
             job.train()
             job.export()
-    ranks.part()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     torch_took = {
         f"{kind} without torch": before[kind] - value for kind, value in _memory().items()
     }
-    from w2v import settings
+    from w2v.config import load_config
     from w2v.distributed import ranks
     from w2v.system import process as host
     from w2v.training import plan, trainer
@@ -118,7 +118,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
         "train.device=cpu",
         f"train.epochs={epochs}",
     ]
-    config = settings.load(files, [entry for entry in arguments if "=" in entry] + here)
+    config = load_config(files, [entry for entry in arguments if "=" in entry] + here)
     planned = plan.make_plan(config)
     clock.done("ingest")
     sampler, pipeline = plan.build(planned)
@@ -131,7 +131,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[
     vectors = pipeline.inputs["weight"]
     accuracy = evaluation.analogies(planned.vocab.words, vectors).total.accuracy
     clock.done("evaluation")
-    blocks = export.in_order(pipeline.inputs, ranks.ALONE)
+    blocks = export.in_order(pipeline.inputs, ranks.SINGLE)
     export.save_rows(planned.vocab.words, planned.vocab.counts, pipeline.inputs.dim, blocks, folder)
     clock.done("export")
     return clock.figures(planned.corpus.raw_words * epochs, accuracy) | torch_took

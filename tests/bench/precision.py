@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import plot_precision, results
 from tests.bench.measure import Figures, Section
 from tests.bench.steps import Steps, gpu_memory
-from w2v import settings
 from w2v.api.compare import Opened, with_batch
-from w2v.config import Config
+from w2v.config import Config, load_config
 from w2v.system import console
 from w2v.training import plan
 
@@ -90,7 +89,7 @@ def sweep(args: argparse.Namespace) -> None:
                 f"train.kernels={kernels}",
                 f"train.precision={precision}",
             ]
-            config = settings.load(args.base, [*common, "run.checkpoint_minutes=0", *args.set])
+            config = load_config(args.base, [*common, "run.checkpoint_minutes=0", *args.set])
             measure(config, opened, 3)  # compiles the kernels
             for batch in args.batches:
                 case = " ".join(

@@ -28,11 +28,10 @@ from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps
 from tests.bench.zipf import CONFIGS, SENTENCE, Numbered
-from w2v import settings
-from w2v.config import Config
+from w2v.config import Config, load_config
 from w2v.distributed import launcher as torchrun
 from w2v.distributed.exchange import ShardedPipeline
-from w2v.distributed.ranks import ALONE, Joined, Ranks
+from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import cuda
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler
@@ -47,19 +46,19 @@ DRAWN = 1 << 26  # words at a time
 SENDS = ("weights", "gradients")  # in the order in which a step sends them
 
 
-class Timed(Joined):
+class Timed(ProcessGroup):
     """Ranks that note how long the current stream is busy with what is sent, waiting for others included."""
 
     def __init__(self):
         super().__init__("cuda")
         self._spans = None
 
-    def send(self, rows_NX, sent, received, ahead=False):
+    def all_to_all(self, rows_NX, sent, received, ahead=False):
         if self._spans is None:
-            return super().send(rows_NX, sent, received, ahead)
+            return super().all_to_all(rows_NX, sent, received, ahead)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        came = super().send(rows_NX, sent, received, ahead)
+        came = super().all_to_all(rows_NX, sent, received, ahead)
         end.record()
         self._spans.append((ahead, begin, end))
         return came
@@ -111,7 +110,14 @@ class Shares(Steps):
 
         optimizer, size = RowOptimizer(config.optimizer, fused=True), model.vector_size
         tables = [
-            Table(key, ranks.rows(rows), size, optimizer.states(size), optimizer.scalars, "pinned")
+            Table(
+                key,
+                ranks.shard_rows(rows),
+                size,
+                optimizer.states(size),
+                optimizer.scalars,
+                "pinned",
+            )
             for key in ("input", "output")
         ]
         values = uniform(size, 0.5 / size, config.train.seed)
@@ -162,7 +168,7 @@ class Shares(Steps):
 
     def _wait(self) -> None:
         torch.cuda.synchronize()
-        self._ranks.gather(None)
+        self._ranks.all_gather(None)
 
 
 def measure(steps: Shares, ranks: Ranks, warm_up: int, number: int) -> tuple[Figures, Figures]:
@@ -185,7 +191,7 @@ def measure(steps: Shares, ranks: Ranks, warm_up: int, number: int) -> tuple[Fig
         rss,
     )
     words, read, written, sent, records, pinned, rss = (
-        sum(figure) for figure in zip(*ranks.gather(mine), strict=True)
+        sum(figure) for figure in zip(*ranks.all_gather(mine), strict=True)
     )
     figures = {
         "words/s": (words / stretch.seconds, ""),
@@ -237,10 +243,10 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--results", type=Path, default=results.FILE)
     args = parser.parse_args()
-    ranks = Timed() if torchrun.started() else ALONE
+    ranks = Timed() if torchrun.started() else SINGLE
     torch.cuda.set_device(ranks.local_rank)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
-    config = settings.load(
+    config = load_config(
         CONFIGS,
         [
             f"model.negative_pool={args.batch // 2 // ranks.size}",
@@ -250,7 +256,7 @@ def main() -> None:
     )
     began = time.perf_counter()
     steps = Shares(config, ranks, args.rows, args.words, args.batch, args.room)
-    ranks.gather(None)
+    ranks.all_gather(None)
     set_up = {"set-up": (time.perf_counter() - began, "s")}
     figures, measured = measure(steps, ranks, args.warm_up, args.steps)
     if ranks.rank == 0:
@@ -264,7 +270,7 @@ def main() -> None:
         )
         results.append("ranks", case, figures | set_up, args.results)
         results.append("stages", f"ranks {case}", measured, args.results)
-    ranks.part()
+    ranks.leave()
 
 
 if __name__ == "__main__":

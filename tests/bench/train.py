@@ -17,10 +17,9 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages, steps
 from tests.bench.measure import Figures, Section
-from w2v import settings
 from w2v.api import compare as experiments
 from w2v.api.compare import Opened
-from w2v.config import Config
+from w2v.config import Config, load_config
 from w2v.system import console
 from w2v.training import plan
 from w2v.vectors import evaluate as evaluation
@@ -103,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "run.checkpoint_minutes=0",
             ]
             configs = [
-                settings.load([args.base, path], [*common, f"train.seed={seed}", *args.set])
+                load_config([args.base, path], [*common, f"train.seed={seed}", *args.set])
                 for seed in args.seeds
             ]
             found = plan.make_plan(configs[0], opened(configs[0])).engine + engine.removeprefix(

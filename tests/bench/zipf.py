@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import memory, results, stages
 from tests.bench.measure import Figures
 from tests.bench.steps import Moved, Steps, gpu_memory, link
-from w2v import settings
+from w2v.config import load_config
 from w2v.system import console
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--vocabulary and --words must be 2 or more, --steps 1 or more")
     console.log_to_console()
     try:
-        config = settings.load(CONFIGS, [*SETTINGS, *args.set])
+        config = load_config(CONFIGS, [*SETTINGS, *args.set])
         device = backends.choose_device(config, Machine.here())
         began = time.perf_counter()
         opened = generate(args.vocabulary, args.words, args.exponent, device)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from w2v import settings
 from w2v.api.compare import with_batch
+from w2v.config import load_config
 from w2v.model.optim import learning_rate, rowwise_optimizers
 from w2v.training import plan
 
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_learns(path, corpus):
     base = [] if path.parent.name == "configs" else [ROOT / "configs" / "text8.yaml"]
-    config = settings.load(
+    config = load_config(
         [*base, path], [*SMALL, f"corpus.path={corpus}", f"corpus.data_dir={corpus.parent}"]
     )
     config = with_batch(config, 400)
@@ -64,7 +64,7 @@ def test_each_config_learns(path, corpus):
 
 def test_every_rowwise_optimizer_has_a_config_named_after_it():
     ours = {
-        settings.load([path]).optimizer.name: path.stem
+        load_config([path]).optimizer.name: path.stem
         for path in CONFIGS
         if path.parent.name == "optimizers"
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from w2v import settings
+from w2v.config import config_keys, config_reference, load_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,9 +37,9 @@ def test_commands_are_found_in_the_readme():
 
 
 def test_the_table_of_settings_is_current():
-    assert (ROOT / "docs" / "configuration.md").read_text(
-        encoding="utf-8"
-    ) == settings.reference(), "run make docs"
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == config_reference(), (
+        "run make docs"
+    )
 
 
 @each_doc
@@ -69,17 +69,17 @@ def test_commands_of_train_name_files_and_keys_that_exist(doc, monkeypatch):
             for word in named
             if "=" not in word and word not in ("a.yaml", "b.yaml", "my.yaml", "config.yaml")
         ]
-        settings.load(files, [word for word in named if "=" in word])
+        load_config(files, [word for word in named if "=" in word])
 
 
 @each_doc
 def test_keys_and_make_targets_exist(doc):
     text = doc.read_text(encoding="utf-8")
-    sections = "|".join({name.split(".")[0] for name in settings.names()})
+    sections = "|".join({name.split(".")[0] for name in config_keys()})
     for key in re.findall(rf"`((?:{sections})\.[a-z_]+)[=`]", text):
-        assert key in set(settings.names()) or key.endswith(
-            (".py", ".tsv", ".md", ".yaml", ".log")
-        ), key
+        assert key in set(config_keys()) or key.endswith((".py", ".tsv", ".md", ".yaml", ".log")), (
+            key
+        )
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}: .*##", makefile, re.MULTILINE), target

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from w2v import settings
 from w2v.api import compare as experiments
 from w2v.api import runs as comparison
 from w2v.api import sweep
-from w2v.config import Config, ConfigError
+from w2v.config import Config, ConfigError, config_keys, load_config
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 
@@ -50,10 +49,7 @@ def configs(common):
         "train.batch_size=64",
         "run.score_epochs=true",
     ]
-    return {
-        "adam": settings.load([], [*common, *one]),
-        "rmsprop": settings.load([], [*common, *two]),
-    }
+    return {"adam": load_config([], [*common, *one]), "rmsprop": load_config([], [*common, *two])}
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def test_a_run_with_other_settings_is_kept(configs, trained, tmp_path):
 
 
 def test_one_that_diverges_is_a_row_too(configs, tmp_path):
-    sgd = settings.load([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
+    sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     wild = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
     assert "diverged" in experiments.compare(wild, [1], tmp_path)
     assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
@@ -146,7 +142,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path, done, expected):
 
 
 def test_the_learning_rate_goes_with_the_square_root_of_the_batch():
-    config = settings.load(
+    config = load_config(
         [], ["optimizer.lr=0.4", "optimizer.min_lr=0.04", "train.batch_size=65536"]
     )
     quarter = experiments.with_batch(config, 16384)
@@ -168,7 +164,7 @@ def test_a_short_text_gets_smaller_batches_and_a_long_one_keeps_them():
             [str(word) for word in range(words)], np.full(words, each), words * each, words
         )
 
-    config = settings.load(
+    config = load_config(
         [], ["model.sample=0", "train.epochs=5", "train.batch_size=65536", "optimizer.lr=0.4"]
     )
     assert experiments.fitted(config, vocab(70_000, 200)) == config
@@ -270,7 +266,7 @@ def test_the_sweep_program_begins_at_the_config_and_says_what_it_should_be(
     )
     said = capsys.readouterr().out
     (tmp_path / "best.yaml").write_text(said.split("yaml:\n")[1])
-    chosen = settings.load([tmp_path / "best.yaml"])
+    chosen = load_config([tmp_path / "best.yaml"])
     assert (
         chosen.optimizer.name == "Adam"
         and chosen.optimizer.args == {"betas": [0.0, 0.9]}
@@ -304,7 +300,7 @@ def test_ctrl_c_ends_without_a_word(common, tmp_path, monkeypatch, capsys, progr
 
 
 def grid(common, lrs, **axes):
-    centre = settings.load([], common)
+    centre = load_config([], common)
     return sweep.grid(
         centre,
         [],
@@ -368,7 +364,7 @@ def test_a_sweep_stops_in_time_and_goes_on(common, trained, tmp_path):
 
 
 def test_what_diverges_is_no_best(common, tmp_path):
-    wild = settings.load(
+    wild = load_config(
         [], [*common, "optimizer.name=SGD", "optimizer.lr=1000", "train.batch_size=128"]
     )
     tame = replace(wild, optimizer=replace(wild.optimizer, lr=0.001))
@@ -401,7 +397,7 @@ def test_what_is_no_setting_is_refused(given):
 
 
 def test_the_identity_has_no_seed_and_no_place(common):
-    config = settings.load([], common)
+    config = load_config([], common)
     other = replace(
         config,
         train=replace(config.train, seed=7),
@@ -411,7 +407,7 @@ def test_the_identity_has_no_seed_and_no_place(common):
     assert sweep.identity(config) != sweep.identity(
         replace(config, model=replace(config.model, window=3))
     )
-    assert set(sweep.APART) <= set(settings.names()) and Config().train.seed == 1
+    assert set(sweep.APART) <= set(config_keys()) and Config().train.seed == 1
 
 
 def test_an_unknown_optimizer_is_answered_with_a_near_one(capsys):

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.joined import PROCESSES
 from tests.support.saving import check_checkpoints, run_folder, saving_run
-from w2v import settings
+from w2v.config import load_config, save_config
 from w2v.model.table import Table
 from w2v.training import checkpoint, shards
 from w2v.training.checkpoint import Checkpoint, Checkpoints
@@ -187,7 +187,7 @@ def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):
 
     run = tmp_path / "2026-run"
     run.mkdir()
-    settings.save(settings.load([], arguments), run / "config.yaml")
+    save_config(load_config([], arguments), run / "config.yaml")
     with runfolder.lock(run):
         status, said = programs.run("--resume", run)
     assert (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.bench import zipf
-from w2v import settings
+from w2v.config import load_config
 from w2v.training import plan
 
 GPU = pytest.mark.gpu
@@ -40,7 +40,7 @@ def as_it_was():
 
 def train(words, *assignments):
     """The losses of a run over so many generated words, and the records of both tables at its end."""
-    config = settings.load([], [*SETTINGS, *assignments])
+    config = load_config([], [*SETTINGS, *assignments])
     made = plan.make_plan(config, zipf.generate(2000, words, 1.0, torch.device("cpu")))
     sampler, pipeline = plan.build(made)
     lr = config.optimizer.lr

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.oracle.test_cached import HostLink
-from w2v import settings
-from w2v.config import ConfigError
+from w2v.config import ConfigError, load_config, save_config
 from w2v.kernels.batch import Position
 from w2v.model import optim
 from w2v.model.optim import RowOptimizer
@@ -83,7 +82,7 @@ def make(
     poison=None,
 ):
     """A trainer over a small text; it gets SIGTERM after so many steps, and numbers that are not finite at step `poison`."""
-    config = settings.load(
+    config = load_config(
         [],
         [
             "train.epochs=4",
@@ -330,7 +329,7 @@ def test_the_curve_in_tensorboard_goes_on_and_ends_with_the_scores(tmp_path):
     for path in (tmp_path / "checkpoints").glob("step-00000100"):
         path.rename(tmp_path / "gone")  # as if it had been killed after step 50
     with make(tmp_path, *more) as trainer:
-        settings.save(trainer.config, tmp_path / "config.yaml")
+        save_config(trainer.config, tmp_path / "config.yaml")
         trainer.train()
         trainer.export()
     shown = EventAccumulator(str(tmp_path)).Reload()
@@ -404,7 +403,7 @@ def test_another_text_is_refused(tmp_path):
 
 def test_settings_that_may_not_change_are_named(tmp_path):
     stopped(tmp_path, stop_after=10)
-    settings.save(make(tmp_path / "other").config, tmp_path / "config.yaml")
+    save_config(make(tmp_path / "other").config, tmp_path / "config.yaml")
     runfolder.resumed(
         tmp_path,
         [],

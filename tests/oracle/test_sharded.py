@@ -7,7 +7,7 @@ import torch
 from tests.oracle.test_cached import HostLink
 from tests.support.joined import Pool
 from w2v.config import OptimizerConfig
-from w2v.distributed.ranks import ALONE
+from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch
 from w2v.model.optim import RowOptimizer, rowwise_optimizers
 from w2v.model.table import Table
@@ -76,7 +76,7 @@ def trained(ranks, name, optimizer, dtype, cap=0, steps_per_page=1, device="cpu"
     """The whole records of this rank's rows of both tables after some steps, the losses, and the sums of pairs."""
     torch.use_deterministic_algorithms(True)
     optimizer = RowOptimizer(OptimizerConfig(name=optimizer, lr=0.05, occurrence_cap=cap))
-    rows, place = ranks.rows(ROWS), storage(name, device)
+    rows, place = ranks.shard_rows(ROWS), storage(name, device)
     tables = [
         Table(key, rows, DIM, optimizer.states(DIM), optimizer.scalars, place, dtype)
         for key in ("input", "output")
@@ -110,7 +110,7 @@ def together(shards):
 
 
 def check(pool, name, optimizer, dtype=torch.float64, cap=0, steps_per_page=1):
-    tables, losses, pairs = trained(ALONE, "resident", optimizer, dtype, cap)
+    tables, losses, pairs = trained(SINGLE, "resident", optimizer, dtype, cap)
     several = pool.run(trained, name, optimizer, dtype, cap, steps_per_page, pool.device)
     close = (
         {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
@@ -146,7 +146,9 @@ def test_capped_occurrences_are_counted_over_all_ranks(pool):
 def diverged(ranks, at_rank, device):
     """Who has seen the fault, and whether its rows are as they were, when one rank's text meets a row that is not finite."""
     optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.05))
-    tables = [Table(key, ranks.rows(ROWS), DIM, {}, {}, device) for key in ("input", "output")]
+    tables = [
+        Table(key, ranks.shard_rows(ROWS), DIM, {}, {}, device) for key in ("input", "output")
+    ]
     for table in tables:
         table["weight"].fill_(1.0)
     if ranks.rank == 0:
@@ -175,8 +177,8 @@ def test_a_fault_of_one_rank_stops_all_before_they_write(pool):
 
 
 def test_rows_are_dealt_in_turn():
-    ranks = [type("Some", (type(ALONE),), {"rank": rank, "size": 3})() for rank in range(3)]
-    shards = [some.global_rows(torch.arange(some.rows(ROWS))) for some in ranks]
+    ranks = [type("Some", (type(SINGLE),), {"rank": rank, "size": 3})() for rank in range(3)]
+    shards = [some.global_rows(torch.arange(some.shard_rows(ROWS))) for some in ranks]
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(ROWS)) and [
         len(shard) for shard in shards
     ] == [8, 8, 7]

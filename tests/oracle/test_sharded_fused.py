@@ -10,7 +10,7 @@ from tests.support.joined import Pool
 from tests.support.threaded import checked, together
 from w2v.config import OptimizerConfig
 from w2v.distributed.exchange import ShardedPipeline
-from w2v.distributed.ranks import ALONE
+from w2v.distributed.ranks import SINGLE
 from w2v.kernels import cuda
 from w2v.kernels import cuda_shard as shard
 from w2v.kernels.batch import Batch, Held
@@ -70,7 +70,7 @@ def make(ranks, name, device, dtype, slots, steps_per_page, cap):
     """A pipeline with the rows of this rank; one rank alone has all."""
     config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
     optimizer = (RowOptimizer if device == "cuda" else plain_kernels.InPlace)(config, fused=True)
-    states, scalars, rows = optimizer.states(DIM), optimizer.scalars, ranks.rows(ROWS)
+    states, scalars, rows = optimizer.states(DIM), optimizer.scalars, ranks.shard_rows(ROWS)
     storage = "pinned" if slots else device
     tables = [Table(key, rows, DIM, states, scalars, storage, dtype) for key in ("input", "output")]
     for seed, table in enumerate(tables):
@@ -79,7 +79,7 @@ def make(ranks, name, device, dtype, slots, steps_per_page, cap):
     engine = (
         CachedMapped(tables, int(slots * 2 * rows), torch.device(device)) if slots else Resident()
     )
-    kind = FusedPipeline if ranks is ALONE else ShardedPipeline
+    kind = FusedPipeline if ranks is SINGLE else ShardedPipeline
     return kind(
         *tables, engine, optimizer, torch.device(device), steps_per_page, ranks=ranks, rows=ROWS
     )
@@ -116,13 +116,13 @@ def check(several, alone, near):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", [cls.__name__ for cls in FUSED])
 def test_every_optimizer(device, name, size):
-    check(checked(together(size, trained, name, device)), trained(ALONE, name, device), 1e-3)
+    check(checked(together(size, trained, name, device)), trained(SINGLE, name, device), 1e-3)
 
 
 @pytest.mark.parametrize("steps_per_page", [1, 5])
 def test_occurrences_are_counted_over_all_ranks(device, steps_per_page):
     case = ("Adam", device, torch.float32, 0.0, steps_per_page, 8)
-    check(checked(together(2, trained, *case)), trained(ALONE, *case), 1e-3)
+    check(checked(together(2, trained, *case)), trained(SINGLE, *case), 1e-3)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 5])
@@ -130,16 +130,16 @@ def test_what_ranks_report_takes_several_rows_of_short_vectors(device, dim, monk
     monkeypatch.setitem(globals(), "DIM", dim)
     check(
         checked(together(3, trained, "Adam", device, torch.float32, 0.0, 5)),
-        trained(ALONE, "Adam", device),
+        trained(SINGLE, "Adam", device),
         1e-3,
     )
 
 
 def exchanges(ranks, *case):
     """How many times a rank sends rows or sums numbers."""
-    counted, send = [], ranks.send
-    ranks.send = lambda *arguments, **how: (counted.append(1), send(*arguments, **how))[1]
-    ranks.add = None  # nothing is summed by itself
+    counted, send = [], ranks.all_to_all
+    ranks.all_to_all = lambda *arguments, **how: (counted.append(1), send(*arguments, **how))[1]
+    ranks.all_reduce = None  # nothing is summed by itself
     trained(ranks, *case)
     return len(counted)
 
@@ -164,7 +164,7 @@ def test_a_page_takes_one_exchange_and_a_step_two_and_one_for_numbers_of_pairs(
 @pytest.mark.parametrize("slots, steps_per_page", [(0.0, 4), (1.0, 1), (0.9, 1), (0.95, 4)])
 def test_every_engine_and_element(dtype, near, slots, steps_per_page):
     case = ("Adam", "cuda", dtype, slots, steps_per_page)
-    check(checked(together(2, trained, *case)), trained(ALONE, *case), near)
+    check(checked(together(2, trained, *case)), trained(SINGLE, *case), near)
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_gpus_of_their_own(slots):
     case = ("Adam", "cuda", torch.float32, slots, 2, 8)
     pool = Pool(2, "cuda")
     try:
-        check(pool.run(trained, *case), trained(ALONE, *case), 1e-3)
+        check(pool.run(trained, *case), trained(SINGLE, *case), 1e-3)
     finally:
         pool.close()
 

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import torch
 
-from w2v.distributed.ranks import Joined
+from w2v.distributed.ranks import ProcessGroup
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -65,11 +65,11 @@ def _serve(end, rank, size, port, device):
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for those that are deterministic
         torch.cuda.set_device(rank)
-    ranks = Joined(device)
+    ranks = ProcessGroup(device)
     while call := end.recv():
         function, arguments = call
         try:
             end.send((False, function(ranks, *arguments)))
         except BaseException:
             end.send((True, f"rank {rank}: {traceback.format_exc()}"))
-    ranks.part()
+    ranks.leave()

@@ -2,7 +2,7 @@
 
 import random
 
-from w2v import settings
+from w2v.config import load_config
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.training.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def check_checkpoints(run, names="*"):
         path for path in (run / "checkpoints").glob(names) if not path.name.endswith(".partial")
     ]
     for path in found:
-        config = settings.load([run / "config.yaml"])
+        config = load_config([run / "config.yaml"])
         optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
         Checkpoint(path).load(
             [

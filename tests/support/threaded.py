@@ -17,7 +17,7 @@ class Threads(Ranks):
     def __init__(self, rank, size, common):
         self.rank, self.size, self._common = rank, size, common
 
-    def gather(self, fact, behind=False):
+    def all_gather(self, fact, behind=False):
         facts, barrier = self._common[behind]
         facts[self.rank] = fact
         barrier.wait(PATIENCE)
@@ -25,19 +25,21 @@ class Threads(Ranks):
         barrier.wait(PATIENCE)
         return told
 
-    def send(self, rows_NX, sent, received, ahead=False):
+    def all_to_all(self, rows_NX, sent, received, ahead=False):
         assert len(sent) == len(received) == self.size
         parts = [given[self.rank] for given in self._exchange(rows_NX.split(list(sent)))]
         assert [len(part) for part in parts] == list(received)
         return self._kept_until_read(torch.cat(parts))
 
-    def add(self, numbers):
+    def all_reduce(self, numbers):
         return numbers.copy_(self._kept_until_read(sum(self._exchange(numbers))))
 
     def _exchange(self, given):
         """What each rank gives, once the work that makes it is done before what comes next on this rank's stream."""
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        given, events = zip(*self.gather((given, stream and stream.record_event())), strict=True)
+        given, events = zip(
+            *self.all_gather((given, stream and stream.record_event())), strict=True
+        )
         for event in filter(None, events):
             stream.wait_event(event)
         return given
@@ -48,7 +50,7 @@ class Threads(Ranks):
         return result
 
     def leads(self, folder):
-        return self.gather(folder).index(folder) == self.rank
+        return self.all_gather(folder).index(folder) == self.rank
 
 
 def together(size, body, *arguments):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from w2v import settings
-from w2v.config import ConfigError
+from w2v.config import ConfigError, load_config
 from w2v.system.signals import Signals
 from w2v.text import ahead, opening, sources, vocab
 
@@ -179,7 +178,7 @@ def test_errors_come_through_whole(error):
 
 
 def test_nothing_is_read_ahead_where_torch_is_there(text, tmp_path):
-    config = settings.load(
+    config = load_config(
         [], [f"corpus.path={text}", f"corpus.data_dir={tmp_path / 'data'}", "vocab.min_count=1"]
     )
     import torch  # noqa: F401

@@ -11,8 +11,8 @@ import torch
 
 from tests.bench import plot_precision, precision, results, stages, steps, train, zipf
 from tests.bench.stages import Activity
-from w2v import settings
 from w2v.api.compare import Opened
+from w2v.config import load_config
 from w2v.kernels.cuda import KERNELS
 from w2v.model.optim import learning_rate
 from w2v.training import plan
@@ -34,7 +34,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def config(corpus):
-    return settings.load([], [*corpus, *CPU])
+    return load_config([], [*corpus, *CPU])
 
 
 def figures(file):

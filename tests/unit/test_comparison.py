@@ -10,15 +10,15 @@ from statistics import mean, stdev
 
 import pytest
 
-from w2v import settings
 from w2v.api import runs as comparison
+from w2v.config import config_keys, load_config, save_config
 
 ROOT = Path(__file__).parents[2]
 
 
 def write_run(folder, scores, *assignments, logged=()):
     folder.mkdir(parents=True)
-    settings.save(settings.load([], assignments), folder / "config.yaml")
+    save_config(load_config([], assignments), folder / "config.yaml")
     (folder / "scores.json").write_text(json.dumps(scores))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
     return folder
@@ -178,7 +178,7 @@ def test_a_damaged_run_is_named(runs, file):
 
 
 def test_the_keys_it_names_exist():
-    known = list(settings.names())
+    known = list(config_keys())
     assert set(comparison.SHOWN) <= set(known) and all(
         any(name.startswith(key) for name in known) for key in comparison.NO_SETTING
     )

@@ -215,7 +215,7 @@ def rows_of_all(size, folder, words=23, dim=5, last=None, dtype=torch.float32, k
     rows_VD = torch.randn(words, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     def written(ranks):
-        table = Table("input", ranks.rows(words), dim, {}, {}, "cpu", dtype)
+        table = Table("input", ranks.shard_rows(words), dim, {}, {}, "cpu", dtype)
         table["weight"].copy_(rows_VD[ranks.rank :: ranks.size])
         blocks = export.in_order(table, ranks, last)
         if ranks.rank or last:

@@ -207,9 +207,9 @@ def test_an_error_leaves_nothing_behind(tmp_path, read):
 
 FULL_DISK = """
 import resource, sys
-from w2v import settings
+from w2v.config import load_config
 from w2v.text import opening
-config = settings.load([], [f"corpus.path={sys.argv[1]}", f"corpus.data_dir={sys.argv[2]}", "vocab.min_count=1"])
+config = load_config([], [f"corpus.path={sys.argv[1]}", f"corpus.data_dir={sys.argv[2]}", "vocab.min_count=1"])
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 try:
     opening.open_corpus(config)

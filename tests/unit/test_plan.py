@@ -14,8 +14,7 @@ import torch
 
 from tests.bench import zipf
 from tests.oracle.test_cached import HostLink
-from w2v import settings
-from w2v.config import ConfigError
+from w2v.config import ConfigError, load_config
 from w2v.text import opening
 from w2v.training import backends, plan
 from w2v.transfer import timing
@@ -28,7 +27,7 @@ GPU = torch.device("cuda")
 
 
 def configured(*assignments):
-    return settings.load([], assignments)
+    return load_config([], assignments)
 
 
 def test_kernels_on_the_cpu(monkeypatch):
@@ -280,7 +279,7 @@ def test_pages_serve_as_many_steps_as_there_is_room_for(tmp_path):
         and found[2] in (2, 4)
         and found[-1] == 1
     )
-    asked = settings.load([], ["transfer.steps_per_page=3"])
+    asked = load_config([], ["transfer.steps_per_page=3"])
     assert (
         replace(
             planned, slots=0, config=replace(planned.config, transfer=asked.transfer)
@@ -310,7 +309,7 @@ def test_rows_that_are_used_soon_stay_where_rows_are_paged():
         < paged.paging.lookahead
         < 4_000_000 / 32 / 1024
     )
-    off = settings.load([], ["transfer.lookahead=false"])
+    off = load_config([], ["transfer.lookahead=false"])
     assert replace(paged, config=replace(planned.config, transfer=off.transfer)).paging == (
         paged.paging.steps,
         0,
@@ -364,7 +363,7 @@ def test_what_moves_is_said_and_how_to_make_it_less():
         r"link      about (.+) rows a word of the text come over it, and as many go back(?:; (.+) with (.+) (.+), .+)?\n"
     )
     rows, fewer, *keys = line.search(str(paged)).groups()
-    shared = replace(paged, config=settings.load([], ["train.batch_size=65536", *keys]))
+    shared = replace(paged, config=load_config([], ["train.batch_size=65536", *keys]))
     found = line.search(str(shared)).groups()
     assert keys == ["model.negative_pool=65536", "model.negative_pool_steps=8"] and found == (
         fewer,
@@ -375,7 +374,7 @@ def test_what_moves_is_said_and_how_to_make_it_less():
     fetched = line.search(str(replace(paged, slots=0))).group(1)
     assert 0 < 2 * float(fewer) < float(rows) < float(fetched)
     assert " with " not in line.search(
-        str(replace(paged, config=settings.load([], ["train.batch_size=1000000"])))
+        str(replace(paged, config=load_config([], ["train.batch_size=1000000"])))
     ).group(0)
 
 

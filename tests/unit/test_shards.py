@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.support.joined import Pool
 from tests.support.threaded import checked, raised, together
 from w2v.config import OptimizerConfig
-from w2v.distributed.ranks import ALONE, RanksDiffer
+from w2v.distributed.ranks import SINGLE, RanksDiffer
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.training import checkpoint, shards
@@ -30,7 +30,13 @@ def dealt(ranks, filled=True, name="NAdam", rows=ROWS, dim=DIM, step="table", dt
     for number, table in enumerate(("input", "output")):
         made.append(
             Table(
-                table, ranks.rows(rows), dim, optimizer.states(dim), optimizer.scalars, "cpu", dtype
+                table,
+                ranks.shard_rows(rows),
+                dim,
+                optimizer.states(dim),
+                optimizer.scalars,
+                "cpu",
+                dtype,
             )
         )
         if filled:
@@ -45,7 +51,7 @@ def dealt(ranks, filled=True, name="NAdam", rows=ROWS, dim=DIM, step="table", dt
 
 def written(ranks, folder, at=7, room=0, **what):
     keeper = Checkpoints(folder, dealt(ranks, **what), room, ranks)
-    keeper.save({"step": at, "positions": ranks.gather([ranks.rank])})
+    keeper.save({"step": at, "positions": ranks.all_gather([ranks.rank])})
     keeper.wait()
 
 
@@ -70,8 +76,8 @@ def side_by_side(tables):
 
 @pytest.mark.parametrize("room", [0, ALL], ids=["written as they are", "copied first"])
 def test_rows_side_by_side_are_kept_as_others(tmp_path, small_files, room):
-    written(ALONE, tmp_path / "apart")
-    keeper = Checkpoints(tmp_path / "beside", side_by_side(dealt(ALONE)), room)
+    written(SINGLE, tmp_path / "apart")
+    keeper = Checkpoints(tmp_path / "beside", side_by_side(dealt(SINGLE)), room)
     keeper.save({"step": 7, "positions": [0]})
     keeper.wait()
     files = sorted(
@@ -81,11 +87,11 @@ def test_rows_side_by_side_are_kept_as_others(tmp_path, small_files, room):
         (tmp_path / "apart" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes()
         for name in files
     )
-    tables = side_by_side(dealt(ALONE, filled=False))
-    latest(tmp_path / "beside", ALONE).load(tables, ALONE)
+    tables = side_by_side(dealt(SINGLE, filled=False))
+    latest(tmp_path / "beside", SINGLE).load(tables, SINGLE)
     assert all(
         torch.equal(table.records_VR, expected.records_VR)
-        for table, expected in zip(tables, dealt(ALONE), strict=True)
+        for table, expected in zip(tables, dealt(SINGLE), strict=True)
     )
 
 
@@ -135,9 +141,10 @@ def test_the_files_say_whose_they_are_and_one_rank_writes_what_it_always_did(tmp
     }
     second = sorted((tmp_path / "step-00000007").glob("input-rank-1-*"))
     assert torch.equal(
-        torch.cat([load_file(path)["records"] for path in second]), dealt(ALONE)[0].records_VR[1::2]
+        torch.cat([load_file(path)["records"] for path in second]),
+        dealt(SINGLE)[0].records_VR[1::2],
     )
-    written(ALONE, tmp_path, 8)
+    written(SINGLE, tmp_path, 8)
     alone = json.loads((tmp_path / "step-00000008" / "manifest.json").read_text())
     assert "ranks" not in alone and not list((tmp_path / "step-00000008").glob("*rank*"))
 
@@ -161,7 +168,7 @@ def test_each_rank_copies_what_it_has_room_for_and_no_change_is_saved(
         for table in tables:
             table.records_VR.zero_()
         written = len(list((tmp_path / "step-00000007.partial").glob(f"*rank-{ranks.rank}-*")))
-        ranks.gather(None)
+        ranks.all_gather(None)
         go.set()
         keeper.wait()
         return written
@@ -260,7 +267,7 @@ def test_all_ranks_take_the_newest_that_all_have(tmp_path):
 def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(
     tmp_path, monkeypatch, broken, room
 ):
-    write = shards.durable.write
+    write = shards.write_synced
 
     def full(path, parts):
         here = (
@@ -272,7 +279,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_last_stays_valid(
             raise OSError(28, "No space left on device")
         return write(path, parts)
 
-    monkeypatch.setattr(shards.durable, "write", full)
+    monkeypatch.setattr(shards, "write_synced", full)
     keepers = checked(together(3, lambda ranks: Checkpoints(tmp_path, dealt(ranks), room, ranks)))
 
     def save(ranks, step):
@@ -330,12 +337,12 @@ def body(ranks, folder):
     own = folder / str(ranks.rank)
     own.mkdir()
     assert ranks.leads(own) and not list(own.iterdir())
-    ranks.same({"seed": 1})
+    ranks.require_equal({"seed": 1})
     with pytest.raises(
         RanksDiffer, match="train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike"
     ):
-        ranks.same({"train.epochs": 3, "train.seed": ranks.rank})
-    with pytest.raises(FileNotFoundError) as caught, ranks.together():
+        ranks.require_equal({"train.epochs": 3, "train.seed": ranks.rank})
+    with pytest.raises(FileNotFoundError) as caught, ranks.reraise():
         if ranks.rank == ranks.size - 1:
             (folder / "none").read_text()
     assert caught.value.of == ranks.size - 1 and caught.value.filename == str(folder / "none")
@@ -343,7 +350,7 @@ def body(ranks, folder):
         (folder / f"step{step}").mkdir(exist_ok=True)
         written(ranks, folder / f"step{step}", step, room)
         loaded(ranks, folder / f"step{step}")
-    return ranks.gather(ranks.rank)
+    return ranks.all_gather(ranks.rank)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -351,4 +358,4 @@ def test_processes(tmp_path, size):
     pool = Pool(size)
     assert pool.run(body, tmp_path) == [list(range(size))] * size
     pool.close()
-    loaded(ALONE, tmp_path / "step2")
+    loaded(SINGLE, tmp_path / "step2")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from w2v import Word2Vec
 from w2v.api.word2vec import DESCENT, TUNED
 from w2v.config import ModelConfig
+from w2v.config import load_config as load_settings
 from w2v.model.optim import RowOptimizer, rowwise_optimizers
-from w2v.settings import load as load_settings
 from w2v.training import plan
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w2v.api import runs as comparison
 from w2v.system import console
-from w2v.system import files as durable
+from w2v.system.files import naming_file
 from w2v.vectors import card, export
 from w2v.vectors import evaluate as evaluation
 from w2v.vectors import load as vectorfile
@@ -85,7 +85,7 @@ def analogies(options: Namespace) -> int:
 def write(options: Namespace) -> int:
     path = vectorfile.find(options.run)
     kv, folder = vectorfile.load(path), Path(options.to or path.parent)
-    with durable.naming(folder):
+    with naming_file(folder):
         written = export.save(kv, folder, options.formats) if options.formats else []
         written += export.save_safetensors(kv, folder) if options.safetensors else []
         written += export.save_projector(kv, folder, options.projector) if options.projector else []

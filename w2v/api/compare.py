@@ -19,14 +19,13 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from w2v import settings
 from w2v.api import gensim_baseline as baseline
 from w2v.api import runs as comparison
-from w2v.config import Config, ConfigError
+from w2v.config import Config, ConfigError, load_config, save_config
 from w2v.model import heldout
 from w2v.system import console
-from w2v.system import files as durable
 from w2v.system import versions as environment
+from w2v.system.files import error_message
 from w2v.system.signals import Signals
 from w2v.text import opening
 from w2v.text.corpus import Corpus
@@ -156,7 +155,7 @@ def compare(
 def _place(folder: Path, name: str, config: Config) -> Path:
     """The folder of this run, an unfinished one emptied; one of that name with other settings stays, and this one gets a number."""
     number, run = 1, folder / name
-    while (run / "config.yaml").exists() and settings.load([run / "config.yaml"]) != config:
+    while (run / "config.yaml").exists() and load_config([run / "config.yaml"]) != config:
         number += 1
         run = folder / f"{name}-{number}"
     if run.exists() and not (run / "scores.json").exists():
@@ -166,7 +165,7 @@ def _place(folder: Path, name: str, config: Config) -> Path:
 
 def _train(config: Config, opened: Opened, run: Path) -> None:
     run.mkdir(parents=True)
-    settings.save(config, run / "config.yaml")
+    save_config(config, run / "config.yaml")
     try:
         trainer = train_once(config, opened, run)
         export.save(trainer.vectors(), run, ("kv",))
@@ -268,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         opened, configs = Opened(), {}
         for path in options.configs:
-            config = settings.load([options.base, path], [*ALWAYS, *options.set])
+            config = load_config([options.base, path], [*ALWAYS, *options.set])
             if options.batch == "fit":
                 config = fitted(config, opened(config)[0])
             plan.make_plan(
@@ -289,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\nin {folder}: table.txt, table.md, table.csv, curves.png where matplotlib is installed, and a folder for each run"
         )
     except (ValueError, MemoryError, OSError) as error:
-        print(f"error: {durable.in_words(error)}", file=sys.stderr)
+        print(f"error: {error_message(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from w2v import settings
-from w2v.config import Config, OptimizerConfig
+from w2v.config import Config, OptimizerConfig, save_config
 from w2v.model.heldout import HeldOut
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
@@ -86,7 +85,7 @@ def train(
                     file.write(json.dumps(state(self.done, now - began - self.away)) + "\n")
                 self.away += time.monotonic() - now
 
-    settings.save(config, folder / "config.yaml")
+    save_config(config, folder / "config.yaml")
     (folder / "metrics.jsonl").touch()
     with TemporaryDirectory() as scratch:
         text = Path(scratch, "text.txt")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from w2v.system import files as durable
+from w2v.system.files import newest_file
 
 log = logging.getLogger("w2v")
 SHOWN = {
@@ -142,7 +142,7 @@ def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
 
 
 def _latest(file: str) -> Path:
-    written = durable.newest(Path("runs"), file)
+    written = newest_file(Path("runs"), file)
     if written is None:
         raise ComparisonError(f"no folder in runs holds {file}; train first, or name run folders")
     return written.parent

@@ -30,13 +30,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from w2v import settings
 from w2v.api import runs as comparison
 from w2v.api.compare import Opened, fitted, train_once, warm_up, with_batch
-from w2v.config import Config, ConfigError
+from w2v.config import Config, ConfigError, load_config
 from w2v.system import console
-from w2v.system import files as durable
 from w2v.system import versions as environment
+from w2v.system.files import error_message
 from w2v.system.signals import Signals
 from w2v.training import metrics, plan
 from w2v.vectors import evaluate as evaluation
@@ -105,7 +104,7 @@ def grid(
                     f"{key}={json.dumps(value)}" for key, value in zip(axes, values, strict=True)
                 ]
                 found.append(
-                    settings.load(
+                    load_config(
                         files,
                         [*assignments, *further, f"optimizer.lr={lr}", f"train.batch_size={batch}"],
                     )
@@ -416,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for path in map(file_of, options.names):
             files = [options.base, path]
-            given = AXES.get(settings.load(files).optimizer.name, {}) | axes_of(options.set)
+            given = AXES.get(load_config(files).optimizer.name, {}) | axes_of(options.set)
             given |= {"train.epochs": [options.epochs]} if options.epochs else {}
             fixed = [
                 f"{key}={json.dumps(values[0])}"
@@ -425,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             axes = {key: values for key, values in given.items() if len(values) > 1}
             fixed = [*BASICS, *fixed]
-            centre = settings.load(files, fixed)
+            centre = load_config(files, fixed)
             configs = grid(
                 fitted(centre, opened(centre)[0]), files, fixed, options.lr, options.batch, axes
             )
@@ -436,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if best:
                 print(f"best by the sum of its scores, to be {path}:\n\n{as_yaml(best)}\n")
     except (ValueError, MemoryError, OSError) as error:
-        print(f"error: {durable.in_words(error)}", file=sys.stderr)
+        print(f"error: {error_message(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -21,9 +21,8 @@ import torch
 from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 
-from w2v import settings
 from w2v.api.compare import TUNED_WORDS, fitted, with_batch
-from w2v.config import Config, ConfigError, ModelConfig, require
+from w2v.config import Config, ConfigError, ModelConfig, load_config, require
 from w2v.model.optim import RowOptimizer, learning_rate
 from w2v.model.table import Table
 from w2v.text.corpus import Corpus, NoKnownWords, encoded
@@ -258,9 +257,9 @@ class Word2Vec(word2vec.Word2Vec):
                 f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha"
             )
         further = [*self.settings, f"train.device={self.device}"]
-        config = settings.load([tuned] if tuned.exists() else [], further)
+        config = load_config([tuned] if tuned.exists() else [], further)
         if self.optimizer == "SGD" and not self.optimizer_args and self._compiled(config):
-            config = settings.load([DESCENT], further)
+            config = load_config([DESCENT], further)
         optimizer = replace(
             config.optimizer,
             name=self.optimizer,

@@ -131,7 +131,7 @@ class ShardedPipeline(FusedPipeline):
         )
         sums = next(self._sums)
 
-        weights_UD = self._ranks.send(
+        weights_UD = self._ranks.all_to_all(
             shard.lend(ids_M, self._stride, held, dim, claims, sums.claimed), lent, asked
         )
         grad_UD, pairs_U = shard.place(rows_U, self._place_TV, dim, counted=capped)
@@ -142,8 +142,8 @@ class ShardedPipeline(FusedPipeline):
         cuda.skipgram(batch, weights_in, grads_in, weights_out, grads_out, sums, counted=capped)
 
         shard.report(sums, self.fault, asked_N, grad_UD)
-        grad_MD = self._ranks.send(grad_UD, asked, lent)
-        pairs_M = self._ranks.send(pairs_U, asked, lent) if pairs_U is not None else None
+        grad_MD = self._ranks.all_to_all(grad_UD, asked, lent)
+        pairs_M = self._ranks.all_to_all(pairs_U, asked, lent) if pairs_U is not None else None
         shard.collect(ids_M, self._stride, lent_N, grad_MD, pairs_M, claims, sums, self.fault)
         self._step_rows(held, claims, sums.claimed, sums.loss, lr)
         return StepResult(sums.loss, sums.pairs)
@@ -225,13 +225,15 @@ class ShardedPipeline(FusedPipeline):
     ) -> Sequence[Tensor]:
         """The ids that come for each batch of a page, when those of all batches go to the owners at once, rank by rank."""
         if len(ids_KU) == 1:
-            return [self._ranks.send(*ids_KU, *asked_KN, *lent_KN, ahead=True)]
+            return [self._ranks.all_to_all(*ids_KU, *asked_KN, *lent_KN, ahead=True)]
         dealt_KN = [ids_U.split(asked) for ids_U, asked in zip(ids_KU, asked_KN, strict=True)]
         asked_NK, lent_NK = (
             list(zip(*numbers_KN, strict=True)) for numbers_KN in (asked_KN, lent_KN)
         )
         sent = torch.cat([ids_u for dealt_K in zip(*dealt_KN, strict=True) for ids_u in dealt_K])
-        came = self._ranks.send(sent, list(map(sum, asked_NK)), list(map(sum, lent_NK)), ahead=True)
+        came = self._ranks.all_to_all(
+            sent, list(map(sum, asked_NK)), list(map(sum, lent_NK)), ahead=True
+        )
         parts, steps = came.split([number for lent_K in lent_NK for number in lent_K]), len(ids_KU)
         in_batches = torch.cat([ids_m for step in range(steps) for ids_m in parts[step::steps]])
         return in_batches.split(list(map(sum, lent_KN)))

@@ -42,18 +42,18 @@ class Ranks:
     rank, size, local_rank, local_size = 0, 1, 0, 1
     bytes_sent = 0  # of rows, to other ranks
 
-    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
+    def all_gather(self, fact: Any, behind: bool = False) -> list[Any]:
         """What each rank gives, in their order; all ranks wait for each other.
 
         behind: for the thread that works behind the training, whose calls have an order of their own.
         """
         return [fact]
 
-    def agree(self, *numbers: float) -> Callable[[], list[list[float]]]:
+    def all_gather_async(self, *numbers: float) -> Callable[[], list[list[float]]]:
         """As `gather`, for a few numbers of each step; only the call of what it gives waits for the other ranks."""
         return lambda: [list(numbers)]
 
-    def send(
+    def all_to_all(
         self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False
     ) -> Tensor:
         """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, ...; give what came, `received[0]` rows from rank 0, ...
@@ -62,11 +62,11 @@ class Ranks:
         """
         return rows_NX
 
-    def add(self, numbers: Tensor) -> Tensor:
+    def all_reduce(self, numbers: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor, which becomes it."""
         return numbers
 
-    def rows(self, total: int) -> int:
+    def shard_rows(self, total: int) -> int:
         """How many of a table's `total` rows this rank holds."""
         return -(-(total - self.rank) // self.size)
 
@@ -74,16 +74,16 @@ class Ranks:
         """Which rows of the whole table those of this rank's shard are."""
         return rows_n * self.size + self.rank
 
-    def pick(self, shard_nX: Tensor, rows_U: Tensor) -> Tensor:
+    def fetch_rows(self, shard_nX: Tensor, rows_U: Tensor) -> Tensor:
         """These rows of a whole table, float32, whoever holds them; all ranks ask for the same."""
         rows_U = rows_U.to(shard_nX.device)
         mine_U = rows_U % self.size == self.rank
         picked_UX = torch.zeros(len(rows_U), *shard_nX.shape[1:], device=shard_nX.device)
         picked_UX[mine_U] = shard_nX[rows_U[mine_U] // self.size].float()
-        return self.add(picked_UX)
+        return self.all_reduce(picked_UX)
 
     @contextmanager
-    def together(self, behind: bool = False) -> Iterator[None]:
+    def reraise(self, behind: bool = False) -> Iterator[None]:
         """An error that a user can mend, in the block of any rank, is raised by all: the first one's, which then says `of` which rank it
         is. No rank may wait for others in the block."""
         mine: Exception | None = None
@@ -91,15 +91,17 @@ class Ranks:
             yield
         except (ValueError, MemoryError, OSError) as error:
             mine = error
-        for rank, theirs in enumerate(self.gather(mine, behind)):
+        for rank, theirs in enumerate(self.all_gather(mine, behind)):
             if theirs is not None:
                 failed: Any = mine if rank == self.rank else theirs
                 failed.of = rank
                 raise failed
 
-    def same(self, facts: Mapping[str, Any], remedy: str = "start all ranks alike") -> None:
+    def require_equal(
+        self, facts: Mapping[str, Any], remedy: str = "start all ranks alike"
+    ) -> None:
         """Raise `RanksDiffer` where a fact is not the same on all ranks."""
-        of_ranks = self.gather(dict(facts))
+        of_ranks = self.all_gather(dict(facts))
         for name in dict.fromkeys(name for known in of_ranks for name in known):
             values = [known.get(name) for known in of_ranks]
             other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -114,14 +116,14 @@ class Ranks:
         """Whether this is the first of the ranks that see this very folder, of all or of a host; where none can write, of its host."""
         return True
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Need each other no more; all ranks say so, when what they do together is done."""
 
 
-ALONE = Ranks()
+SINGLE = Ranks()
 
 
-class Joined(Ranks):
+class ProcessGroup(Ranks):
     """The ranks that torchrun has started, on CPUs or each with a GPU of its own. Raises `RankLost` where another one is gone."""
 
     def __init__(self, device: str):
@@ -153,28 +155,28 @@ class Joined(Ranks):
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
-    def gather(self, fact: Any, behind: bool = False) -> list[Any]:
+    def all_gather(self, fact: Any, behind: bool = False) -> list[Any]:
         facts: list[Any] = [None] * self.size
         with self._answering():
             dist.all_gather_object(facts, fact, group=self._behind if behind else self._facts)
         return facts
 
     def leads(self, folder: Path) -> bool:
-        token = self.gather(uuid4().hex)[0]
+        token = self.all_gather(uuid4().hex)[0]
         marks = [folder / f".rank-{token}-{rank}" for rank in range(self.size)]
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             marks[
                 self.rank
             ].touch()  # a name that nobody has looked for, so that no network file system remembers that it is missing
-        self.gather(None)
+        self.all_gather(None)
         first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
-        self.gather(None)
+        self.all_gather(None)
         with contextlib.suppress(OSError):
             marks[self.rank].unlink()
         return first == self.rank or (first is None and self.local_rank == 0)
 
-    def agree(self, *numbers: float) -> Callable[[], list[list[float]]]:
+    def all_gather_async(self, *numbers: float) -> Callable[[], list[list[float]]]:
         mine = torch.tensor(numbers, dtype=torch.float64)
         all_of_them = torch.empty(self.size, len(numbers), dtype=torch.float64)
         with self._answering():
@@ -187,7 +189,7 @@ class Joined(Ranks):
 
         return agreed
 
-    def send(
+    def all_to_all(
         self, rows_NX: Tensor, sent: Sequence[int], received: Sequence[int], ahead: bool = False
     ) -> Tensor:
         came = rows_NX.new_empty(sum(received), *rows_NX.shape[1:])
@@ -200,12 +202,12 @@ class Joined(Ranks):
             )
         return came
 
-    def add(self, numbers: Tensor) -> Tensor:
+    def all_reduce(self, numbers: Tensor) -> Tensor:
         with self._answering():
             dist.all_reduce(numbers)
         return numbers
 
-    def part(self) -> None:
+    def leave(self) -> None:
         self._parting.set()
         self._watching.join()  # until all ranks part; without one of them it does not return
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from w2v.config import ConfigError, ModelConfig
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels import reference
 from w2v.kernels.batch import Batch
 from w2v.model.sampler import Sampler
@@ -75,15 +75,15 @@ class HeldOut:
         ]
         self._device, self._words = device, len(keep_V)
 
-    def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = ALONE) -> float:
+    def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = SINGLE) -> float:
         """The mean loss of a positive pair and its noise words, for vectors that may lie on any device, and may be dealt to ranks."""
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
         for batch in self._batches:
             slots = find_slots(expand(batch), self._words)
             result = reference.skipgram(
-                ranks.pick(input_VD, slots.input_rows_U).to(self._device),
-                ranks.pick(output_VD, slots.output_rows_V).to(self._device),
+                ranks.fetch_rows(input_VD, slots.input_rows_U).to(self._device),
+                ranks.fetch_rows(output_VD, slots.output_rows_V).to(self._device),
                 slots.context_slots_BC,
                 slots.context_mask_BC,
                 slots.target_slots_BT,

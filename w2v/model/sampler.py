@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from w2v.config import ModelConfig
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Position
 from w2v.kernels.reference import spread
 
@@ -56,7 +56,7 @@ class Sampler:
         left_out: np.ndarray | None = None,
         inversion: Inversion | None = None,
         draw: Draw | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
         lookahead: int = 0,
     ):
         self._ids_N, self._offsets_S, self._model = ids_N, offsets_S, model

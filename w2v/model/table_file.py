@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from w2v.model.table import Table
-from w2v.system import files as durable
+from w2v.system.files import apply_umask
 from w2v.training.shards import DTYPES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def save(table: Table | TableApart, path: Path) -> None:
     save_file(
         fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, aside
     )
-    durable.permit(aside)
+    apply_umask(aside)
     os.replace(aside, path)
 
 

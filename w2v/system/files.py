@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     """Write a new file, and return when it is on disk with the CRC-32 of it; the name is on disk after `sync_folder`."""
     crc32 = 0
     with open(path, "wb") as file:
@@ -33,11 +33,11 @@ def _let_go(file: BinaryIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def replace(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Write a text aside, and give it its name once it is on disk; what fails leaves nothing."""
     aside = Path(f"{path}.part")
     try:
-        write(aside, [text.encode()])
+        write_synced(aside, [text.encode()])
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)
@@ -45,7 +45,7 @@ def replace(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def permit(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a file the permissions that new files have; safetensors gives its files to their owner alone."""
     mask = os.umask(0o077)
     os.umask(mask)
@@ -61,7 +61,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def newest(folder: Path, name: str) -> Path | None:
+def newest_file(folder: Path, name: str) -> Path | None:
     """Of the files of that name in the folders of a folder the one that was written last; None without any."""
     return max(
         folder.glob(f"*/{name}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None
@@ -69,7 +69,7 @@ def newest(folder: Path, name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
+def exclusive(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
     """Lets one process at a time into the block, of those that name the same folder; `waits` is called where another is in."""
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -84,7 +84,7 @@ def turn(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def naming_file(path: str | Path) -> Iterator[None]:
     """An `OSError` in the block that names no file names this one."""
     try:
         yield
@@ -96,7 +96,7 @@ def naming(path: str | Path) -> Iterator[None]:
         ) from None
 
 
-def in_words(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """What went wrong, on one line; and where and what to do, which an `OSError` does not say itself."""
     if not isinstance(error, OSError):
         return " ".join(str(error).split())

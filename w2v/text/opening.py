@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w2v.config import Config, ConfigError
-from w2v.system import files as durable
+from w2v.system.files import exclusive, naming_file
 from w2v.system.process import cores, keep_memory_whole, return_freed_memory
 from w2v.text import sources
 from w2v.text.corpus import Corpus, read_plainly
@@ -25,7 +25,7 @@ WHOLE = "vocab.tsv"  # which is written last
 def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
     """As `open_corpus`, where the first rank that sees the cache reads the text, and the others what it leaves there."""
     leads = ranks.leads(Path(config.corpus.data_dir).expanduser())
-    with ranks.together():
+    with ranks.reraise():
         opened = open_corpus(config) if leads else None
     return opened or open_corpus(config)
 
@@ -40,7 +40,7 @@ def read(config: Config) -> tuple[Path, Vocab | None]:
     """The cache of the corpus, made now where there is none of this text and these settings; and the vocabulary, if it was."""
     keep_memory_whole()  # before the first large array
     text, data_dir = config.corpus, Path(config.corpus.data_dir).expanduser()
-    with durable.naming(data_dir):
+    with naming_file(data_dir):
         files = sources.locate(text.path, data_dir)
     how = {"lowercase": text.lowercase, "max_sentence_length": text.max_sentence_length}
     folder = (
@@ -52,7 +52,7 @@ def read(config: Config) -> tuple[Path, Vocab | None]:
     if not whole.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with durable.turn(
+            with exclusive(
                 folder.parent, lambda: log.info("waiting for another run that reads a text")
             ):
                 vocab = None if whole.exists() else _read(files, folder, config)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from w2v.config import Config, ConfigError
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Storage
 from w2v.training import memory as budget
 from w2v.training.machine import Machine, why_no_numba
@@ -140,7 +140,7 @@ def link_rates(width: int, config: Config, device: torch.device) -> Rates:
 
 
 def choose_kernels(
-    config: Config, machine: Machine, device: torch.device, ranks: Ranks = ALONE
+    config: Config, machine: Machine, device: torch.device, ranks: Ranks = SINGLE
 ) -> bool:
     """Whether to use kernels made for the step: CUDA's, which add gradients in the order in which they come and so are not for where
     bits must repeat; or on the CPU those that numba compiles, for every optimizer and one rank."""

@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system import files as durable
+from w2v.system.files import sync_folder, write_synced
 from w2v.training import shards
 
 FORMAT = 2
@@ -45,7 +45,7 @@ class Checkpoints:
     the next call.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table], room: int, ranks: Ranks = ALONE):
+    def __init__(self, folder: Path, tables: Sequence[Table], room: int, ranks: Ranks = SINGLE):
         self.folder, self._tables, self._ranks = folder, tables, ranks
         folder.mkdir(exist_ok=True)
         self._leads = ranks.leads(folder)
@@ -66,7 +66,7 @@ class Checkpoints:
         """Write the tables as they are now, and rank 0's `state` (JSON; its "step" names the checkpoint); `wait` until all is on disk."""
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
-        if all(self._ranks.gather(path.exists())):
+        if all(self._ranks.all_gather(path.exists())):
             self._remove_old()  # as who wrote it may have been killed before that
             return
         manifest = {"format": FORMAT, **state, "tables": _describe(self._tables, self._ranks)}
@@ -74,7 +74,7 @@ class Checkpoints:
             manifest["ranks"] = self._ranks.size
         at_once = self._files()
         behind = {} if wait else {name: at_once.pop(name) for name in self._copied}
-        with self._undone(path, manifest), self._ranks.together():
+        with self._undone(path, manifest), self._ranks.reraise():
             copying = self._writer.submit(self._copy, behind) if behind else None
             _aside(path).mkdir(exist_ok=True)
             entries = shards.write(_aside(path), at_once)
@@ -119,23 +119,23 @@ class Checkpoints:
         """Write the copies too, give the checkpoint its name when the files of all ranks are whole, and remove those that are too old."""
         aside, ranks = _aside(path), self._ranks
         with self._undone(path, manifest):
-            with ranks.together(behind=True):
+            with ranks.reraise(behind=True):
                 entries = {**entries, **shards.write(aside, copies)}
-                durable.sync_folder(aside)
-            given = ranks.gather((entries, manifest), behind=True)
+                sync_folder(aside)
+            given = ranks.all_gather((entries, manifest), behind=True)
             sealed = _sealed(
                 given[0][1]
                 | {"files": {name: entry for files, _ in given for name, entry in files.items()}}
             )
-            with ranks.together(behind=True):
+            with ranks.reraise(behind=True):
                 if self._leads:
-                    durable.write(aside / "manifest.json", [sealed.encode()])
-                    durable.sync_folder(aside)
+                    write_synced(aside / "manifest.json", [sealed.encode()])
+                    sync_folder(aside)
                     _remove(
                         path
                     )  # what other hosts do not have: they had failed when it was written
                     os.replace(aside, path)
-                    durable.sync_folder(path.parent)
+                    sync_folder(path.parent)
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -189,11 +189,11 @@ class Checkpoint:
         about = {"format", "tables", "files", "checksum", "ranks"}
         self.state: dict[str, Any] = {key: manifest[key] for key in manifest.keys() - about}
 
-    def load(self, tables: Sequence[Table], ranks: Ranks = ALONE) -> None:
+    def load(self, tables: Sequence[Table], ranks: Ranks = SINGLE) -> None:
         """Fill the tables, whose rows, fields and dtype must be those saved, by however many ranks; on a `CheckpointError` they hold
         nothing of use."""
         wanted = _describe(tables, ranks)
-        with ranks.together():
+        with ranks.reraise():
             for name, here in wanted.items():
                 saved = self._tables.get(name)
                 if saved is None or _fields(saved) != _fields(here):
@@ -223,9 +223,9 @@ class Checkpoint:
         return f"{file} is damaged ({why}); restore it, or remove {self.path} to {rest}"
 
 
-def latest(folder: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
+def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
     """The newest one in a folder that all ranks have, and None where there is none. Raises `CheckpointError` where it cannot be used."""
-    seen = ranks.gather([path.name for path in _saved(folder)])
+    seen = ranks.all_gather([path.name for path in _saved(folder)])
     common = [name for name in seen[0] if all(name in others for others in seen)]
     if not common and any(seen):
         have, lack = seen.index(max(seen, key=len)), seen.index(min(seen, key=len))
@@ -235,9 +235,9 @@ def latest(folder: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
         )
     if not common:
         return None
-    with ranks.together():
+    with ranks.reraise():
         found = Checkpoint(folder / common[-1])
-    ranks.same(
+    ranks.require_equal(
         {f"the checksum of {found.path.name}": found.checksum},
         "bring all hosts the folder that rank 0 has",
     )
@@ -277,7 +277,7 @@ def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]
     """What the tables are by name, all ranks' shards together; scalars are those of each rank, where there are several."""
     described = {}
     for table in tables:
-        parts = ranks.gather(
+        parts = ranks.all_gather(
             (table.rows, {name: value.item() for name, value in table.scalars.items()})
         )
         rows, scalars = zip(*parts, strict=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from w2v.config import ConfigError
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import pinning_is_limited
 from w2v.system.process import cores
 from w2v.training import memory as budget
@@ -29,7 +29,7 @@ class Machine:
     lockable_bytes: float = math.inf
 
     @classmethod
-    def here(cls, ranks: Ranks = ALONE) -> Machine:
+    def here(cls, ranks: Ranks = SINGLE) -> Machine:
         """This computer, or this rank's share of it where several ranks train together here, each with a GPU of its own."""
         gpus = torch.cuda.device_count()
         if 0 < gpus < ranks.local_size:

@@ -17,7 +17,7 @@ from w2v.config import ModelConfig, TransferConfig
 from w2v.kernels.batch import CHUNK_BATCHES
 from w2v.text.vocab import keep_probabilities
 
-ALONE, GROUPS = (
+SINGLE, GROUPS = (
     1 << 16,
     2000,
 )  # so many of Zipf's words are groups of their own, the others are in about so many
@@ -68,10 +68,10 @@ class Spectrum:
     @classmethod
     def zipf(cls, rows: int, words: int) -> Spectrum:
         """`rows` words of which number r occurs in proportion to 1 / r, and at least once, in about so many `words` in random order."""
-        first = np.arange(1, min(rows, ALONE) + 2, dtype=np.float64)
+        first = np.arange(1, min(rows, SINGLE) + 2, dtype=np.float64)
         rest = (
-            np.unique(np.rint(np.geomspace(ALONE + 1, rows + 1, GROUPS)))
-            if rows > ALONE
+            np.unique(np.rint(np.geomspace(SINGLE + 1, rows + 1, GROUPS)))
+            if rows > SINGLE
             else first[-1:]
         )
         edges = np.concatenate([first[:-1], rest])

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 import w2v
-from w2v import settings
-from w2v.config import Config, ConfigError, ModelConfig
+from w2v.config import Config, ConfigError, ModelConfig, flat_config
 from w2v.distributed import launcher as torchrun
 from w2v.distributed.exchange import ShardedPipeline
-from w2v.distributed.ranks import ALONE, Joined, Ranks
+from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import cuda
 from w2v.kernels.batch import CHUNK_BATCHES
 from w2v.model import heldout
@@ -86,7 +85,7 @@ class Plan:
     fused: bool  # whether kernels made for it compute the step, rather than plain torch
     slots: int  # rows of paged tables for which there is room on the GPU
     budget: Budget
-    ranks: Ranks = ALONE  # those that train together; bytes and slots are of this one
+    ranks: Ranks = SINGLE  # those that train together; bytes and slots are of this one
 
     def __str__(self) -> str:
         states = self.optimizer.states(self.config.model.vector_size)
@@ -106,7 +105,7 @@ class Plan:
                 f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
                 *(
                     [
-                        f"ranks     {self.ranks.size}, each with {self.ranks.rows(words):,} rows of a table"
+                        f"ranks     {self.ranks.size}, each with {self.ranks.shard_rows(words):,} rows of a table"
                     ]
                     if self.ranks.size > 1
                     else []
@@ -125,7 +124,7 @@ class Plan:
         """How rows come and stay: as configured, or what suits how many rows have room."""
         if self.slots in (
             0,
-            2 * self.ranks.rows(len(self.vocab.words)),
+            2 * self.ranks.shard_rows(len(self.vocab.words)),
         ):  # what is true of any text need not be worked out
             return Paging(self.config.transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
         return self._paging(self._traffic(self.config.model))
@@ -150,7 +149,9 @@ class Plan:
 
     def _link(self) -> list[str]:
         """How many rows are expected to move where not all have room on the GPU, and what would make them fewer."""
-        if self.engine not in LINKS or self.slots == 2 * self.ranks.rows(len(self.vocab.words)):
+        if self.engine not in LINKS or self.slots == 2 * self.ranks.shard_rows(
+            len(self.vocab.words)
+        ):
             return []
         model, steps = self.config.model, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size
         rows, hint = self._rows_read(self._traffic(model), self.paging), ""
@@ -192,10 +193,10 @@ class Plan:
 def join(config: Config) -> Ranks:
     """The ranks that torchrun has started, each with its device and its share of the cores; or this process alone."""
     if not torchrun.started():
-        return ALONE
+        return SINGLE
     if torch.cuda.is_available():  # before anything else takes memory of the first GPU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    ranks = Joined("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
+    ranks = ProcessGroup("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
     torch.set_num_threads(max(1, cores() // ranks.local_size))
     return ranks
 
@@ -205,14 +206,14 @@ def must_be_alike(config: Config) -> dict[str, Any]:
     return {
         "the program's version": f"{w2v.__version__} ({environment.commit()})",
         "torch": torch.__version__,
-    } | settings.as_dict(config)
+    } | flat_config(config)
 
 
 def make_plan(
     config: Config,
     opened: tuple[Vocab, Corpus] | None = None,
     run: Path | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Plan:
     """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
 
@@ -235,7 +236,7 @@ def make_plan(
     if not (device.type == "cpu" and optimizer.descends):  # each center a step of its own
         warn_of_few_steps(config, vocab)
     warn_of_small_eps(config, optimizer)
-    words = ranks.rows(len(vocab.words))
+    words = ranks.shard_rows(len(vocab.words))
     if not words:
         raise ConfigError(
             f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer"
@@ -385,7 +386,7 @@ def build(plan: Plan) -> tuple[Sampler, Pipeline]:
     )
     ranks, rows, dtype = (
         plan.ranks,
-        plan.ranks.rows(len(plan.vocab.words)),
+        plan.ranks.shard_rows(len(plan.vocab.words)),
         ROWS.get(train.precision, torch.float32),
     )
     files: list[Path | None] = [None, None]

@@ -11,16 +11,23 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO
 
-from w2v import settings
-from w2v.config import Config, ConfigError
+from w2v.config import (
+    Config,
+    ConfigError,
+    config_changes,
+    config_keys,
+    flat_config,
+    load_config,
+    save_config,
+)
 from w2v.distributed import launcher as torchrun
-from w2v.distributed.ranks import ALONE, Ranks
-from w2v.system import files as durable
+from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.system.files import atomic_write, newest_file
 from w2v.training import checkpoint
 
 # What may change when a run goes on: how long it trains and how fast it learns, what it reports, and how rows travel.
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
-MAY_CHANGE |= {name for name in settings.names() if name.startswith(("run.", "transfer."))}
+MAY_CHANGE |= {name for name in config_keys() if name.startswith(("run.", "transfer."))}
 
 
 JOB = ".job"  # a file that says which job of torchrun began the run
@@ -30,11 +37,11 @@ class RunFolderError(ValueError):
     """A run folder that cannot be used; the message is one line that names it and the remedy."""
 
 
-def create(config: Config, ranks: Ranks = ALONE) -> Path:
+def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     """Make <run.dir>/<date>-<name>, never one that exists; the first rank's, for all."""
-    with ranks.together():
+    with ranks.reraise():
         folder = _create(config) if ranks.rank == 0 else None
-    return ranks.gather(folder)[0]  # which `lock` makes where ranks share no storage
+    return ranks.all_gather(folder)[0]  # which `lock` makes where ranks share no storage
 
 
 def _create(config: Config) -> Path:
@@ -54,7 +61,7 @@ def _create(config: Config) -> Path:
 def find(run: str, runs: str | Path) -> Path:
     """The folder that `run` names: itself, or with `latest` the one in `runs` that was begun last."""
     if run == "latest":
-        begun = durable.newest(Path(runs), "config.yaml")
+        begun = newest_file(Path(runs), "config.yaml")
         if begun is None:
             raise RunFolderError(
                 f"--resume latest finds no run in {runs}; name a run folder, or where they are with run.dir=FOLDER"
@@ -70,9 +77,9 @@ def find(run: str, runs: str | Path) -> Path:
 
 def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> Config:
     """The settings of the run overlaid by these; raises `ConfigError` where one differs that may not, once there is a checkpoint."""
-    config = settings.load([folder / "config.yaml", *files], assignments)
+    config = load_config([folder / "config.yaml", *files], assignments)
     if saved := checkpoint.latest(folder / "checkpoints"):
-        changed = settings.changes(saved.state["config"], settings.as_dict(config))
+        changed = config_changes(saved.state["config"], flat_config(config))
         if refused := [words for name, words in changed.items() if name not in MAY_CHANGE]:
             raise ConfigError(
                 f"{saved.path} has other settings: {'; '.join(refused)}; leave them as they were, or begin a new run"
@@ -80,13 +87,13 @@ def resumed(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> C
     return config
 
 
-def begun(resume: str | None, runs: str, ranks: Ranks = ALONE) -> Path | None:
+def begun(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path | None:
     """The folder to go on in: that which is asked for, or that of the job whose ranks torchrun starts again; None for a new run."""
     found = None
-    with ranks.together():
+    with ranks.reraise():
         if ranks.rank == 0:
             found = find(resume, runs) if resume else _of_this_job(runs)
-    return ranks.gather(found)[0]
+    return ranks.all_gather(found)[0]
 
 
 def _of_this_job(runs: str) -> Path | None:
@@ -104,19 +111,19 @@ def _of_this_job(runs: str) -> Path | None:
 
 def begin(folder: Path, config: Config, environment: str) -> None:
     """Write what says how to go on in the folder: the settings, versions and hardware, and the name of the job."""
-    settings.save(config, folder / "config.yaml")
-    durable.replace(folder / "env.txt", environment)
+    save_config(config, folder / "config.yaml")
+    atomic_write(folder / "env.txt", environment)
     if torchrun.job():
-        durable.replace(folder / JOB, torchrun.job())
+        atomic_write(folder / JOB, torchrun.job())
 
 
-def lock(folder: Path, ranks: Ranks = ALONE) -> AbstractContextManager[IO[str] | None]:
+def lock(folder: Path, ranks: Ranks = SINGLE) -> AbstractContextManager[IO[str] | None]:
     """Keep other processes out of the folder for as long as what is returned is open, and remove what a killed one left half-written.
 
     The first of the ranks that see the folder does so for all of them, who get nothing to open.
     """
     leads = ranks.leads(folder)
-    with ranks.together():
+    with ranks.reraise():
         return _lock(folder) if leads else nullcontext()
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from w2v.distributed.ranks import Ranks
 from w2v.model.table import FILE_BYTES, padded
-from w2v.system import files as durable
+from w2v.system.files import write_synced
 
 CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
 WRITERS = 4  # files written or read at once
@@ -63,7 +63,7 @@ def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def write(folder: Path, files: Mapping[str, Tensor]) -> Entries:
-    """Write the records [n, R] of each file into the folder; they are on disk, and their names after `durable.sync_folder`."""
+    """Write the records [n, R] of each file into the folder; they are on disk, and their names after `sync_folder`."""
     with ThreadPoolExecutor(WRITERS) as pool:
         entries = pool.map(lambda name: _write_shard(folder / name, files[name]), files)
         return dict(zip(files, entries, strict=True))
@@ -130,7 +130,7 @@ def _write_shard(path: Path, records_nR: Tensor) -> dict[str, int]:
     missing = _width(records_nR) - records_nR.shape[1]
     blocks = (part_nR.cpu().contiguous() for part_nR in records_nR.split(_rows_at_once(records_nR)))
     parts = (_bytes(pad(block_nR, (0, missing)) if missing else block_nR) for block_nR in blocks)
-    crc32 = durable.write(path, chain([_header(len(records_nR), records_nR)], parts))
+    crc32 = write_synced(path, chain([_header(len(records_nR), records_nR)], parts))
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels import cuda
 from w2v.kernels.batch import Batch, Held
 from w2v.model import skipgram
@@ -67,7 +67,7 @@ class Pipeline:
         device: torch.device,
         steps_per_page: int = 1,
         product: torch.dtype | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
         rows: int | None = None,
     ):
         self.inputs, self.outputs, self.engine, self.optimizer = inputs, outputs, engine, optimizer
@@ -133,14 +133,14 @@ class Pipeline:
             *pages, slots, self._product, scale, counted=self.optimizer.occurrence_cap > 0
         )
         pages = self.engine.reduce(pages[0]), self.engine.reduce(pages[1])
-        loss, pairs = self._ranks.add(torch.stack([loss, pairs.double()]))
+        loss, pairs = self._ranks.all_reduce(torch.stack([loss, pairs.double()]))
         before = (
             [page.records_UR.clone() for page in pages] if self._planning or self._scale else []
         )  # the CPU knows a fault at once
         left_out = None
         if self._scale:
             left_out = self._scale.update(
-                self._ranks.add(skipgram.overflown([page.grad_UD for page in pages])) > 0
+                self._ranks.all_reduce(skipgram.overflown([page.grad_UD for page in pages])) > 0
             )
         for page in pages:
             if left_out is not None:
@@ -166,7 +166,7 @@ class Pipeline:
             for x in (*grads, *records)
         ]  # NaN is either's
         unsound = (~(torch.stack([loss.expand(2), *ends]).abs() <= self._largest)).any(dim=1)
-        bits = ((self._ranks.add(unsound.int()) > 0) * self._bits).sum()
+        bits = ((self._ranks.all_reduce(unsound.int()) > 0) * self._bits).sum()
         first = (self.fault == 0) & (bits != 0)
         self.fault = torch.where(first, bits + (self.steps << len(FAULTS)), self.fault)
 

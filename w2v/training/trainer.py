@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from w2v import settings
-from w2v.config import Config, ConfigError
-from w2v.distributed.ranks import ALONE, Ranks
+from w2v.config import Config, ConfigError, flat_config
+from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import Batch, Position
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import learning_rate
 from w2v.model.sampler import Sampler
 from w2v.model.table import Table
-from w2v.system import files as durable
+from w2v.system.files import atomic_write
 from w2v.system.process import return_freed_memory
 from w2v.system.signals import Signals
 from w2v.text.vocab import Vocab
@@ -61,7 +60,7 @@ class Trainer:
         held_out: HeldOut | None = None,
         signals: Signals | None = None,
         room: int = 0,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
     ):
         self.config, self.vocab, self.sampler, self.pipeline, self.folder = (
             config,
@@ -82,12 +81,12 @@ class Trainer:
             [0.0],
         )  # the learning rate of each step since the last look, and before it
         run, tables = config.run, [pipeline.inputs, pipeline.outputs]
-        ranks.same(self._text)
+        ranks.require_equal(self._text)
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, room, ranks)
         curve = self._go_on(tables)
         begun = int(curve["step"]) if curve else 0
         self._loggers = (
-            loggers.opened(run, folder, begun, settings.as_dict(config)) if ranks.rank == 0 else []
+            loggers.opened(run, folder, begun, flat_config(config)) if ranks.rank == 0 else []
         )
         log_to = (
             folder / "metrics.jsonl" if ranks.rank == 0 else None,
@@ -133,7 +132,7 @@ class Trainer:
             self.pipeline.engine.flush()
             self.metrics.log(lr)
             self._final = self._state(lr, self.sampler.position)
-            if status := max(self._ranks.gather(self._signals.status)):
+            if status := max(self._ranks.all_gather(self._signals.status)):
                 self._stop(lr, self.sampler.position, status)
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
@@ -142,7 +141,7 @@ class Trainer:
         )
         self._pace.sum_up()
         if self._ranks.size > 1:
-            for rank, carried in enumerate(self._ranks.gather(self._carried())):
+            for rank, carried in enumerate(self._ranks.all_gather(self._carried())):
                 log.info(f"rank {rank}    {carried}")
         used, read, written, stepped = self._final["rows"]
         if used:
@@ -172,7 +171,9 @@ class Trainer:
             ):  # what it takes to hear of the other ranks passes beside the steps
                 batch = next(batches, None)
                 done = batch.epochs_done if batch else epoch + 1
-                drawn.append((batch, self._ranks.agree(batch is not None, done, *self._wishes())))
+                drawn.append(
+                    (batch, self._ranks.all_gather_async(batch is not None, done, *self._wishes()))
+                )
             batch, agreed = drawn.popleft()
             some, of_ranks, status, save = zip(*agreed(), strict=True)
             if not any(some):
@@ -215,7 +216,7 @@ class Trainer:
         """On the analogies, found by the first rank for all."""
         inputs, accuracy = self.pipeline.inputs, 0.0
         blocks = export.in_order(inputs, self._ranks, ASKED)
-        with self._ranks.together():
+        with self._ranks.reraise():
             if self._ranks.rank == 0:
                 weights = np.concatenate(list(blocks)) if self._ranks.size > 1 else inputs["weight"]
                 accuracy = evaluation.analogies(
@@ -249,7 +250,9 @@ class Trainer:
         host = sum(table.bytes for table in tables if table.storage != "cuda")
         host, gpu = (
             sum(of_ranks)
-            for of_ranks in zip(*self._ranks.gather((host, self.pipeline.bytes_gpu)), strict=True)
+            for of_ranks in zip(
+                *self._ranks.all_gather((host, self.pipeline.bytes_gpu)), strict=True
+            )
         )
         return {
             "loss": done.loss,
@@ -268,7 +271,7 @@ class Trainer:
         return_freed_memory()
         inputs, kept = self.pipeline.inputs, ASKED if self._ranks.size > 1 else 0
         blocks = export.in_order(inputs, self._ranks)
-        with self._ranks.together():
+        with self._ranks.reraise():
             if self._ranks.rank == 0:
                 most_frequent = export.save_rows(
                     self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept
@@ -286,7 +289,7 @@ class Trainer:
             similarity.name: similarity.spearman for similarity in scores[1]
         }
         self.metrics.tell(held_out_loss=took["held_out_loss"], **last)
-        durable.replace(
+        atomic_write(
             self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1)
         )
         card.write(self.folder)
@@ -335,12 +338,12 @@ class Trainer:
         self.pipeline.engine.flush()
         self.checkpoints.save(self._state(lr, position), wait=True)
         log.info(f"go on with   python train.py --resume {quote(str(self.folder))}")
-        self._ranks.part()
+        self._ranks.leave()
         raise SystemExit(status)
 
     def _save(self, lr: float, position: Position) -> None:
         """Write a checkpoint, unless the last one is still being written."""
-        if any(self._ranks.gather(self.checkpoints.busy)):
+        if any(self._ranks.all_gather(self.checkpoints.busy)):
             return
         with self._pace.saving():
             self.pipeline.engine.flush()
@@ -349,7 +352,7 @@ class Trainer:
     def _state(self, lr: float, position: Position) -> dict[str, Any]:
         curve = self.metrics.state(lr)
         samplers, moved = zip(
-            *self._ranks.gather((self.sampler.state(position), self._moved())), strict=True
+            *self._ranks.all_gather((self.sampler.state(position), self._moved())), strict=True
         )
         where = {"step": curve["step"], "samplers": samplers, "epochs_done": self._epochs_done}
         about = {
@@ -357,7 +360,7 @@ class Trainer:
             "rows": [sum(counts) for counts in zip(*moved, strict=True)],
             "text": self._text,
         }
-        return where | about | {"config": settings.as_dict(self.config)}
+        return where | about | {"config": flat_config(self.config)}
 
     def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
         """Take up the last checkpoint of the folder and give its curve; None where there is none."""

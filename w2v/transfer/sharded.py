@@ -62,7 +62,7 @@ class Sharded(Engine):
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """As `Engine.prefetch`, for marks of all rows, whoever owns them; `soon_V` are of this rank's."""
         tables, rows = marks_TV.shape
-        wanted_TV = marks_TV.new_zeros(tables, self._ranks.rows(rows))
+        wanted_TV = marks_TV.new_zeros(tables, self._ranks.shard_rows(rows))
         for marks_V, wanted_V in zip(marks_TV, wanted_TV, strict=True):
             wanted_V.index_fill_(
                 0, self._ask(torch.nonzero(marks_V).flatten(), ahead=True).lent_M, True
@@ -73,7 +73,7 @@ class Sharded(Engine):
         request = self._ask(rows_U)
         owned_rows_O, places_M = torch.unique(request.lent_M, return_inverse=True)
         owned = self._inner.fetch(table, owned_rows_O)
-        came_UD = self._ranks.send(owned["weight"][places_M], request.lent, request.asked)
+        came_UD = self._ranks.all_to_all(owned["weight"][places_M], request.lent, request.asked)
         weights_UD = torch.empty_like(came_UD)
         weights_UD[request.order_U] = came_UD
         only_weight = {"weight": table.columns["weight"]}
@@ -109,15 +109,18 @@ class Sharded(Engine):
         owners_U = rows_U % size
         order_U = torch.argsort(owners_U, stable=True)
         asked_N = torch.bincount(owners_U, minlength=size)
-        lent_N = self._ranks.send(asked_N, [1] * size, [1] * size, ahead)
+        lent_N = self._ranks.all_to_all(asked_N, [1] * size, [1] * size, ahead)
         asked, lent = torch.stack([asked_N, lent_N]).tolist()
         return Request(
-            order_U, asked, self._ranks.send(rows_U[order_U] // size, asked, lent, ahead), lent
+            order_U,
+            asked,
+            self._ranks.all_to_all(rows_U[order_U] // size, asked, lent, ahead),
+            lent,
         )
 
     def _sum(self, page: Borrowed, values_UX: Tensor) -> Tensor:
         """For each owned row the sum of the values that all ranks have for it."""
-        came_MX = self._ranks.send(
+        came_MX = self._ranks.all_to_all(
             values_UX[page.request.order_U], page.request.asked, page.request.lent
         )
         sums_OX = came_MX.new_zeros(len(page.owned.rows_U), *came_MX.shape[1:])

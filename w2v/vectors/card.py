@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from w2v.system import files as durable
+from w2v.system.files import atomic_write
 from w2v.text.vocab import HEADER
 from w2v.vectors.datasets import ASKED, PAIR_SETS
 
@@ -25,7 +25,7 @@ def write(folder: Path) -> Path:
         raise CardError(
             f"{folder} is not the whole folder of a finished run ({reason}); name another, or train it again"
         ) from None
-    durable.replace(folder / "README.md", text)
+    atomic_write(folder / "README.md", text)
     return folder / "README.md"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from w2v.system import files as durable
+from w2v.system.files import apply_umask, atomic_write
 from w2v.vectors import kv_file as kvfile
 from w2v.vectors.load import SUMS, VectorsError, sha256
 
@@ -61,7 +61,10 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
 
     All ranks have to go through it; those that only send get no block.
     """
-    counts, block = ranks.gather(table.rows), max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
+    counts, block = (
+        ranks.all_gather(table.rows),
+        max(1, BLOCK_BYTES // (4 * table.dim * ranks.size)),
+    )
     wanted = [
         min(count, -(-((last or sum(counts)) - rank) // ranks.size))
         for rank, count in enumerate(counts)
@@ -70,7 +73,9 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
         sizes = [max(0, min(block, count - start)) for count in wanted]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
         none = [0] * ranks.size
-        came_nD = ranks.send(mine_nD, [len(mine_nD), *none[1:]], none if ranks.rank else sizes)
+        came_nD = ranks.all_to_all(
+            mine_nD, [len(mine_nD), *none[1:]], none if ranks.rank else sizes
+        )
         if ranks.rank == 0:
             block_nD = np.empty(came_nD.shape, np.float32)
             for rank, part_nD in enumerate(came_nD.split(sizes)):
@@ -176,10 +181,10 @@ def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Pat
         "\t".join(f"{value:.6g}" for value in vector)
         for vector in kv.vectors[: len(shown)].tolist()
     )
-    durable.replace(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
-    durable.replace(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
+    atomic_write(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
+    atomic_write(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
     named = 'embeddings {\n  tensor_name: "word vectors"\n  tensor_path: "tensor.tsv"\n  metadata_path: "metadata.tsv"\n}\n'
-    durable.replace(folder / "projector_config.pbtxt", named)
+    atomic_write(folder / "projector_config.pbtxt", named)
     return [folder / name for name in ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")]
 
 
@@ -192,9 +197,9 @@ def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path, aside = folder / "vectors.safetensors", folder / "vectors.safetensors.part"
     save_file({"vectors": np.ascontiguousarray(kv.vectors)}, aside)
-    durable.permit(aside)
+    apply_umask(aside)
     os.replace(aside, path)
-    durable.replace(folder / "vectors.tsv", _with_counts(kv, kv.index_to_key))
+    atomic_write(folder / "vectors.tsv", _with_counts(kv, kv.index_to_key))
     return [path, folder / "vectors.tsv"]
 
 
@@ -207,7 +212,7 @@ def _with_counts(kv: KeyedVectors, words: Sequence[str]) -> str:
 def seal(folder: Path) -> None:
     """Write the SHA-256 of the vectors files in a folder, by which `load` finds damage."""
     files = sorted(path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS)
-    durable.replace(folder / SUMS, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
+    atomic_write(folder / SUMS, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.system import files as durable
+from w2v.system.files import newest_file
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
@@ -34,7 +34,7 @@ class VectorsError(ValueError):
 def find(run: str | Path, runs: str | Path = "runs") -> Path:
     """The vectors file that `run` names: a run folder (its vectors.kv), a file, or `latest`, the newest vectors.kv in `runs`."""
     if str(run) == "latest":
-        saved = durable.newest(Path(runs), "vectors.kv")
+        saved = newest_file(Path(runs), "vectors.kv")
         if saved is None:
             raise VectorsError(
                 f"no folder in {runs} holds vectors.kv; train first, or name a run folder or a vectors file"

@@ -10,15 +10,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from w2v.config import Config, ConfigError
-from w2v.settings import FOREIGN_NAMES, as_dict, changes, describe, load, names, save
+from w2v.config import (
+    FOREIGN_NAMES,
+    Config,
+    ConfigError,
+    config_changes,
+    config_keys,
+    describe_config,
+    flat_config,
+    load_config,
+    save_config,
+)
 
 CLI = "(from the command line)"
 
 
 def refusal(*assignments: str, files: tuple[Path, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        load(files, assignments)
+        load_config(files, assignments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -30,33 +39,38 @@ def yaml_file(folder: Path, text: str, name: str = "a.yaml") -> Path:
 
 
 def test_nothing_told_gives_the_defaults() -> None:
-    assert load() == Config()
+    assert load_config() == Config()
 
 
 def test_later_wins_and_other_keys_stay(tmp_path: Path) -> None:
     first = yaml_file(tmp_path, "model: {window: 3, negative: 7}\n")
     second = yaml_file(tmp_path, "model:\n  window: 4\nmodel.sample: 0\n", "b.yaml")
-    assert load([first, second]).model == dataclasses.replace(
+    assert load_config([first, second]).model == dataclasses.replace(
         Config().model, window=4, negative=7, sample=0.0
     )
-    assert load([second, first]).model.window == 3
-    assert load([first], ["model.window=8", "model.window=9"]).model.window == 9
+    assert load_config([second, first]).model.window == 3
+    assert load_config([first], ["model.window=8", "model.window=9"]).model.window == 9
 
 
 def test_optimizer_args_are_free_and_replaced_whole(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "optimizer: {name: Adam, args: {betas: [0.5, 0.99]}}\n")
-    assert load([path], ["optimizer.args.eps=1e-8"]).optimizer.args == {
+    assert load_config([path], ["optimizer.args.eps=1e-8"]).optimizer.args == {
         "betas": [0.5, 0.99],
         "eps": 1e-8,
     }
-    assert load([path], ["optimizer.args={momentum: 0.9}"]).optimizer.args == {"momentum": 0.9}
-    assert load([path], ["optimizer.args={}"]).optimizer.args == {}
+    assert load_config([path], ["optimizer.args={momentum: 0.9}"]).optimizer.args == {
+        "momentum": 0.9
+    }
+    assert load_config([path], ["optimizer.args={}"]).optimizer.args == {}
 
 
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", "0.0001"])
 def test_a_learning_rate_is_a_float_in_any_spelling(tmp_path: Path, text: str) -> None:
     path = yaml_file(tmp_path, f"optimizer:\n  lr: {text}\n")
-    for lr in (load([path]).optimizer.lr, load([], [f"optimizer.lr={text}"]).optimizer.lr):
+    for lr in (
+        load_config([path]).optimizer.lr,
+        load_config([], [f"optimizer.lr={text}"]).optimizer.lr,
+    ):
         assert type(lr) is float
         assert lr == 1e-4
 
@@ -65,7 +79,7 @@ def test_a_learning_rate_is_a_float_in_any_spelling(tmp_path: Path, text: str) -
     "text", ["007", "2026-11-20", "on", "null", "", "a: b #c", "[x].txt", "x=y", "1e3", "@x"]
 )
 def test_text_is_taken_from_the_command_line_as_it_stands(text: str) -> None:
-    assert load([], [f"run.name={text}"]).run.name == text
+    assert load_config([], [f"run.name={text}"]).run.name == text
 
 
 def test_values_are_converted_to_the_type_of_the_key(tmp_path: Path) -> None:
@@ -76,14 +90,14 @@ def test_values_are_converted_to_the_type_of_the_key(tmp_path: Path) -> None:
         "run.name='a'",
         "model.window=${model.negative}",
     ]
-    config = load([], told)
+    config = load_config([], told)
     assert config.vocab.max_final_vocab is None
     assert config.train.deterministic is True
     assert type(config.optimizer.lr) is float
     assert config.run.name == "a"
     assert config.model.window == 5
     assert (
-        load([yaml_file(tmp_path, "model:\n  # window: 3\ntrain:\n")]) == Config()
+        load_config([yaml_file(tmp_path, "model:\n  # window: 3\ntrain:\n")]) == Config()
     )  # a section whose keys are commented out
 
 
@@ -213,7 +227,7 @@ def test_a_key_like_no_other_points_to_the_list(unknown: str) -> None:
 
 def test_every_suggestion_for_a_foreign_name_is_a_key() -> None:
     assert {key for key in FOREIGN_NAMES.values() if not key.startswith("optimizer.args.")} <= set(
-        names()
+        config_keys()
     )
 
 
@@ -283,7 +297,7 @@ def test_a_missing_file_comes_with_the_nearest(
 
 
 def test_saved_settings_load_back(tmp_path: Path) -> None:
-    config = load(
+    config = load_config(
         [],
         [
             "optimizer.args.betas=[0.5, 0.99]",
@@ -292,23 +306,23 @@ def test_saved_settings_load_back(tmp_path: Path) -> None:
             "model.window=${model.negative}",
         ],
     )
-    save(config, tmp_path / "config.yaml")
-    assert load([tmp_path / "config.yaml"]) == config
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([tmp_path / "config.yaml"]) == config
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert "${" not in (tmp_path / "config.yaml").read_text(encoding="utf-8")
 
 
 def test_the_described_defaults_load_back_and_every_key_has_a_sentence(tmp_path: Path) -> None:
-    text = describe()
-    assert load([yaml_file(tmp_path, text)]) == Config()
+    text = describe_config()
+    assert load_config([yaml_file(tmp_path, text)]) == Config()
     assert re.findall(r"^  # .+\.\n  (\w+): .+$", text, flags=re.MULTILINE) == [
-        name.partition(".")[2] for name in names()
+        name.partition(".")[2] for name in config_keys()
     ]
     assert "One of: auto, resident, mapped, staged." in text
 
 
 def test_settings_are_frozen() -> None:
-    config = load([], ["model.window=3"])
+    config = load_config([], ["model.window=3"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.window = 4
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -316,7 +330,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_importing_needs_no_heavy_module() -> None:
-    code = "import sys, w2v.settings; w2v.settings.load(); print(*sorted({'torch', 'numpy', 'gensim', 'cupy'} & set(sys.modules)))"
+    code = "import sys, w2v.config; w2v.config.load_config(); print(*sorted({'torch', 'numpy', 'gensim', 'cupy'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -338,7 +352,7 @@ any_text = (
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([*names(), "optimizer.args.x", "model", ""]) | any_text, any_text
+            st.sampled_from([*config_keys(), "optimizer.args.x", "model", ""]) | any_text, any_text
         ),
         max_size=3,
     )
@@ -352,7 +366,7 @@ any_text = (
 @example([("optimizer.args", "${optimizer}")])
 def test_any_assignment_is_taken_or_refused_in_one_line(pairs: list[tuple[str, str]]) -> None:
     try:
-        config = load([], [f"{name}={value}" for name, value in pairs])
+        config = load_config([], [f"{name}={value}" for name, value in pairs])
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
     else:
@@ -360,10 +374,10 @@ def test_any_assignment_is_taken_or_refused_in_one_line(pairs: list[tuple[str, s
 
 
 def test_a_key_that_an_older_program_did_not_know_had_its_default() -> None:
-    old, new = (as_dict(load([], ["model.negative_pool=64"])) for _ in range(2))
+    old, new = (flat_config(load_config([], ["model.negative_pool=64"])) for _ in range(2))
     del old["model.negative_pool_steps"]
-    assert changes(old, new) == {}
+    assert config_changes(old, new) == {}
     new["model.negative_pool_steps"] = 8
-    assert changes(old, new) == {
+    assert config_changes(old, new) == {
         "model.negative_pool_steps": "model.negative_pool_steps=8 instead of 1"
     }

@@ -1,117 +1,73 @@
-"""Score a run's vectors, ask them, draw them, export them, or compare runs; RUN is a run folder, a vectors file or latest."""
+"""Score, query, draw, export and compare word vectors."""
 
 from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections.abc import Sequence
 
-from w2v.system import process as host
-from w2v.system.signals import Signals
+from w2v.system.process import Signals, exit_fast, with_exit_status
 from w2v.vectors.datasets import ASKED
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; one section for each command."""
     parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    score = commands.add_parser(
-        "score", help="analogies, WordSim-353 and SimLex-999, as gensim scores them"
-    )
-    nn = commands.add_parser("nn", help="nearest neighbours of words")
-    analogies = commands.add_parser(
-        "analogies", help="a is to b as c is to ?, or a sum of words: king - man + woman"
-    )
-    plot = commands.add_parser(
-        "plot", help="draw loss, speed and scores of runs, finished or not: curves.png"
-    )
-    map_ = commands.add_parser(
-        "map", help="draw the most frequent words in two dimensions: map.png"
-    )
-    export = commands.add_parser(
-        "export",
-        help="write vectors for gensim, word2vec readers, torch and TensorBoard's projector",
-    )
-    card = commands.add_parser("card", help="write the model card of a run: README.md")
-    compare = commands.add_parser(
-        "compare",
-        help="a table of several runs, the mean and spread of those that differ in the seed alone",
-    )
-    for command, one in ((compare, "a finished run folder"), (plot, "a run folder")):
-        command.add_argument(
-            "runs", nargs="+", metavar="RUN", help=f"{one}, a folder of such, or latest"
-        )
-    for command in (score, nn, analogies, map_, export):
-        command.add_argument(
-            "run", metavar="RUN", help="a run folder, a vectors file (.kv .bin .txt .vec) or latest"
-        )
-    card.add_argument("run", metavar="RUN", help="a finished run folder, or latest")
-    score.add_argument(
-        "--scorer",
-        choices=("torch", "gensim"),
-        default="torch",
-        help="same counts; gensim takes minutes (default: torch)",
-    )
-    score.add_argument(
-        "--questions",
-        metavar="FILE",
-        help="analogies to ask (default: Google's questions-words.txt)",
-    )
-    score.add_argument(
-        "--restrict-vocab",
-        type=count,
-        default=ASKED,
-        metavar="N",
-        help=f"use the first N words (default: {ASKED})",
-    )
+
+    def add(name: str, does: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=does, description=does)
+
+    score = add("score", "score analogies, WordSim-353 and SimLex-999, as gensim does")
+    nn = add("nn", "print the nearest neighbors of words")
+    analogies = add("analogies", "answer: a is to b as c is to ?, or king - man + woman")
+    word_map = add("map", "draw the most frequent words in two dimensions: map.png")
+    export = add("export", "write vectors for gensim, word2vec readers, torch and TensorBoard")
+    for command in (score, nn, analogies, word_map, export):
+        run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
+        command.add_argument("run", metavar="RUN", help=run)
+
+    scorer = "implementation; both count the same, gensim takes minutes (default: torch)"
+    score.add_argument("--scorer", choices=("torch", "gensim"), default="torch", help=scorer)
+    questions = "file of analogies (default: Google's questions-words.txt)"
+    score.add_argument("--questions", metavar="FILE", help=questions)
+    first = "score the N most frequent words only (default: %(default)s)"
+    score.add_argument("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
     score.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    for command, words in (
-        (nn, "words; without any, one"),
-        (analogies, "a b c, or king - man + woman; without any, one of these"),
-    ):
-        command.add_argument(
-            "words", nargs="*", metavar="word", help=f"{words} a line from standard input"
-        )
-        command.add_argument(
-            "--topn",
-            type=count,
-            default=10,
-            metavar="N",
-            help="answers to a question (default: 10)",
-        )
-    for name, ending in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
-        export.add_argument(
-            f"--{name}",
-            action="append_const",
-            dest="formats",
-            const=ending,
-            help=f"write vectors.{ending}",
-        )
-    export.add_argument(
-        "--safetensors",
-        action="store_true",
-        help="write vectors.safetensors, and vectors.tsv with the words",
-    )
-    tsv = "write the N most frequent words, tensor.tsv and metadata.tsv; the projector's t-SNE takes 10,000, its page 100,000"
-    export.add_argument("--projector", type=count, metavar="N", help=tsv)
-    export.add_argument(
-        "--to", metavar="FOLDER", help="where to write (default: beside the vectors read)"
-    )
-    map_.add_argument(
-        "--words", type=count, default=500, metavar="N", help="how many words (default: 500)"
-    )
-    map_.add_argument(
-        "--by", choices=("tsne", "pca"), default="tsne", help="how places are found (default: tsne)"
-    )
-    for command in (map_, plot):
-        command.add_argument(
-            "--to", metavar="FILE", help="the picture, a PNG (default: in the run folder)"
-        )
-    compare.add_argument(
-        "--to",
-        metavar="FOLDER",
-        help="also write the table there as text, Markdown and CSV, and the curves",
-    )
+
+    for command, words in ((nn, "words"), (analogies, "a b c, or king - man + woman")):
+        words += " (default: read one question per line from standard input)"
+        command.add_argument("words", nargs="*", metavar="word", help=words)
+        answers = "number of answers (default: %(default)s)"
+        command.add_argument("--topn", type=count, default=10, metavar="N", help=answers)
+
+    words = "number of words (default: %(default)s)"
+    word_map.add_argument("--words", type=count, default=500, metavar="N", help=words)
+    by = "projection (default: tsne)"
+    word_map.add_argument("--by", choices=("tsne", "pca"), default="tsne", help=by)
+
+    option = export.add_argument
+    for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
+        file = f"write vectors.{suffix}"
+        option(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
+    tensors = "write vectors.safetensors, and vectors.tsv with the words"
+    option("--safetensors", action="store_true", help=tensors)
+    projector = "write the N most frequent words for TensorBoard's projector (at most 100,000)"
+    option("--projector", type=count, metavar="N", help=projector)
+    option("--to", metavar="FOLDER", help="output folder (default: the vectors')")
+
+    plot = add("plot", "draw loss, speed and scores of runs, finished or not: curves.png")
+    compare = add("compare", "print a table of runs, with mean and spread over seeds")
+    for command in (plot, compare):
+        runs = "a run folder, a folder of run folders, or latest"
+        command.add_argument("runs", nargs="+", metavar="RUN", help=runs)
+    for command in (word_map, plot):
+        command.add_argument("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+    tables = "also write the table as text, Markdown and CSV, and the curves"
+    compare.add_argument("--to", metavar="FOLDER", help=tables)
+    card = add("card", "write the model card of a finished run: README.md")
+    card.add_argument("run", metavar="RUN", help="a finished run folder, or latest")
+
     options = parser.parse_args(argv)
     if options.command == "export" and not (
         options.formats or options.safetensors or options.projector
@@ -121,26 +77,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def count(text: str) -> int:
+    """Return a whole number of at least 1 from an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
+@with_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status: 0 success, 2 a user error."""
     options = arguments(argv)
-    from w2v.api import commands
-    from w2v.system.files import error_message  # after parsing, so that --help answers at once
+    from w2v.api import commands  # after parsing, so that --help answers at once
 
-    try:
-        return commands.run(options)
-    except commands.ERRORS as error:
-        print(f"error: {error_message(error)}", file=sys.stderr)
-        return 2
+    return commands.run(options)
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # what `head` has read enough of ends without a word
+    # End quietly when the reader of a pipe, such as `head`, has ended.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with Signals():
-        host.end(main())
+        exit_fast(main())

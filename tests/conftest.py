@@ -1,19 +1,22 @@
-"""What all tests share: GPU tests are skipped with the reason where they cannot run, and hypothesis draws the same examples each time."""
+"""Fixtures of all tests, and the reason to skip those that need a GPU."""
 
+import contextlib
 from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
 
 from tests.support.forked import Programs
+from tests.support.tiny import tiny_arguments
 
+# The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
 @pytest.fixture
 def one_thread():
-    """Small steps are quickest so, and other processes that keep the cores busy would slow several threads down a hundredfold."""
+    """Let torch use one thread: steps of tests are small."""
     import torch
 
     threads = torch.get_num_threads()
@@ -22,15 +25,26 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """Runs of train.py in processes of their own."""
-    running = Programs(tmp_path_factory.mktemp("programs"))
-    yield running
-    running.close()
+    """Runs of train.py and evaluate.py in processes of their own."""
+    with contextlib.closing(Programs(tmp_path_factory.mktemp("programs"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Folder of a finished run; tests that change its files restore them."""
+    import train
+
+    folder = tmp_path_factory.mktemp("tiny-run")
+    assert train.main(tiny_arguments(folder)) == 0
+    (run,) = (folder / "runs").iterdir()
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where they cannot run."""
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and (reason := why_no_gpu()):
         for item in gpu_tests:
@@ -38,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def why_no_gpu() -> str | None:
-    """What GPU tests miss on this machine; None where they can run."""
+    """Return what GPU tests miss on this machine; None where they can run."""
     import torch
 
     if not torch.cuda.is_available():

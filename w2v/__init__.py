@@ -1,14 +1,19 @@
-"""A sparse-embedding word2vec trainer: tables in pinned CPU memory, rows paged onto the GPU, any row-separable optimizer."""
+"""A word2vec trainer with sparse embedding tables in pinned CPU memory."""
 
+import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
+PUBLIC = {
+    "Word2Vec": "w2v.api.word2vec",
+    "Embedding": "w2v.api.embedding",
+    "RowStore": "w2v.api.embedding",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`from w2v import Word2Vec`; torch and gensim are imported only then."""
-    if name == "Word2Vec":
-        from w2v.api.word2vec import Word2Vec
-
-        return Word2Vec
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a public class on first use, as its module loads torch."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(PUBLIC[name]), name)

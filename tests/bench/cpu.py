@@ -1,17 +1,14 @@
-"""This program without a GPU against gensim, on the same text, one after the other: from text to vectors, saved and scored.
+"""This program without a GPU against gensim, from text to scores.
 
     python tests/bench/cpu.py --corpus wiki100.txt --runs 3
 
-Memory is what Linux counts for the process: all of it (RSS), and that of no file, which cannot be had back (anonymous); of both the
-peak, and the peak less what importing torch took.
+Programs run in turn, each in a process of its own. Memory is the peak of the process (RSS), with
+and without what importing torch takes. With --epochs 0 only the reading of the text is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,234 +16,133 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench import results
+from tests.bench.results import Figures, memory
+from w2v.system.process import cores
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-ADAM = ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"]
-CASES = {
+CASES = {  # config files for train.py, and settings
     "gensim": [],
     "w2v SGD": ["configs/cpu.yaml"],
-    "w2v Adam": ADAM,
-}  # as arguments of train.py
-MEMORY = {"peak": "VmRSS", "peak anonymous": "RssAnon"}  # as /proc/<pid>/status names it
-UNITS = {"words/s": "", "analogies": "%"}  # seconds, otherwise
-UNITS |= dict.fromkeys([*MEMORY, *(f"{kind} without torch" for kind in MEMORY)], "MiB")
-LOOK_SECONDS = 0.02
+    "w2v Adam": ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"],
+}
+POLL_SECONDS = 0.02
 
 
 class Clock:
     """Seconds of one stage after another."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.figures: Figures = {}
         self._last = perf_counter()
 
-    def done(self, stage: str) -> None:
+    def done(self, stage: str, words: int = 0) -> None:
+        """Note the seconds of a stage, and its words/s where `words` are given."""
         now = perf_counter()
-        self.seconds[stage], self._last = now - self._last, now
-
-    def figures(self, raw_words: int, accuracy: float) -> dict[str, float]:
-        return self.seconds | {
-            "words/s": raw_words / self.seconds["training"],
-            "analogies": 100 * accuracy,
-        }
+        self.figures[f"{stage} [s]"] = now - self._last
+        if words:
+            self.figures["words/s"] = words / (now - self._last)
+        self._last = now
 
 
-def _memory(process: int | str = "self") -> dict[str, float]:
-    """MiB that a process takes, by kind; nothing once it has ended."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-        return {
-            kind: int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 1024
-            for kind, name in MEMORY.items()
-        }
-    except (OSError, TypeError):
-        return {}
-
-
-def gensim(corpus: Path, epochs: int, folder: Path) -> dict[str, float]:
+def gensim(corpus: Path, epochs: int, folder: Path) -> Figures:
+    """Train, score and save with gensim."""
     from gensim.models import Word2Vec
     from gensim.test.utils import datapath
 
-    clock, workers = Clock(), len(os.sched_getaffinity(0))
-    model = Word2Vec(
-        vector_size=100,
-        window=5,
-        negative=5,
-        sample=1e-4,
-        min_count=5,
-        sg=1,
-        workers=workers,
-        epochs=epochs,
-    )
+    clock = Clock()
+    settings = dict(vector_size=100, window=5, negative=5, sample=1e-4, min_count=5, sg=1)
+    model = Word2Vec(**settings, workers=cores())
     model.build_vocab(corpus_file=str(corpus))
-    clock.done("ingest")
-    model.train(
-        corpus_file=str(corpus),
-        total_words=model.corpus_total_words,
-        total_examples=model.corpus_count,
-        epochs=epochs,
-    )
-    clock.done("training")
-    accuracy, _ = model.wv.evaluate_word_analogies(datapath("questions-words.txt"))
-    clock.done("evaluation")
-    model.wv.save(str(folder / "vectors.kv"))
-    model.wv.save_word2vec_format(str(folder / "vectors.bin"), binary=True)
-    clock.done("export")
-    return clock.figures(model.corpus_total_words * epochs, accuracy)
+    words = model.corpus_total_words
+    clock.done("ingest", words)
+    if epochs:
+        totals = dict(total_words=words, total_examples=model.corpus_count)
+        model.train(corpus_file=str(corpus), epochs=epochs, **totals)
+        clock.done("training", words * epochs)
+        accuracy, _ = model.wv.evaluate_word_analogies(datapath("questions-words.txt"))
+        clock.done("evaluation")
+        model.wv.save(str(folder / "vectors.kv"))
+        model.wv.save_word2vec_format(str(folder / "vectors.bin"), binary=True)
+        clock.done("export")
+        clock.figures["analogies [%]"] = 100 * accuracy
+    return clock.figures
 
 
-def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> dict[str, float]:
-    before = _memory()
+def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> Figures:
+    """Train, score and save with this program."""
+    before = memory()
     import torch
 
-    torch_took = {
-        f"{kind} without torch": before[kind] - value for kind, value in _memory().items()
-    }
+    torch_memory = memory() - before
+    if torch.get_num_threads() != cores():
+        sys.exit(f"torch uses {torch.get_num_threads()} of {cores()} cores; unset OMP_NUM_THREADS")
+    from tests.bench import steps
     from w2v.config import load_config
-    from w2v.distributed import ranks
-    from w2v.system import process as host
-    from w2v.training import plan, trainer
-    from w2v.vectors import evaluate as evaluation
-    from w2v.vectors import export
+    from w2v.vectors import evaluate
 
-    assert torch.get_num_threads() == host.cores()
     clock = Clock()
-    files = [str(ROOT / entry) for entry in arguments if "=" not in entry]
-    here = [
-        f"corpus.path={corpus}",
-        f"corpus.data_dir={folder}",
-        "train.device=cpu",
-        f"train.epochs={epochs}",
-    ]
-    config = load_config(files, [entry for entry in arguments if "=" in entry] + here)
-    planned = plan.make_plan(config)
-    clock.done("ingest")
-    sampler, pipeline = plan.build(planned)
-    trainer.Trainer(
-        config, planned.vocab, planned.corpus.raw_words, sampler, pipeline, folder
-    ).train()
-    pipeline.finish()
-    host.return_freed_memory()
-    clock.done("training")
-    vectors = pipeline.inputs["weight"]
-    accuracy = evaluation.analogies(planned.vocab.words, vectors).total.accuracy
-    clock.done("evaluation")
-    blocks = export.in_order(pipeline.inputs, ranks.SINGLE)
-    export.save_rows(planned.vocab.words, planned.vocab.counts, pipeline.inputs.dim, blocks, folder)
-    clock.done("export")
-    return clock.figures(planned.corpus.raw_words * epochs, accuracy) | torch_took
+    files = [str(ROOT / word) for word in arguments if "=" not in word]
+    settings = [word for word in arguments if "=" in word]
+    settings += [f"corpus.path={corpus}", f"corpus.data_dir={folder}", "train.device=cpu"]
+    planned = steps.make_plan(load_config(files, [*settings, f"train.epochs={max(1, epochs)}"]))
+    words = planned.corpus.raw_words
+    clock.done("ingest", words)
+    if epochs:
+        trainer = steps.train(planned, folder)
+        steps.release(trainer)
+        clock.done("training", words * epochs)
+        score = evaluate.analogies(planned.vocab.words, steps.vectors(trainer))
+        clock.done("evaluation")
+        steps.export_vectors(trainer, folder)
+        clock.done("export")
+        clock.figures["analogies [%]"] = 100 * score.total.accuracy
+    return clock.figures | {"torch [MiB]": torch_memory}
 
 
-def measure(case: str, corpus: Path, epochs: int) -> dict[str, float]:
-    """One run in a process of its own."""
-    command = [
-        sys.executable,
-        __file__,
-        "--corpus",
-        str(corpus),
-        "--epochs",
-        str(epochs),
-        "--case",
-        case,
-    ]
-    start, peak = perf_counter(), dict.fromkeys(MEMORY, 0.0)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def measure(case: str, corpus: Path, epochs: int) -> Figures:
+    """Run one case in a process of its own, and watch its memory."""
+    command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs)]
+    began = perf_counter()
+    peak = 0.0
+    with subprocess.Popen([*command, "--case", case], stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
-            peak |= {kind: max(peak[kind], value) for kind, value in _memory(process.pid).items()}
-            sleep(LOOK_SECONDS)
-        seconds, lines = perf_counter() - start, process.stdout.read().splitlines()
+            peak = max(peak, memory(process.pid))
+            sleep(POLL_SECONDS)
+        seconds = perf_counter() - began
+        lines = process.stdout.read().splitlines()
     if process.returncode:
         raise SystemExit(process.returncode)
     figures = json.loads(lines[-1])
-    less = {
-        f"{kind} without torch": value + figures.get(f"{kind} without torch", 0)
-        for kind, value in peak.items()
-    }
-    return figures | {"whole process": seconds} | peak | less
+    without_torch = peak - figures.pop("torch [MiB]", 0)
+    figures |= {"peak [MiB]": peak, "peak without torch [MiB]": without_torch}
+    return figures | {"whole process [s]": seconds}
 
 
-def compare(
-    corpus: Path, epochs: int, runs: int, cases: list[str], kept: Path | None = None
-) -> dict[str, dict[str, tuple[float, str]]]:
-    """The cases in turn, `runs` times: {case: {metric: (median or spread, unit)}}, and ratios to gensim's medians.
-
-    kept: a file of single runs, which are not made again.
-    """
-    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for line in kept.read_text().splitlines() if kept and kept.exists() else ():
-        of, figures = json.loads(line)
-        if of[1:] == [corpus.name, epochs] and len(found.get(of[0], range(runs))) < runs:
-            found[of[0]].append(figures)
-    for number in range(runs):
-        for case, of_case in found.items():
-            if len(of_case) > number:
-                continue
-            of_case.append(measure(case, corpus, epochs))
-            print(f"run {number + 1} {case}: {of_case[-1]}", file=sys.stderr, flush=True)
-            if kept:
-                with kept.open("a") as file:
-                    file.write(json.dumps([[case, corpus.name, epochs], of_case[-1]]) + "\n")
-    figures: dict[str, dict[str, tuple[float, str]]] = {}
-    for case, of_case in found.items():
-        figures[case] = {}
-        for metric in of_case[0]:
-            values = [run[metric] for run in of_case]
-            figures[case][metric] = (median(values), UNITS.get(metric, "s"))
-            figures[case][f"{metric} spread"] = (max(values) - min(values), UNITS.get(metric, "s"))
-    for case in figures.keys() - {"gensim"} if "gensim" in figures else ():
-        for metric in (
-            "words/s",
-            "whole process",
-            "peak without torch",
-            "peak anonymous without torch",
-        ):
-            figures[case][f"{metric} of gensim's"] = (
-                figures[case][metric][0] / figures["gensim"][metric][0],
-                "x",
-            )
-    return figures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--corpus", type=Path, required=True, help="a text file, not packed, which gensim reads too"
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = results.parser(__doc__)
+    parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument(
-        "--kept",
-        type=Path,
-        help="where single runs are kept and found again, to go on with --runs later",
-    )
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
+    args = parser.parse_args(arguments)
     if args.case:
         with TemporaryDirectory() as folder:
-            more = [] if args.case == "gensim" else [CASES[args.case]]
-            print(
-                json.dumps(
-                    (ours if more else gensim)(
-                        args.corpus.resolve(), args.epochs, Path(folder), *more
-                    )
-                )
-            )
+            run = args.corpus.resolve(), args.epochs, Path(folder)
+            figures = ours(*run, CASES[args.case]) if CASES[args.case] else gensim(*run)
+        print(json.dumps(figures))
         return
-    from tests.bench import results
-
-    for case, figures in compare(
-        args.corpus, args.epochs, args.runs, args.cases, args.kept
-    ).items():
-        results.append(
-            "cpu",
-            f"{args.corpus.stem} {args.epochs} epochs, {case}, runs={args.runs}",
-            figures,
-            args.results or results.FILE,
-        )
+    runs: dict[str, list[Figures]] = {case: [] for case in args.cases}
+    for _ in range(args.runs):  # in turn, so that a busy machine slows all of them
+        for case, of_case in runs.items():
+            of_case.append(measure(case, args.corpus, args.epochs))
+    found = results.Results("cpu", args.results)
+    for case, of_case in runs.items():
+        figures = {metric: median(run[metric] for run in of_case) for metric in of_case[0]}
+        case = f"{args.corpus.stem} {args.epochs} epochs, {case}"
+        found.add(case, {"runs": args.runs} | figures)
 
 
 if __name__ == "__main__":

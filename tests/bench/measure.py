@@ -1,35 +1,42 @@
-"""Times on the GPU; figures, appended to the results file as they come and printed as one table."""
+"""Times of GPU work and rates of transfers."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from tests.bench import results
+Run = Callable[[int], object]  # called with 0, 1, 2, ... so that each repeat may use other rows
 
-Run = Callable[[int], object]  # called with 0, 1, 2, ... so that each repeat may take other rows
-Figures = dict[str, tuple[float, str]]  # {metric: (value, unit)}
-
-WARMUPS, REPEATS = 3, 11
+WARMUPS = 3
+REPEATS = 11
 CALLS = WARMUPS + REPEATS
 SPIN_CYCLES = 2_000_000  # about a millisecond
 
 
-def milliseconds(run: Run, queued: bool) -> float:
-    """The median time of a call, between CUDA events on the current stream, after a few calls that warm up.
+def require_gpu(benchmark: str) -> None:
+    """Exit with one line where there is no GPU or no CuPy."""
+    missing = "no CuPy" if torch.cuda.is_available() else "no GPU"
+    if not torch.cuda.is_available() or find_spec("cupy") is None:
+        sys.exit(f"{benchmark} needs a CUDA GPU and CuPy, and finds {missing}")
 
-    queued: the GPU spins until `run` has returned, so that its own time counts and not the CPU's for launching. Where the CPU does a
-    part of the work that must be False: the time then starts on an idle GPU and counts everything.
+
+def milliseconds(run: Run, queued: bool = True) -> float:
+    """Return the median time of a call, after a few calls to warm up.
+
+    Args:
+        run: the work to time.
+        queued: let the GPU spin until `run` has returned, so that the CPU's time to launch the
+            work does not count. Must be False where the CPU does part of the work.
     """
     times = []
     for i in range(CALLS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         if queued:
             torch.cuda._sleep(SPIN_CYCLES)
@@ -42,7 +49,7 @@ def milliseconds(run: Run, queued: bool) -> float:
 
 
 def at_once(first: Run, second: Run) -> Run:
-    """Both, `second` on a stream of its own; the current stream goes on when both are done."""
+    """Return a run of both at once, `second` on a stream of its own."""
     side = torch.cuda.Stream()
 
     def run(i: int) -> None:
@@ -55,56 +62,12 @@ def at_once(first: Run, second: Run) -> Run:
     return run
 
 
-def rate(nbytes: float, ms: float) -> tuple[float, str]:
-    return nbytes / ms / 1e6, "GB/s"
+def gigabytes(nbytes: float, ms: float) -> float:
+    """Return a rate in GB/s (1e9 bytes a second)."""
+    return nbytes / ms / 1e6
 
 
-def share(achieved: tuple[float, str], possible: tuple[float, str]) -> tuple[float, str]:
-    return 100 * achieved[0] / possible[0], "%"
-
-
-def row_sets(
-    table_rows: int, count: int, in_order: bool = True, device: str = "cuda"
-) -> list[Tensor]:
-    """Random sets of `count` rows, int64, sorted if `in_order`; no row is in two of them. One for each call of a timing, or all that
-    the table has rows for."""
+def row_sets(table_rows: int, count: int, device: str = "cuda") -> list[Tensor]:
+    """Return disjoint sets of `count` random rows, at most one per call."""
     sets = min(CALLS, table_rows // count)
-    parts = torch.randperm(table_rows, device=device)[: sets * count].view(sets, count)
-    return list(parts.sort().values if in_order else parts)
-
-
-class Section:
-    """One part of a benchmark: a title and cases with their figures."""
-
-    def __init__(self, benchmark: str, title: str, file: Path):
-        self.benchmark, self.title, self.file = benchmark, title, file
-        self.cases: dict[str, Figures] = {}
-
-    def add(self, case: str, figures: Figures) -> None:
-        """Append to the results file and, as a line of progress, to stderr."""
-        self.cases[case] = figures
-        with contextlib.redirect_stdout(sys.stderr):
-            results.append(self.benchmark, case, figures, self.file)
-
-    def print(self) -> None:
-        print(f"\n{self.title}\n{format_table(self.cases)}", flush=True)
-
-
-def format_table(cases: dict[str, Figures]) -> str:
-    """A line a case and a column a metric, "-" where a case lacks it."""
-    units = {metric: unit for figures in cases.values() for metric, (_, unit) in figures.items()}
-    lines = [["", *(f"{metric} [{unit}]" if unit else metric for metric, unit in units.items())]]
-    for case, figures in cases.items():
-        lines.append(
-            [case, *(shown(figures[metric][0]) if metric in figures else "-" for metric in units)]
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
-
-
-def shown(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return list(torch.randperm(table_rows, device=device)[: sets * count].view(sets, count))

@@ -1,126 +1,112 @@
-"""The rates of random records over the link, drawn from the results file.
+"""Plots of bench-transfer and bench-precision.
 
-python tests/bench/plot.py [results.csv [transfer.png]]
+python tests/bench/plot.py tests/bench/results/transfer-2026-11-21.json [picture.png]
 """
 
 from __future__ import annotations
 
-import csv
-import os
+import json
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, FILE = Path(__file__).with_name("results.csv"), ROOT / "docs" / "transfer.png"
 RECORDS = re.compile(r"records (\d+) B x (\d+) rows of (\S+) GiB")
-PANELS = {
-    "gather": ("gather: CPU memory to GPU", "to GPU"),
-    "scatter": ("scatter: GPU to CPU memory", "from GPU"),
-    "both": ("both at once, in total", "both"),
+MOVES = {
+    "gather [GB/s]": ("gather: CPU memory to GPU", "to GPU [GB/s]"),
+    "scatter [GB/s]": ("scatter: GPU to CPU memory", "from GPU [GB/s]"),
+    "both [GB/s]": ("both at once, in total", "both [GB/s]"),
 }
-
-Series = dict[
-    tuple[str, float, int], dict[int, float]
-]  # (move, GiB of the table, record bytes) -> {rows: GB/s}
-
-
-def read(path: Path) -> tuple[Series, dict[str, float], str]:
-    """The last figures of each case, the contiguous rates, and where the last were measured."""
-    series: Series = {}
-    contiguous, where = {}, ""
-    with path.open(newline="", encoding="utf-8") as handle:
-        for row in csv.DictReader(handle):
-            if row["benchmark"] != "transfer":
-                continue
-            where = f"{row['device']}, {row['date']}, commit {row['commit']}"
-            if row["case"].startswith("contiguous"):
-                contiguous[row["metric"]] = float(row["value"])
-            elif (match := RECORDS.fullmatch(row["case"])) and row["metric"] in PANELS:
-                record_bytes, count, gib = match.groups()
-                series.setdefault((row["metric"], float(gib), int(record_bytes)), {})[
-                    int(count)
-                ] = float(row["value"])
-    return series, contiguous, where
+PRECISION = re.compile(r"\S+ (\S+) (reference|fused) batch (\d+) .*")
+METRICS = {
+    "step [ms]": "time per step [ms]",
+    "gpu memory [GiB]": "GPU memory [GiB]",
+    "loss": "loss of a pair at the end",
+}
+COLORS = {"float32": "C0", "amp": "C1", "bf16": "C2", "fp16": "C3"}
+DASHED = {"linestyle": "--", "marker": "s", "fillstyle": "none"}
+SOLID = {"linestyle": "-", "marker": "o"}
 
 
-def draw(results: Path = RESULTS, file: Path = FILE) -> None:
-    """Write the picture, or say why there is none."""
-    if (pyplot := pyplot_for("plot.py", results)) is None:
+def draw(results: Path, picture: Path | None = None) -> None:
+    """Draw the picture of a file of results, if matplotlib is installed."""
+    run = json.loads(results.read_text())
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no plot without matplotlib; later: python tests/bench/plot.py {results}")
         return
-    series, contiguous, where = read(results)
-    if not series:
-        raise ValueError(f"{results} holds no figures of records; run make bench-transfer first")
-    tables, sizes = (
-        sorted({gib for _, gib, _ in series}),
-        sorted({record_bytes for *_, record_bytes in series}),
-    )
-    counts = sorted({count for rates in series.values() for count in rates})
-    colors = {record_bytes: f"C{i}" for i, record_bytes in enumerate(sizes)}
-    figure, panels = pyplot.subplots(
-        1, len(PANELS), figsize=(14, 5), sharex=True, sharey=True, layout="constrained"
-    )
-    for panel, (move, (title, way)) in zip(panels, PANELS.items(), strict=True):
-        for (of, gib, record_bytes), rates in sorted(series.items()):
-            if of == move:
-                style = (
-                    {"linestyle": "-", "marker": "o"}
-                    if gib == tables[0]
-                    else {"linestyle": ":", "marker": "s", "fillstyle": "none"}
-                )
-                label = f"{record_bytes:,} B" + ("" if gib == tables[0] else f", {gib:g} GiB")
-                panel.plot(
-                    *zip(*sorted(rates.items()), strict=True),
-                    color=colors[record_bytes],
-                    label=label,
-                    markersize=4,
-                    **style,
-                )
-        panel.axhline(contiguous[way], color="grey", linestyle="--", linewidth=1)
-        panel.text(
-            counts[0], contiguous[way], f"contiguous copy {contiguous[way]:.1f}", va="bottom"
-        )
-        panel.set(title=title, xscale="log", xlabel="rows at a time")
-        panel.set_xticks(counts, [f"{count:,}" for count in counts], rotation=30)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside right center",
-        title=f"record, of a\n{tables[0]:g} GiB table",
-    )
-    panels[0].set(ylabel="GB/s", ylim=(0, 1.1 * max(contiguous.values())))
-    figure.suptitle(
-        f"Sorted random records between pinned CPU memory and the GPU ({where})", fontsize="medium"
-    )
-    save(figure, file)
-    pyplot.close(figure)
-
-
-def pyplot_for(program: str, results: Path) -> Any:
-    """matplotlib's pyplot, which draws to files; None where it is not installed, having said how to draw later."""
-    if find_spec("matplotlib") is None:
-        print(
-            f"no plot: matplotlib is not installed; where it is, draw it later with python tests/bench/{program} {results.name}"
-        )
-        return None
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
+    figure, panels = pyplot.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    _DRAW[run["benchmark"]](run["figures"], panels)
+    for panel in panels:
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
+    where = f"{run['gpu']}, {run['date']}, commit {run['commit']}"
+    figure.suptitle(f"{TITLES[run['benchmark']]} ({where})", fontsize="medium")
+    picture = picture or ROOT / "docs" / f"{run['benchmark']}.png"
+    temporary = picture.with_name(f".{picture.name}.part")
+    figure.savefig(temporary, dpi=130, format="png")
+    temporary.replace(picture)
+    pyplot.close(figure)
+    print(f"plot: {picture}")
 
 
-def save(figure: Any, file: Path) -> None:
-    """Write the picture, whole or not at all."""
-    aside = file.with_name(f".{file.name}.part")
-    figure.savefig(aside, dpi=130, format="png")
-    os.replace(aside, file)
-    print(f"plot: {file.name}")
+def _curves(cases: dict[str, dict[str, float]], pattern: re.Pattern, metric: str, x: int) -> dict:
+    """Return {groups without x: [(x, value), ...]} of cases that match."""
+    curves: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+    for case, figures in cases.items():
+        match = pattern.fullmatch(case)
+        if match and metric in figures:
+            groups = match.groups()
+            key = groups[: x - 1] + groups[x:]
+            curves.setdefault(key, []).append((int(match[x]), figures[metric]))
+    if not curves:
+        raise ValueError(f"no figures of {metric!r} to draw")
+    return curves
 
+
+def _transfer(cases: dict[str, dict[str, float]], panels: Any) -> None:
+    contiguous = next(value for case, value in cases.items() if case.startswith("contiguous"))
+    colors: dict[str, str] = {}
+    for panel, (move, (title, way)) in zip(panels, MOVES.items(), strict=True):
+        curves = _curves(cases, RECORDS, move, 2)
+        smallest = min(float(gib) for _, gib in curves)
+        for (record_bytes, gib), points in curves.items():
+            color = colors.setdefault(record_bytes, f"C{len(colors)}")
+            style = SOLID if float(gib) == smallest else DASHED
+            label = f"{record_bytes} B of {gib} GiB"
+            panel.plot(*zip(*points, strict=True), color=color, label=label, **style)
+        panel.axhline(contiguous[way], color="grey", linestyle="--", linewidth=1)
+        panel.text(1024, contiguous[way], "contiguous copy", va="bottom")
+        panel.set(title=f"{title} [GB/s]", xscale="log", xlabel="rows at a time")
+        panel.set_ylim(0, 1.1 * max(contiguous.values()))
+
+
+def _precision(cases: dict[str, dict[str, float]], panels: Any) -> None:
+    from matplotlib.ticker import LogLocator
+
+    for panel, (metric, title) in zip(panels, METRICS.items(), strict=True):
+        for (precision, kernels), points in _curves(cases, PRECISION, metric, 3).items():
+            style = SOLID if kernels == "fused" else DASHED
+            label = f"{precision}, {'fused' if kernels == 'fused' else 'plain torch'}"
+            panel.plot(*zip(*points, strict=True), color=COLORS[precision], label=label, **style)
+        panel.set(title=title, xscale="log", xlabel="batch size (centers)")
+        if metric != "loss":
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
+
+
+_DRAW = {"transfer": _transfer, "precision": _precision}
+TITLES = {
+    "transfer": "Sorted random records between pinned CPU memory and the GPU",
+    "precision": "Precision by batch size",
+}
 
 if __name__ == "__main__":
     draw(*map(Path, sys.argv[1:3]))

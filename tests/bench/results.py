@@ -1,74 +1,106 @@
-"""The one file of measurements, results.csv: a row a figure, with what it takes to measure it again."""
+"""Results of the benchmarks: one JSON file per run.
+
+A file has a header (date, GPU, CPU, versions, commit, command) and the figures of each case:
+{"figures": {case: {"metric [unit]": value}}}.
+"""
 
 from __future__ import annotations
 
-import csv
+import argparse
+import json
 import os
-import platform
+import re
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+from w2v.system.files import atomic_write
+from w2v.system.process import cores, git_commit
 
-from w2v.system import versions as environment
-
-FILE = Path(__file__).with_name("results.csv")
-COLUMNS = "date benchmark case metric value unit device torch cupy commit command".split()
-
-
-def append(
-    benchmark: str, case: str, figures: dict[str, tuple[float, str]], file: Path = FILE
-) -> None:
-    """Append figures, {metric: (value, unit)}, of one case, and print them."""
-    fresh = not file.exists()
-    with file.open("a", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, COLUMNS)
-        if fresh:
-            writer.writeheader()
-        measured = _circumstances() | {"benchmark": benchmark, "case": case}
-        for metric, (value, unit) in figures.items():
-            writer.writerow(measured | {"metric": metric, "value": f"{value:.6g}", "unit": unit})
-    shown = "  ".join(
-        f"{metric} {value:.4g} {unit}".strip() for metric, (value, unit) in figures.items()
-    )
-    print(f"{benchmark} {case}: {shown}", flush=True)
+FOLDER = Path(__file__).with_name("results")
+Figures = dict[str, float]  # {"metric [unit]": value}
 
 
-def _circumstances() -> dict[str, str]:
-    """Date, hardware, versions, commit and command."""
-    try:
-        import cupy
+class Results:
+    """Figures of one run: printed, and saved after each case."""
 
-        cupy_version = cupy.__version__
-    except ImportError:
-        cupy_version = ""
+    def __init__(self, benchmark: str, folder: Path = FOLDER):
+        self._benchmark = benchmark
+        self._folder = folder
+        self._cases: dict[str, Figures] = {}
+        self.path: Path | None = None  # chosen with the first figures
+
+    def add(self, case: str, figures: Figures) -> None:
+        """Add figures to a case and save the file."""
+        self._cases.setdefault(case, {}).update(
+            {metric: float(f"{value:.6g}") for metric, value in figures.items()}
+        )
+        shown = ", ".join(f"{metric} {value:.4g}" for metric, value in figures.items())
+        print(f"{self._benchmark} {case}: {shown}", flush=True)
+        if self.path is None:
+            self._header = header(self._benchmark)
+            self.path = self._new_path()
+        content = self._header | {"figures": self._cases}
+        atomic_write(self.path, json.dumps(content, indent=1) + "\n")
+
+    def _new_path(self) -> Path:
+        """Return <benchmark>-<date>.json, or the next number of that day."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self._benchmark}-{self._header['date']}"
+        path = self._folder / f"{stem}.json"
+        number = 1
+        while path.exists():
+            number += 1
+            path = self._folder / f"{stem}-{number}.json"
+        return path
+
+
+def header(benchmark: str) -> dict[str, str]:
+    """Return date, hardware, versions, commit and command of this run."""
+    import torch  # not at the top: benchmarks of memory import this module before they measure
+
+    gpus = torch.cuda.device_count()
+    name = torch.cuda.get_device_name() if gpus else ""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    # The folder of a file on the machine that measured does not matter.
+    arguments = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
     return {
+        "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": f"{ranks} x {name}" if name and ranks > 1 else name,
+        "cpu": f"{cores()} cores",
         "torch": torch.__version__,
-        "cupy": cupy_version,
-        "commit": environment.commit(),
-        "command": " ".join(
-            [
-                _launcher(),
-                os.path.relpath(sys.argv[0]),
-                *(_shown(argument) for argument in sys.argv[1:]),
-            ]
-        ),
+        "cupy": _installed("cupy-cuda12x") or _installed("cupy-cuda13x"),
+        "commit": git_commit(),
+        "command": " ".join([launcher, os.path.relpath(sys.argv[0]), *arguments]),
     }
 
 
-def _launcher() -> str:
-    return (
-        f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}"
-        if "WORLD_SIZE" in os.environ
-        else "python"
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def memory(process: int | str = "self") -> float:
+    """Return the memory (RSS) of a process in MiB, or 0 once it has ended."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) / 1024 if found else 0
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def _shown(argument: str) -> str:
-    """Where a file lies on the machine that measured does not matter."""
-    return Path(argument).name if os.path.isabs(argument) else argument
+    options.add_argument(
+        "--results", type=Path, default=FOLDER, metavar="FOLDER", help="where the file is written"
+    )
+    options.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
+    return options

@@ -1,28 +1,45 @@
-"""Training steps of a plan, as many as one asks for, without a run around them; what they took and what they moved."""
+"""Run training steps, or a whole training run, for the benchmarks.
+
+This is the only benchmark module that calls the training loop.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from itertools import count, islice
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.bench.measure import Figures
+from tests.bench.results import Figures, memory
+from w2v.config import Config
+from w2v.distributed.ranks import SINGLE
 from w2v.model.optim import learning_rate
+from w2v.system.process import return_freed_memory
+from w2v.text import open_corpus
+from w2v.text.corpus import Corpus
+from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.metrics import Total
 from w2v.training.plan import Plan
-from w2v.training.step import Pipeline
+from w2v.training.step import TrainingStep
+from w2v.training.trainer import Trainer
+from w2v.vectors import export
+
+
+def make_plan(config: Config, text: tuple[Vocab, Corpus] | None = None) -> Plan:
+    """Plan a run on an opened text, or on the text of the config."""
+    return plan.make_plan(config, text or open_corpus(config))
 
 
 class Stretch(NamedTuple):
-    """Some steps, from a device at rest to one at rest.
+    """Some steps, from an idle device to an idle device.
 
-    words: of the text, those that subsampling drops included; seconds: on the clock; cpu: seconds that the launching thread computed, or
-    waited for the device without sleeping; loss: mean of a pair, NaN of none, and once a step was not finite.
+    words: words of the text, with those that subsampling drops; cpu: seconds that the launching
+    thread computed; loss: mean over positive pairs, NaN once a step was not finite.
     """
 
     words: float
@@ -31,83 +48,163 @@ class Stretch(NamedTuple):
     loss: float
 
 
-class Steps:
-    """The steps of a plan, over one epoch after another; the learning rate falls over `total` of them, or stays at its mean for 0."""
-
-    def __init__(self, planned: Plan, total: int = 0):
-        self.device, self._total, self._done, self._passes = planned.device, total, 0, 0.0
-        self._optimizer, self._raw_words = planned.config.optimizer, planned.corpus.raw_words
-        sampler, self.pipeline = plan.build(planned)
-        self.ids_N = sampler._ids_N
-        self._ahead = self.pipeline.ahead(batch for _ in count() for batch in sampler.epoch())
-
-    def __call__(self, number: int) -> Stretch:
-        """Make so many."""
-        self._wait()
-        passes, began, computed = self._passes, time.perf_counter(), time.thread_time()
-        loss, pairs = Total(), Total()
-        for planned in islice(self._ahead, number):
-            share = self._done / self._total if self._total else 0.5
-            result = self.pipeline.step(planned, learning_rate(self._optimizer, share))
-            loss.add(result.loss)
-            pairs.add(result.pairs)
-            self._done, self._passes = self._done + 1, planned.batch.epochs_done
-        computed = time.thread_time() - computed
-        self._wait()
-        seconds = time.perf_counter() - began
-        mean = (
-            loss.read() / pairs.read()
-            if pairs.read() and not int(self.pipeline.fault)
-            else math.nan
-        )
-        return Stretch((self._passes - passes) * self._raw_words, seconds, computed, mean)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
 class Moved(NamedTuple):
-    """Rows so far: used by pages, read over the link, written back, and of all steps had none been kept."""
+    """Counts of rows: used by pages, read, written back, updated by steps."""
 
     used: int
     read: int
     written: int
-    stepped: int
+    updated: int
 
     @classmethod
-    def by(cls, pipeline: Pipeline) -> Moved:
-        engine = pipeline.engine
-        return cls(engine.rows_used, engine.rows_read, engine.rows_written, pipeline.rows_stepped)
-
-    def since(self, before: Moved) -> Moved:
-        return Moved(*(now - then for now, then in zip(self, before, strict=True)))
+    def by(cls, step: TrainingStep) -> Moved:
+        """Return the counters of a training step."""
+        used, read, written, _ = step.engine.stats
+        return cls(used, read, written, int(step.state.rows_updated))
 
 
-def link(moved: Moved, pipeline: Pipeline, words: float, seconds: float) -> Figures:
-    """What so many words moved over the link in that time; nothing where it moved nothing."""
-    if not moved.read:
-        return {}
-    gigabytes = pipeline.inputs.bytes / pipeline.inputs.rows / 1e9
+class Steps:
+    """Training steps of a plan, over one epoch after another.
+
+    The learning rate falls over `total` steps, or keeps its mean if that is 0.
+    """
+
+    def __init__(self, planned: Plan, total: int = 0):
+        self.planned = planned
+        loop = plan.build(planned)
+        self.sampler, self.step = loop.sampler, loop.step
+        self._total = total
+        self._done = 0
+        self._passes = 0.0  # over the text
+        endless = (batch for _ in count() for batch in self.sampler.epoch())
+        self._prefetched = self.step.prefetched(endless)
+
+    def __call__(self, number: int) -> Stretch:
+        """Run `number` steps."""
+        optimizer = self.planned.config.optimizer
+        loss, pairs = Total(), Total()
+        self._wait()  # other work must not count
+        passes = self._passes
+        began = time.perf_counter()
+        computed = time.thread_time()
+        for planned in islice(self._prefetched, number):
+            share = self._done / self._total if self._total else 0.5
+            result = self.step(planned, learning_rate(optimizer, share))
+            loss.add(result.loss)
+            pairs.add(result.pairs)
+            self._done += 1
+            self._passes = planned.batch.epochs_done
+        computed = time.thread_time() - computed
+        self._wait()
+        seconds = time.perf_counter() - began
+        finite = pairs.read() and not int(self.step.state.fault)
+        mean = loss.read() / pairs.read() if finite else math.nan
+        words = (self._passes - passes) * self.planned.corpus.raw_words
+        return Stretch(words, seconds, computed, mean)
+
+    def _wait(self) -> None:
+        if self.planned.device.type == "cuda":
+            torch.cuda.synchronize(self.planned.device)
+        if self.planned.ranks.size > 1:
+            self.planned.ranks.all_gather(None)
+
+    def measure(self, number: int) -> Figures:
+        """Run `number` steps and return the figures of all ranks together."""
+        ranks = self.planned.ranks
+        before = [*Moved.by(self.step), ranks.bytes_sent]
+        stretch = self(number)
+        after = [*Moved.by(self.step), ranks.bytes_sent]
+        mine = [now - then for now, then in zip(after, before, strict=True)]
+        # Each rank counts its own rows and bytes, but all steps take the same time.
+        *moved, sent = map(sum, zip(*ranks.all_gather(mine), strict=True))
+        host = sum(ranks.all_gather(memory()))
+        figures = {
+            "words/s": stretch.words / stretch.seconds,
+            "seconds [s]": stretch.seconds,
+            "step [ms]": 1000 * stretch.seconds / number,
+            "CPU [ms]": 1000 * stretch.cpu / number,
+            "loss": stretch.loss,
+            **link(Moved(*moved), self.step, stretch.words, stretch.seconds, ranks.size),
+            **gpu_memory(self.step, self.sampler.text.ids_N),
+            "tables [GiB]": ranks.size * self.planned.table_bytes / 2**30,
+            "host memory [GiB]": host / 1024,
+        }
+        if ranks.size > 1:
+            figures["sent by a GPU [GB/s]"] = sent / ranks.size / stretch.seconds / 1e9
+        return figures
+
+    @property
+    def stages_are_known(self) -> bool:
+        """Whether this project's kernels do all the work of a step."""
+        moves_in_place = self.planned.engine in ("resident", "mapped")
+        return self.planned.kernels == "cuda" and moves_in_place
+
+
+def train(planned: Plan, folder: Path) -> Trainer:
+    """Train a whole run with its metrics in `folder`."""
+    loop, raw_words = plan.build(planned), planned.corpus.raw_words
+    held_out = plan.make_heldout(planned)
+    with Trainer(loop, planned.vocab, raw_words, folder, held_out) as trainer:
+        trainer.train()
+    return trainer
+
+
+def run_figures(trainer: Trainer) -> Figures:
+    """Return speed, loss, memory and traffic of a finished run."""
+    step, ids_N = trainer.loop.step, trainer.loop.sampler.text.ids_N
+    words, seconds = trainer.metrics.words, trainer.metrics.seconds
     return {
-        "rows read": (100 * moved.read / moved.used, "% of used"),
-        "read": (moved.read / words, "rows a word"),
-        "written": (moved.written / words, "rows a word"),
-        "stepped": (moved.stepped / words, "rows a word"),
-        "to GPU": (moved.read * gigabytes / seconds, "GB/s"),
-        "from GPU": (moved.written * gigabytes / seconds, "GB/s"),
+        "words/s": words / seconds,
+        "seconds [s]": seconds,
+        "loss": trainer.metrics.loss,
+        **link(Moved.by(step), step, words, seconds),
+        **gpu_memory(step, ids_N),
     }
 
 
-def gpu_memory(pipeline: Pipeline, ids_N: object) -> Figures:
-    """The most that tensors took since the pipeline was made; with paged tables also what is neither their rows nor the corpus."""
-    if not (most := pipeline.bytes_gpu):
+def vectors(trainer: Trainer) -> Tensor:
+    """Return the input vectors of a finished run, [V, D]."""
+    return trainer.loop.step.inputs["weight"]
+
+
+def link(moved: Moved, step: TrainingStep, words: float, seconds: float, gpus: int = 1) -> Figures:
+    """Return the traffic by word and by second of a GPU, if there is any."""
+    if not moved.read:
         return {}
-    figures = {"gpu memory": (most / 2**30, "GiB")}
-    if slots := getattr(pipeline.engine, "slots", 0):
+    record = step.inputs.bytes / step.inputs.rows / 1e9 / gpus
+    return {
+        "rows read [% of used]": 100 * moved.read / moved.used,
+        "read [rows a word]": moved.read / words,
+        "written [rows a word]": moved.written / words,
+        "stepped [rows a word]": moved.updated / words,
+        "to GPU [GB/s]": moved.read * record / seconds,
+        "from GPU [GB/s]": moved.written * record / seconds,
+    }
+
+
+def gpu_memory(step: TrainingStep, ids_N: object) -> Figures:
+    """Return the peak of GPU memory, and what is neither rows nor corpus."""
+    peak = step.peak_gpu_bytes
+    if not peak:
+        return {}
+    figures = {"gpu memory [GiB]": peak / 2**30}
+    # An engine without a cache has no slots.
+    slots = getattr(step.engine, "slots", 0)
+    if slots:
         ids = ids_N.nbytes if isinstance(ids_N, Tensor) else 0
-        figures["gpu memory besides rows and ids"] = (
-            (most - ids - slots * pipeline.inputs.bytes / pipeline.inputs.rows) / 2**30,
-            "GiB",
-        )
+        rows = slots * step.inputs.bytes / step.inputs.rows
+        figures["gpu memory besides rows and ids [GiB]"] = (peak - ids - rows) / 2**30
     return figures
+
+
+def release(trainer: Trainer) -> None:
+    """Free the memory of all but the input vectors."""
+    trainer.loop.step.finish()
+    return_freed_memory()
+
+
+def export_vectors(trainer: Trainer, folder: Path) -> None:
+    """Write vectors.kv and vectors.bin of a finished run."""
+    inputs, vocab = trainer.loop.step.inputs, trainer.vocab
+    blocks = export.in_order(inputs, SINGLE)
+    export.save_rows(vocab.words, vocab.counts, inputs.dim, blocks, folder)

@@ -1,12 +1,12 @@
-"""Whole training runs: words/s, loss, scores, rows over the link and GPU memory, by config, engine, precision and seed; and what the time
-of a step goes into, in a run of its own.
+"""Whole training runs by config, engine, precision and seed.
 
-    python tests/bench/train.py --corpus wiki100.txt --configs configs/optimizers/*.yaml --engines resident mapped:50% --seeds 1 2 3
+    python tests/bench/train.py --corpus wiki100.txt --engines resident mapped:50% --seeds 1 2 3
+
+Runs are warmed up before they are timed. The stages of a step are measured in a run of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from itertools import product
@@ -16,111 +16,92 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages, steps
-from tests.bench.measure import Figures, Section
-from w2v.api import compare as experiments
-from w2v.api.compare import Opened
+from tests.bench.results import Figures, Results
 from w2v.config import Config, load_config
 from w2v.system import console
-from w2v.training import plan
-from w2v.vectors import evaluate as evaluation
+from w2v.text import open_corpus
+from w2v.text.corpus import Corpus
+from w2v.text.vocab import Vocab
+from w2v.vectors import evaluate
+
+Text = tuple[Vocab, Corpus]
 
 
-def train_once(config: Config, opened: Opened) -> Figures:
-    """One run of the config."""
-    gc.collect()  # what the run before took is not this one's
+def train_once(config: Config, text: Text) -> Figures:
+    """Train and score one run."""
+    gc.collect()  # memory of the run before must not count for this one
     with TemporaryDirectory() as folder:
-        trainer = experiments.train_once(config, opened, Path(folder))
-    pipeline, seconds, trained = trainer.pipeline, trainer.metrics.seconds, trainer.metrics.words
-    memory = steps.gpu_memory(pipeline, trainer.sampler._ids_N)  # before scoring takes some
-    words, vectors = trainer.vocab.words, pipeline.inputs["weight"]
-    score = evaluation.analogies(words, vectors.float().to(pipeline.fault.device))
-    return {
-        "words/s": (trained / seconds, ""),
-        "seconds": (seconds, "s"),
-        "loss": (trainer.metrics.loss, ""),
-        **{
-            name: (100 * getattr(score, part).accuracy, "%")
-            for name, part in [
-                ("analogies", "total"),
-                ("semantic", "semantic"),
-                ("syntactic", "syntactic"),
-            ]
-        },
-        **{
-            found.name: (found.spearman or 0.0, "")
-            for found in evaluation.similarities(words, vectors)
-        },
-        **steps.link(steps.Moved.by(pipeline), pipeline, trained, seconds),
-        **memory,
+        trainer = steps.train(steps.make_plan(config, text), Path(folder))
+    figures = steps.run_figures(trainer)  # before scoring takes GPU memory
+    words, vectors_VD = text[0].words, steps.vectors(trainer)
+    device = trainer.loop.step.state.fault.device
+    score = evaluate.analogies(words, vectors_VD.float().to(device))
+    similarities = evaluate.similarities(words, vectors_VD)
+    return figures | {
+        "analogies [%]": 100 * score.total.accuracy,
+        "semantic [%]": 100 * score.semantic.accuracy,
+        "syntactic [%]": 100 * score.syntactic.accuracy,
+        **{found.name: found.spearman or 0.0 for found in similarities},
     }
 
 
 def over_seeds(runs: list[Figures]) -> Figures:
-    """The mean of each metric and, of more than one run, the standard deviation."""
-    figures = {}
-    for metric, (_, unit) in runs[0].items():
-        values = [run[metric][0] for run in runs]
-        figures[metric] = (mean(values), unit)
+    """Return mean and standard deviation of each metric."""
+    figures: Figures = {"seeds": len(runs)}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs]
+        figures[metric] = mean(values)
         if len(runs) > 1:
-            figures[f"{metric} stdev"] = (stdev(values), unit)
+            name, bracket, unit = metric.partition(" [")
+            figures[f"{name} stdev{bracket}{unit}"] = stdev(values)
     return figures
 
 
 def engine_settings(engine: str) -> list[str]:
-    """Assignments for an engine, "mapped", or one with its GPU memory, "mapped:50%"."""
-    name, _, room = engine.partition(":")
-    return [f"transfer.engine={name}"] + ([f"transfer.gpu_bytes={room}"] if room else [])
+    """Return the settings of "mapped", or of "mapped:50%"."""
+    name, _, gpu_bytes = engine.partition(":")
+    settings = [f"transfer.engine={name}"]
+    return [*settings, f"transfer.gpu_bytes={gpu_bytes}"] if gpu_bytes else settings
+
+
+def measure(args: results.argparse.Namespace) -> None:
+    """Run every combination of config, engine and precision, with all seeds."""
+    cases: dict[str, list[Config]] = {}
+    text = None
+    # Check all configs first, so that no setting fails after an hour of measuring.
+    for path, engine, precision in product(args.configs, args.engines, args.precisions):
+        common = [f"corpus.path={args.corpus}", *engine_settings(engine)]
+        common += [f"train.precision={precision}", "run.checkpoint_minutes=0"]
+        configs = [
+            load_config([args.base, path], [*common, f"train.seed={seed}", *args.set])
+            for seed in args.seeds
+        ]
+        text = text or open_corpus(configs[0])
+        # "auto" is named after the engine that the plan chooses.
+        chosen, given = steps.make_plan(configs[0], text).engine, engine.partition(":")[0]
+        names = [Path(args.corpus).stem, Path(path).stem, chosen + engine.removeprefix(given)]
+        cases[" ".join([*names, precision, *args.set])] = configs
+    found = Results("train", args.results)
+    for case, configs in cases.items():
+        steps.Steps(steps.make_plan(configs[0], text))(2)  # compiles the kernels
+        found.add(case, over_seeds([train_once(config, text) for config in configs]))
+        gc.collect()
+        found.add(case, stages.measure(steps.Steps(steps.make_plan(configs[0], text))))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser(__doc__)
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--base", default="configs/text8.yaml")
     parser.add_argument("--configs", nargs="+", default=["configs/optimizers/adamax.yaml"])
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        default=["auto"],
-        help="each with the GPU memory for rows, if any: mapped:50%%",
-    )
+    parser.add_argument("--engines", nargs="+", default=["auto"], help="such as mapped:50%%")
     parser.add_argument("--precisions", nargs="+", default=["float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value")
-    parser.add_argument("--results", type=Path, default=results.FILE)
     args = parser.parse_args(arguments)
-    console.log_to_console()
-    opened, cases = Opened(), {}
-    breakdown = Section("stages", "What the time of a step goes into", args.results)
+    console.log_to_console(quiet=True)
     try:
-        for path, engine, precision in product(args.configs, args.engines, args.precisions):
-            common = [
-                f"corpus.path={args.corpus}",
-                *engine_settings(engine),
-                f"train.precision={precision}",
-                "run.checkpoint_minutes=0",
-            ]
-            configs = [
-                load_config([args.base, path], [*common, f"train.seed={seed}", *args.set])
-                for seed in args.seeds
-            ]
-            found = plan.make_plan(configs[0], opened(configs[0])).engine + engine.removeprefix(
-                engine.partition(":")[0]
-            )
-            cases[
-                " ".join([Path(args.corpus).stem, Path(path).stem, found, precision, *args.set])
-            ] = configs
-        for case, configs in cases.items():
-            experiments.warm_up(configs[0], opened)
-            figures = over_seeds([train_once(config, opened) for config in configs])
-            results.append("train", f"{case} seeds={len(configs)}", figures, args.results)
-            gc.collect()
-            breakdown.add(
-                case, stages.measure(steps.Steps(plan.make_plan(configs[0], opened(configs[0]))))
-            )
-        breakdown.print()
-    except ValueError as error:
+        measure(args)
+    except (ValueError, MemoryError) as error:
         sys.exit(str(error))
 
 

@@ -1,69 +1,46 @@
-"""The link between CPU memory and the GPU: what this machine's link can do, and what random rows of a table reach of it.
+"""Transfers of random rows between CPU memory and the GPU.
 
-    python tests/bench/transfer.py [--quick] [--parts records ...] [--gib 6 32] [--blocks 16 32 ...]
+    python tests/bench/transfer.py [--parts records rows] [--gib 6 32]
 
-GB/s are 1e9 bytes/s; a share is of the contiguous copy rate of the same run in the same direction.
+GB/s are 1e9 bytes/s; a share is of the contiguous copies of the same run in the same direction.
+Shapes: V rows of a table, D dimensions, N rows moved at a time, R numbers of a record.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.bench import memory, plot, results, speedtorch
-from tests.bench.measure import Figures, Run, Section, at_once, milliseconds, rate, row_sets, share
-from w2v.kernels import cuda
+from tests.bench import plot, results
+from tests.bench.measure import Run, at_once, gigabytes, milliseconds, require_gpu, row_sets
+from tests.bench.results import Figures, Results
+from w2v.kernels import cuda, cuda_cache
 from w2v.model.table import Table
+from w2v.transfer.links import MappedLink
 
-PARTS = ["speedtorch", "memory", "records", "product"]
-BLOCKS = [16, 32, 64, 132, 264]
+# get, put, how a set of rows is given to both, and whether only the GPU works (`milliseconds`)
+Way = tuple[Callable[[Any], Tensor], Callable[[Any], object], Callable[[Tensor], Any], bool]
 
-
-class Sizes(NamedTuple):
-    copy_bytes: int
-    fetched: int  # rows at a time, of SpeedTorch's own table
-    table_rows: tuple[int, ...]  # of how many each
-    memory_rows: int
-    gib: tuple[
-        float, ...
-    ]  # tables for `records`; all record sizes in the first, `record_bytes_more` in the others
-    record_bytes: tuple[int, ...]
-    record_bytes_more: tuple[int, ...]
-    counts: tuple[int, ...]  # rows moved at a time
-
-
-FULL = Sizes(
-    256_000_000,
-    131_072,
-    (1_000_000, 10_000_000),
-    10_000_000,
-    (6, 32),
-    (256, 512, 1024, 1200, 1536, 2048, 4096),
-    (512, 1536),
-    (1024, 8192, 65_536, 524_288, 1_048_576),
-)
-QUICK = Sizes(
-    16_000_000, 8192, (100_000,), 100_000, (0.125, 0.25), (512, 1536), (1536,), (1024, 8192)
-)
+DIM = 128  # of `rows`
+CHUNK = 1 << 20  # rows that are filled at a time
+COPY_BYTES = 256_000_000
+RECORD_BYTES = (256, 512, 1024, 1200, 1536, 2048, 4096)  # in the first table
+RECORD_BYTES_MORE = (512, 1536)  # in the other tables
+COUNTS = (1024, 8192, 65_536, 524_288, 1_048_576)  # records moved at a time
 
 
 def contiguous(nbytes: int) -> Figures:
-    """Rates of cudaMemcpyAsync between pinned CPU memory and the GPU: each way, and both ways at once, which is their total."""
-    host_in, host_out = (
-        torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda").cpu().pin_memory()
-        for _ in range(2)
-    )
-    gpu_in, gpu_out = (
-        torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2)
-    )
+    """Return rates of contiguous copies: each way, and both at once."""
+    # Random bytes: no memory controller can compress them.
+    gpu_in, gpu_out = torch.randint(256, (2, nbytes), dtype=torch.uint8, device="cuda")
+    host_in, host_out = gpu_in.cpu().pin_memory(), gpu_out.cpu().pin_memory()
 
     def to_gpu(i: int) -> None:
         gpu_in.copy_(host_in, non_blocking=True)
@@ -72,198 +49,186 @@ def contiguous(nbytes: int) -> Figures:
         host_out.copy_(gpu_out, non_blocking=True)
 
     return {
-        "to GPU": rate(nbytes, milliseconds(to_gpu, queued=True)),
-        "from GPU": rate(nbytes, milliseconds(from_gpu, queued=True)),
-        "both": rate(2 * nbytes, milliseconds(at_once(to_gpu, from_gpu), queued=True)),
+        "to GPU [GB/s]": gigabytes(nbytes, milliseconds(to_gpu)),
+        "from GPU [GB/s]": gigabytes(nbytes, milliseconds(from_gpu)),
+        "both [GB/s]": gigabytes(2 * nbytes, milliseconds(at_once(to_gpu, from_gpu))),
     }
 
 
-def pinned_table(gib: float) -> tuple[Table, Figures]:
-    """A pinned table of random numbers, and what it took to allocate, zero and register it."""
-    start = time.perf_counter()
-    table = Table("bench", int(gib * 2**30) // 128, 32, {}, {}, "pinned")
-    seconds = time.perf_counter() - start
-    noise = torch.randn(1 << 20, table.width, device="cuda")
-    for part in table.records_VR.split(len(noise)):
-        part.copy_(noise[: len(part)])
-    return table, {"set-up": (seconds, "s"), "set-up rate": (gib / seconds, "GiB/s")}
-
-
-def as_records(table: Table, record_bytes: int) -> Tensor:
-    """The table's memory seen as records of another size, the rest left over: float32 [rows, record_bytes / 4]."""
-    numbers, width = table.records_VR.view(-1), record_bytes // 4
-    return numbers[: len(numbers) // width * width].view(-1, width)
-
-
 class Moves:
-    """Gather and scatter of `count` random records, sorted and unique, one by one and at once; those of one call are disjoint."""
+    """Gather and scatter of random, sorted, disjoint records."""
 
     def __init__(self, records_VR: Tensor, count: int):
-        self.records_VR, self.sets = records_VR, row_sets(len(records_VR), count)
-        self.narrow = [rows.int() for rows in self.sets]
-        self.nbytes = count * records_VR.shape[1] * 4
-        self.arriving, self.leaving = (
-            torch.randn(count, records_VR.shape[1], device="cuda") for _ in range(2)
-        )
-        self.address = torch.tensor([records_VR.data_ptr()], device="cuda")
-        self.slots, self.numbers = (
-            torch.arange(count, dtype=torch.int32, device="cuda"),
-            torch.tensor([count, 0], device="cuda"),
-        )
-        self.disjoint = len(self.sets) > 1
+        self._records_VR = records_VR
+        self._sets = [rows.sort().values for rows in row_sets(len(records_VR), count)]
+        self._arriving = torch.randn(count, records_VR.shape[1], device="cuda")
+        self._leaving = torch.randn_like(self._arriving)
+        self._address = torch.tensor([records_VR.data_ptr()], device="cuda")
+        self._slots = torch.arange(count, dtype=torch.int32, device="cuda")
+        self._numbers = torch.tensor([count, 0], device="cuda")
+        self._narrow = [rows.int() for rows in self._sets]
         self._check()
 
-    def both(self, i: int) -> None:
-        coming, leaving = (self.narrow[(i + n) % len(self.sets)] for n in range(2))
-        moves = cuda.Moves(coming, leaving, self.slots, self.numbers)
-        cuda.exchange(moves, self.address, *self.records_VR.shape, self.leaving)
-
     def gather(self, i: int) -> None:
-        cuda.gather_records(self.records_VR, self.sets[i % len(self.sets)], self.arriving)
+        cuda.gather_records(self._records_VR, self._sets[i % len(self._sets)], self._arriving)
 
     def scatter(self, i: int) -> None:
-        cuda.scatter_records(self.records_VR, self.sets[(i + 1) % len(self.sets)], self.leaving)
+        cuda.scatter_records(self._records_VR, self._sets[(i + 1) % len(self._sets)], self._leaving)
+
+    def both(self, i: int) -> None:
+        coming, leaving = (self._narrow[(i + n) % len(self._sets)] for n in range(2))
+        moves = cuda_cache.Moves(coming, leaving, self._slots, self._numbers)
+        shape = self._records_VR.shape
+        cuda_cache.exchange_records(moves, self._address, *shape, self._leaving)
+
+    def rates(self, link: Figures) -> Figures:
+        """Return the rates and their shares of contiguous copies."""
+        runs = {"gather": (self.gather, 1, "to GPU"), "scatter": (self.scatter, 1, "from GPU")}
+        if len(self._sets) > 1:
+            runs["both"] = (self.both, 2, "both")
+        figures = {}
+        for move, (run, directions, way) in runs.items():
+            nbytes = directions * self._arriving.nbytes
+            figures[f"{move} [GB/s]"] = gigabytes(nbytes, milliseconds(run))
+            share = figures[f"{move} [GB/s]"] / link[f"{way} [GB/s]"]
+            figures[f"{move} share [%]"] = 100 * share
+        return figures
 
     def _check(self) -> None:
-        """What is about to be timed moves the right bytes; a thousand records stand for all."""
+        """Check that the right bytes move, on a thousand records."""
         self.scatter(-1)
         torch.cuda.synchronize()
-        assert torch.equal(self.records_VR[self.sets[0][:1000].cpu()], self.leaving[:1000].cpu())
+        rows = self._sets[0][:1000].cpu()
+        assert torch.equal(self._records_VR[rows], self._leaving[:1000].cpu())
         self.gather(0)
-        assert torch.equal(self.arriving[:1000], self.leaving[:1000])
-        if self.disjoint:
-            expected = self.leaving.clone(), self.arriving.clone()
+        assert torch.equal(self._arriving[:1000], self._leaving[:1000])
+        if len(self._sets) > 1:
+            sent, there = self._leaving.clone(), self._arriving.clone()
             self.both(0)
             self.gather(1)
-            assert torch.equal(self.arriving, expected[0]) and torch.equal(
-                self.leaving, expected[1]
-            )
+            assert torch.equal(self._arriving, sent) and torch.equal(self._leaving, there)
 
 
-def records(link: Figures, sizes: Sizes, file: Path) -> None:
-    set_ups = Section("transfer", "Allocating, zeroing and registering pinned tables", file)
-    for gib in sizes.gib:
-        table, set_up = pinned_table(gib)
-        set_ups.add(f"set-up {gib:g} GiB", set_up)
-        section = Section(
-            "transfer", f"Sorted random records of a pinned table of {gib:g} GiB", file
-        )
-        for record_bytes in sizes.record_bytes if gib == sizes.gib[0] else sizes.record_bytes_more:
-            for count in sizes.counts:
-                records_VR = as_records(table, record_bytes)
+def records(link: Figures, tables_gib: list[float], counts: list[int], found: Results) -> None:
+    """Measure random records of pinned tables, by size and number."""
+    for gib in tables_gib:
+        began = time.perf_counter()
+        table = Table("bench", int(gib * 2**30) // 128, 32, {}, {}, "pinned")
+        seconds = time.perf_counter() - began
+        found.add(f"set-up {gib:g} GiB", {"set-up [s]": seconds, "rate [GiB/s]": gib / seconds})
+        noise = torch.randn(CHUNK, table.width, device="cuda")
+        for part in table.records_VR.split(CHUNK):
+            part.copy_(noise[: len(part)])
+        # The memory of the table serves as records of every size.
+        numbers = table.records_VR.view(-1)
+        for record_bytes in RECORD_BYTES if gib == tables_gib[0] else RECORD_BYTES_MORE:
+            width = record_bytes // 4
+            records_VR = numbers[: len(numbers) // width * width].view(-1, width)
+            for count in counts:
                 if count <= len(records_VR):
                     case = f"records {record_bytes} B x {count} rows of {gib:g} GiB"
-                    section.add(case, rates(Moves(records_VR, count), link))
-        section.print()
-        del table, records_VR
-    set_ups.print()
+                    found.add(case, Moves(records_VR, count).rates(link))
+        del table, numbers, records_VR  # before the next table is pinned
 
 
-def rates(moves: Moves, link: Figures) -> Figures:
-    """Gather, scatter, and, where the table has rows enough, the total of both at once."""
-    runs = {"gather": (moves.gather, 1, "to GPU"), "scatter": (moves.scatter, 1, "from GPU")}
-    if moves.disjoint:
-        runs["both"] = (moves.both, 2, "both")
-    figures = {}
-    for move, (run, directions, way) in runs.items():
-        figures[move] = rate(directions * moves.nbytes, milliseconds(run, queued=True))
-        figures[f"{move} share"] = share(figures[move], link[way])
-    return figures
+def rows(table_rows: int, moved: int, found: Results) -> None:
+    """Measure unsorted rows of a table: here, by CuPy and by torch."""
+    sets = row_sets(table_rows, moved)
+    values_ND = torch.randn(moved, DIM, device="cuda")
+    for name, make in (("ours", ours), ("CuPy pinned", by_cupy), ("torch pinned", by_torch)):
+        # Every row of the table holds its number, so that what comes can be checked.
+        get, put, convert, queued = make(table_rows, values_ND)
+        # A way gets its row ids as it wants them: converting them is not what is measured.
+        kept, written, *_ = asked = [convert(rows_N) for rows_N in sets]
+        assert torch.equal(get(kept)[:, 0], sets[0].float())
+        put(written)
+        assert torch.equal(get(written), values_ND)
+        runs: dict[str, Run] = {
+            "to GPU [ms]": lambda i, get=get, asked=asked: get(asked[i % len(asked)]),
+            "from GPU [ms]": lambda i, put=put, asked=asked: put(asked[i % len(asked)]),
+        }
+        figures = {metric: milliseconds(run, queued) for metric, run in runs.items()}
+        found.add(f"{moved} of {table_rows} rows, {name}", figures)
 
 
-def blocks(link: Figures, sizes: Sizes, numbers: list[int], file: Path) -> None:
-    """Rates by the number of thread blocks of the kernels."""
-    table, _ = pinned_table(sizes.gib[0])
-    count = min(65_536, sizes.counts[-1])
-    moves = Moves(as_records(table, 1536), count)
-    section = Section(
-        "transfer",
-        f"Thread blocks of the kernels: {count:,} records of 1,536 bytes of {sizes.gib[0]:g} GiB",
-        file,
-    )
-    usual = cuda.MOVING_BLOCKS
+def ours(table_rows: int, values_ND: Tensor) -> Way:
+    """Move rows of a pinned table; sorting and restoring the order count."""
+    table = Table("bench", table_rows, DIM, {}, {}, "pinned")
+    number_rows(table["weight"])
+    link = MappedLink()
+    records_ND = torch.empty_like(values_ND)
 
-    def launched(move: Run, number: int) -> Run:
-        def run(i: int) -> None:
-            cuda.MOVING_BLOCKS = number
-            move(i)
+    def get(rows_N: Tensor) -> Tensor:
+        sorted_N, slots_N = rows_N.sort()
+        link.read(table, sorted_N, records_ND, slots_N)
+        return records_ND
 
-        return run
+    def put(rows_N: Tensor) -> None:
+        sorted_N, slots_N = rows_N.sort()
+        link.write(table, sorted_N, values_ND, slots_N)
 
-    try:
-        for number in numbers:
-            figures = {}
-            runs = [
-                ("gather", moves.gather, 1, "to GPU"),
-                ("scatter", moves.scatter, 1, "from GPU"),
-                ("both", moves.both, 2, "both"),
-            ]
-            for move, run, directions, way in runs:
-                figures[move] = rate(
-                    directions * moves.nbytes, milliseconds(launched(run, number), queued=True)
-                )
-                figures[f"{move} share"] = share(figures[move], link[way])
-            section.add(f"blocks {number}", figures)
-    finally:
-        cuda.MOVING_BLOCKS = usual
-    section.print()
+    return get, put, lambda rows_N: rows_N, True
+
+
+def by_cupy(table_rows: int, values_ND: Tensor) -> Way:
+    """Index cudaHostAlloc memory with CuPy, as SpeedTorch does it."""
+    import cupy
+
+    nbytes = table_rows * DIM * 4
+    memory = cupy.cuda.PinnedMemory(nbytes)
+    device = torch.cuda.current_device()
+    unowned = cupy.cuda.UnownedMemory(memory.ptr, nbytes, memory, device)
+    pointer = cupy.cuda.MemoryPointer(unowned, 0)
+    table_VD = cupy.ndarray((table_rows, DIM), cupy.float32, pointer)
+    for start in range(0, table_rows, CHUNK):
+        numbers = cupy.arange(start, min(start + CHUNK, table_rows), dtype=cupy.float32)
+        table_VD[start : start + CHUNK] = numbers[:, None]
+    values = cupy.asarray(values_ND)
+
+    def put(rows_N: Any) -> None:
+        table_VD[rows_N] = values
+
+    return lambda rows_N: torch.from_dlpack(table_VD[rows_N]), put, cupy.asarray, True
+
+
+def by_torch(table_rows: int, values_ND: Tensor) -> Way:
+    """Index on the CPU and copy; the time of the CPU counts."""
+    table_VD = torch.empty(table_rows, DIM, pin_memory=True)
+    number_rows(table_VD)
+
+    def put(rows_N: Tensor) -> None:
+        table_VD[rows_N] = values_ND.cpu()
+
+    return lambda rows_N: table_VD[rows_N].to("cuda"), put, Tensor.cpu, False
+
+
+def number_rows(table_VD: Tensor) -> None:
+    """Write each row's number into the row."""
+    table_VD.copy_(torch.arange(len(table_VD), dtype=torch.float32)[:, None])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser = results.parser(__doc__)
+    parts = ["records", "rows"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--gib", nargs="+", type=float, default=[6, 32], help="tables of `records`")
     parser.add_argument(
-        "--gib",
-        nargs="+",
-        type=float,
-        help="pinned tables of `records`; all must fit in CPU memory, one at a time (6 32)",
+        "--counts", nargs="+", type=int, default=COUNTS, help="`records`: at a time"
     )
-    parser.add_argument(
-        "--blocks",
-        nargs="*",
-        type=int,
-        metavar="N",
-        help=f"sweep the kernels' thread blocks instead ({BLOCKS})",
-    )
-    parser.add_argument("--results", type=Path, default=results.FILE)
-    parser.add_argument(
-        "--plot", type=Path, help="default: docs/transfer.png, and none with --quick or --blocks"
-    )
+    parser.add_argument("--tables", nargs="+", type=int, default=[1_000_000, 10_000_000])
+    parser.add_argument("--moved", type=int, default=131_072, help="of `rows`, at a time")
+    parser.add_argument("--plot", type=Path, help="default: docs/transfer.png")
     args = parser.parse_args(arguments)
-    if min(args.blocks or [1]) < 1:
-        parser.error(f"--blocks {min(args.blocks)}: a kernel needs one block or more")
-    if not torch.cuda.is_available() or find_spec("cupy") is None:
-        sys.exit(
-            "bench-transfer needs a CUDA GPU and CuPy, and finds "
-            + ("no CuPy" if torch.cuda.is_available() else "no GPU")
-        )
+    require_gpu("bench-transfer")
     torch.manual_seed(0)
-    sizes = QUICK if args.quick else FULL
-    sizes = sizes._replace(gib=tuple(args.gib or sizes.gib))
-
-    section = Section(
-        "transfer", "Contiguous copies between pinned CPU memory and the GPU", args.results
-    )
-    link = contiguous(sizes.copy_bytes)
-    section.add(f"contiguous {sizes.copy_bytes // 10**6} MB", link)
-    section.print()
-    if args.blocks is not None:
-        blocks(link, sizes, args.blocks or BLOCKS, args.results)
-        return
+    found = Results("transfer", args.results)
+    link = contiguous(COPY_BYTES)
+    found.add(f"contiguous {COPY_BYTES // 10**6} MB", link)
     if "records" in args.parts:
-        records(link, sizes, args.results)
-        if path := args.plot or (None if args.quick else plot.FILE):
-            plot.draw(args.results, path)
-    if "speedtorch" in args.parts:
-        for rows in sizes.table_rows:
-            speedtorch.rows(link, rows, sizes.fetched, args.results)
-    if "memory" in args.parts:
-        memory.tables(sizes.memory_rows, args.results)
-    if "product" in args.parts:
-        speedtorch.product(args.results)
+        records(link, args.gib, args.counts, found)
+        plot.draw(found.path, args.plot)
+    for table_rows in args.tables if "rows" in args.parts else ():
+        rows(table_rows, args.moved, found)
 
 
 if __name__ == "__main__":

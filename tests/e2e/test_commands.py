@@ -10,114 +10,127 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gensim.models import KeyedVectors
 
 import evaluate
-from tests.unit.test_evaluation import kv_of, planted, write_questions
 from w2v.vectors import export
-from w2v.vectors import load as vectorfile
 
 ROOT = Path(__file__).parents[2]
+PAIRS = 40
+
+
+def save_vectors(folder, words):
+    """Save vectors of words a0 b0 a1 b1 ... with nearly equal b_i - a_i."""
+    rng = np.random.default_rng(0)
+    a_ND = rng.standard_normal((PAIRS, 24))
+    b_ND = a_ND + rng.standard_normal(24) + 0.1 * rng.standard_normal((PAIRS, 24))
+    kv = KeyedVectors(24)
+    kv.add_vectors(words, np.stack([a_ND, b_ND], axis=1).reshape(-1, 24).astype(np.float32))
+    for count, word in enumerate(reversed(words), start=1):
+        kv.set_vecattr(word, "count", count)
+    folder.mkdir(parents=True, exist_ok=True)
+    kv.save(str(folder / "vectors.kv"))
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with planted analogies, and its questions."""
-    words, vectors, sections = planted()
+    """Return a run folder with words a0 b0 a1 b1 ... whose analogies hold."""
     folder = tmp_path / "runs" / "one"
-    export.save(kv_of(words, vectors), folder, ("kv",))
-    return folder, write_questions(tmp_path / "questions.txt", sections)
+    save_vectors(folder, [f"{side}{number}" for number in range(PAIRS) for side in "ab"])
+    return folder
 
 
-def test_sums_are_taken_as_words_or_quoted_or_from_standard_input(run, capsys, monkeypatch):
-    folder = run[0]
-    one, two, three, *_ = vectorfile.load(folder).index_to_key
-    sum_ = f"{one} - {two} + {three}"
-    answers = []
-    for argv, lines in (([*sum_.split()], ""), ([sum_], ""), ([], f"{sum_}\n")):
+@pytest.fixture
+def questions(tmp_path):
+    """Return a file of analogies, one of them with an unknown word."""
+    path = tmp_path / "questions.txt"
+    lines = [f"a{i} b{i} a{i + 1} b{i + 1}" for i in range(PAIRS - 1)]
+    path.write_text("\n".join([": pairs", *lines, "a0 unknown a1 b1"]))
+    return path
+
+
+def ask(*arguments, **options):
+    """Run evaluate.py in a process of its own."""
+    command = [sys.executable, "evaluate.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, text=True, **options)
+
+
+def run_code(code):
+    """Return the output of a Python program that ends with status 0."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_analogy_sums_as_words_quoted_and_from_standard_input(run, capsys, monkeypatch):
+    question = "b0 - a0 + a1"
+    answers = set()
+    for words, lines in ((question.split(), ""), ([question], ""), ([], f"{question}\n")):
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        assert evaluate.main(["analogies", str(folder), *argv, "--topn", "2"]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0].startswith(sum_) and len(set(answers)) == 1
-    assert evaluate.main(["analogies", str(folder), sum_, f"{one} - {two}", "--topn", "1"]) == 0
+        assert evaluate.main(["analogies", str(run), *words, "--topn", "2"]) == 0
+        answers.add(capsys.readouterr().out)
+    (answer,) = answers
+    assert answer.startswith(question)
+    assert answer.splitlines()[1].endswith("b1")
+    assert evaluate.main(["analogies", str(run), question, "b0 - a0", "--topn", "1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_score_prints_the_same_table_for_both_scorers(run, capsys):
-    folder, questions = run
+def test_score_prints_the_same_table_for_both_scorers(run, questions, capsys):
+    command = ["score", str(run), "--questions", str(questions)]
     tables = []
     for scorer in ("torch", "gensim"):
-        assert (
-            evaluate.main(["score", str(folder), "--questions", str(questions), "--scorer", scorer])
-            == 0
-        )
+        assert evaluate.main([*command, "--scorer", scorer]) == 0
         tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1] and "relation0" in tables[0] and "SimLex-999" in tables[0]
-    assert (
-        evaluate.main(
-            [
-                "score",
-                str(folder),
-                "--questions",
-                str(questions),
-                "--restrict-vocab",
-                "100",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["analogies"]["total"]["skipped"] > 100
+    assert tables[0] == tables[1]
+    assert "pairs" in tables[0]
+    assert "SimLex-999" in tables[0]
+    assert evaluate.main([*command, "--restrict-vocab", "20", "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["analogies"]["total"]
+    assert total["skipped"] == PAIRS - 9  # pairs beyond the first ten, and the unknown word
 
 
-def test_words_from_standard_input_end_with_it_and_a_bad_one_is_passed_over(
-    run, capsys, monkeypatch
+@pytest.mark.parametrize(
+    ("command", "lines", "answered", "message"),
+    [
+        ("nn", "b1\n\nb1y\nb2", ["b1", "b2"], "'b1y' is not in the vocabulary"),
+        ("analogies", "a0 b0 a2\na0 b0\n", ["a0 b0 a2"], "'a0 b0' is not 3 words"),
+    ],
+)
+def test_bad_line_of_standard_input_is_reported_and_skipped(
+    run, capsys, monkeypatch, command, lines, answered, message
 ):
-    folder, _ = run
-    monkeypatch.setattr(sys, "stdin", io.StringIO("b0x1\n\nb0x1y\nb0x2"))
-    assert evaluate.main(["nn", str(folder), "--topn", "2"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert evaluate.main([command, str(run), "--topn", "2"]) == 0
     out, err = capsys.readouterr()
-    assert [line for line in out.splitlines() if not line.startswith(" ")] == [
-        "b0x1",
-        "b0x2",
-    ] and len(out.splitlines()) == 6
-    assert (
-        err.startswith("error: 'b0x1y' is not in the vocabulary; nearest spellings: b0x1")
-        and err.count("\n") == 1
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a0x0 b0x0 a0x2\na0x0 b0x0\n"))
-    assert evaluate.main(["analogies", str(folder)]) == 0
-    out, err = capsys.readouterr()
-    assert (
-        len(out.splitlines()) == 11
-        and err.startswith("error: 'a0x0 b0x0' is not 3 words, nor a sum")
-        and err.count("\n") == 1
-    )
+    assert [line for line in out.splitlines() if not line.startswith(" ")] == answered
+    assert len(out.splitlines()) == 3 * len(answered)
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
 
 
-def test_who_sits_at_a_terminal_is_told_what_is_waited_for(run, capsys, monkeypatch):
-    terminal = io.StringIO("b0x1\n")
+def test_terminal_shows_a_prompt(run, capsys, monkeypatch):
+    terminal = io.StringIO("b1\n")
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", terminal)
-    assert evaluate.main(["nn", str(run[0])]) == 0
+    assert evaluate.main(["nn", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("b0x1\n") and err == "a question a line; Ctrl-D ends\n"
+    assert out.startswith("b1\n")
+    assert "Ctrl-D" in err
 
 
-def test_what_nobody_reads_any_more_ends_without_a_word():
-    asked = subprocess.Popen(
-        [sys.executable, "evaluate.py", "score", "-h"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    asked.stdout.close()
-    assert asked.stderr.read() == b"" and asked.wait() == -signal.SIGPIPE
+def test_closed_pipe_ends_quietly():
+    command = [sys.executable, "evaluate.py", "score", "-h"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == -signal.SIGPIPE
 
 
-def test_ctrl_c_ends_without_a_word(run):
-    asked = subprocess.Popen(
-        [sys.executable, "evaluate.py", "nn", str(run[0])],
+def test_ctrl_c_ends_quietly(run):
+    process = subprocess.Popen(
+        [sys.executable, "evaluate.py", "nn", str(run)],
         cwd=ROOT,
         stdin=-1,
         stdout=-1,
@@ -125,90 +138,73 @@ def test_ctrl_c_ends_without_a_word(run):
         text=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    asked.stdin.write("b0x1\n")
-    asked.stdin.flush()
-    assert asked.stdout.readline() == "b0x1\n"  # and it waits for the next one
-    asked.send_signal(signal.SIGINT)
-    assert asked.stderr.read() == "" and asked.wait() == 130
+    process.stdin.write("b1\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "b1\n"  # now it waits for the next question
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.read() == ""
+    assert process.wait() == 130
 
 
-def test_words_that_the_terminal_cannot_show_are_escaped(tmp_path):
-    words, vectors, _ = planted()
-    export.save(kv_of(["日", *words[1:]], vectors), tmp_path, ("kv",))
-    asked = [sys.executable, "evaluate.py", "nn", str(tmp_path), "日", "--topn", "1"]
-    done = subprocess.run(
-        asked,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-    )
-    assert done.stdout.startswith("\\u65e5\n") and (done.returncode, done.stderr) == (0, "")
+def test_unencodable_words_are_escaped(tmp_path):
+    save_vectors(tmp_path, ["日", *map(str, range(1, 2 * PAIRS))])
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = ask("nn", tmp_path, "日", "--topn", "1", capture_output=True, env=ascii_only)
+    assert done.stdout.startswith("\\u65e5\n")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_cannot_be_written_is_said_in_one_line(run):
+def test_full_standard_output_is_an_error(run):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "evaluate.py", "nn", str(run[0]), "b0x1"],
-            cwd=ROOT,
-            stdout=full,
-            stderr=-1,
-            text=True,
-        )
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: No space left on device; make room there\n",
-    )
+        done = ask("nn", run, "b1", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == "error: No space left on device; make room there\n"
 
 
-def test_a_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
+def test_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export, "save", full)
-    assert evaluate.main(["export", str(run[0]), "--text", "--to", str(tmp_path / "x")]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"error: {tmp_path}/x: No space left on device; make room there\n"
-    )
+    assert evaluate.main(["export", str(run), "--text", "--to", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/x: No space left on device")
 
 
-def test_user_errors_are_one_line_and_exit_2(run, capsys, tmp_path):
-    folder, questions = run
-    for argv, message in [
-        (["nn", str(folder), "b0x1", "Nowhere"], "error: 'Nowhere' is not in the vocabulary"),
-        (["analogies", str(folder), "b0x1", "b0x2"], "error: 'b0x1 b0x2' is not 3 words"),
-        (["score", str(tmp_path / "runs" / "two")], "does not exist"),
-        (["score", str(folder), "--questions", str(folder)], "cannot be read"),
-        (
-            ["export", str(folder), "--kv", "--to", str(questions)],
-            f"error: {questions}: File exists; check the folder",
-        ),
-        (
-            ["card", str(folder)],
-            f"error: {folder} is not the whole folder of a finished run (FileNotFoundError",
-        ),
-    ]:
-        assert evaluate.main(argv) == 2
-        err = capsys.readouterr().err
-        assert message in err and err.startswith("error: ") and err.count("\n") == 1
-    for argv in (["export", str(folder)], ["nn", str(folder), "--topn", "0"], []):
-        with pytest.raises(SystemExit) as stop:
-            evaluate.main(argv)
-        assert stop.value.code == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nn", "{run}", "b1", "Nowhere"], "'Nowhere' is not in the vocabulary"),
+        (["analogies", "{run}", "b1", "b2"], "'b1 b2' is not 3 words"),
+        (["score", "{run}/none"], "does not exist"),
+        (["score", "{run}", "--questions", "{run}"], "cannot be read"),
+        (["export", "{run}", "--kv", "--to", "{run}/vectors.kv"], "vectors.kv: File exists"),
+        (["card", "{run}"], "{run} "),  # not a finished run
+    ],
+)
+def test_user_errors_are_one_line_with_status_2(run, capsys, arguments, message):
+    assert evaluate.main([argument.format(run=run) for argument in arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message.format(run=run) in err
+    assert err.count("\n") == 1
 
 
-def test_asking_needs_no_torch(run):
-    code = f"import sys, evaluate; evaluate.main(['nn', {str(run[0])!r}, 'b0x1']); print({{'torch'}} & {{*sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("b0x1") and done.stdout.endswith("set()\n")
+@pytest.mark.parametrize("arguments", [["export", "run"], ["nn", "run", "--topn", "0"], []])
+def test_wrong_arguments_exit_with_2(arguments):
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(arguments)
+    assert stop.value.code == 2
 
 
-def test_help_needs_neither_torch_nor_gensim():
-    code = "import sys, evaluate\ntry: evaluate.main(['score', '-h'])\nexcept SystemExit: print({'torch', 'gensim'} & {*sys.modules})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "--restrict-vocab" in done.stdout and done.stdout.endswith("set()\n")
+def test_queries_do_not_import_torch(run):
+    asked = f"evaluate.main(['nn', {str(run)!r}, 'b1'])"
+    out = run_code(f"import sys, evaluate; {asked}; print('torch' in sys.modules)")
+    assert out.startswith("b1")
+    assert out.endswith("False\n")
+
+
+def test_help_imports_neither_torch_nor_gensim():
+    code = "import sys, evaluate\ntry: evaluate.main(['score', '-h'])\n"
+    out = run_code(code + "except SystemExit: print({'torch', 'gensim'} & {*sys.modules})")
+    assert "--restrict-vocab" in out
+    assert out.endswith("set()\n")

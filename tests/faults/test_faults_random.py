@@ -1,7 +1,7 @@
-"""Whatever comes as settings, config file, corpus, vectors or run folder, a program takes it or says in one line why not: no traceback, no
-hang, only the statuses that `--help` names. Each case is a whole program in a process of its own.
+"""Programs take random settings, files and run folders, or say why not.
 
-`make test-faults` tries 400 of each.
+It does so in one line: no traceback, no hang, only the exit statuses that `--help` names. Each
+case is a whole program in a process of its own. `make test-faults` tries 400 of each.
 """
 
 import json
@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from tests.faults.test_faults import TEXT, arguments_for
+from tests.support.tiny import TEXT, tiny_arguments, tiny_paths, tiny_settings
 from w2v.config import Config
 
-CASES = int(os.environ.get("W2V_CASES", "15"))  # of each property
+CASES = int(os.environ.get("W2V_CASES", "10"))  # of each property
 OPTIMIZERS = "Adam Adamax RMSprop SGD Adagrad NAdam Rprop SparseAdam LBFGS Optimizer".split()
-SIZES = {  # kept small: the remainder of a number by three, times this
+SIZES = {  # kept small: a number modulo three, times this
     "model.vector_size": 1,
     "model.window": 1,
     "model.negative": 1,
@@ -44,24 +44,22 @@ anything = st.one_of(
     st.lists(st.integers(), max_size=3),
 )
 OF_TYPE = {bool: st.booleans(), int: st.integers(0, 6), float: st.floats(0, 1)}
-keys = st.sampled_from(
-    [*TYPES] * 4
-    + ["model.windoww", "x", "optimizer.args.betas", "optimizer.args.x", "model", "=", ""]
-)
+UNKNOWN = ["model.windoww", "x", "optimizer.args.betas", "optimizer.args.x", "model", "=", ""]
+keys = st.sampled_from([*TYPES] * 4 + UNKNOWN)
 
 
 @st.composite
 def assignment(draw):
-    """A key and a value, which may suit it."""
+    """Draw a key and a value, which is of the key's type more often than not."""
     key = draw(keys)
-    choices = (
-        OPTIMIZERS
-        if key == "optimizer.name"
-        else [choice for choice in get_args(TYPES.get(key)) if isinstance(choice, str)]
-    )
-    suiting = st.sampled_from(choices) if choices else OF_TYPE.get(TYPES.get(key), anything)
-    value = draw(st.one_of(suiting, suiting, suiting, anything))
-    return key, value % 3 * SIZES[key] if key in SIZES and isinstance(value, int) else value
+    choices = [choice for choice in get_args(TYPES.get(key)) if isinstance(choice, str)]
+    if key == "optimizer.name":
+        choices = OPTIMIZERS
+    fitting = st.sampled_from(choices) if choices else OF_TYPE.get(TYPES.get(key), anything)
+    value = draw(st.one_of(fitting, fitting, fitting, anything))
+    if key in SIZES and isinstance(value, int):
+        value = value % 3 * SIZES[key]
+    return key, value
 
 
 assignments = st.lists(assignment(), max_size=4)
@@ -69,13 +67,13 @@ assignments = st.lists(assignment(), max_size=4)
 
 @pytest.fixture
 def program(programs, tmp_path):
-    """Runs a program that works in `tmp_path`; checks how it ends, and that nothing half-written is left."""
+    """Run a program; check its end, and that no temporary file is left."""
 
     def run(*arguments, name="train"):
-        status, said = programs.run(*arguments, program=name)
-        errors = [line.startswith("error: ") for line in said.split("\n")[:-1]]
-        assert status in (0, 2, 3) and "Traceback" not in said, said
-        assert errors.count(True) == (status != 0) and (status == 0 or errors[-1]), said
+        status, output = programs.run(*arguments, program=name)
+        errors = [line.startswith("error: ") for line in output.split("\n")[:-1]]
+        assert status in (0, 2, 3) and "Traceback" not in output, output
+        assert errors.count(True) == (status != 0) and (status == 0 or errors[-1]), output
         assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         return status
@@ -83,27 +81,19 @@ def program(programs, tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def finished(programs, tmp_path_factory):
-    """The folder of a run that is done."""
-    folder = tmp_path_factory.mktemp("done")
-    assert programs.run(*arguments_for(folder))[0] == 0
-    (run,) = (folder / "runs").iterdir()
-    return run
-
-
 @few_examples
 @given(assignments)
 def test_any_settings(program, tmp_path, assigned):
-    paths, small = (arguments_for(tmp_path)[part] for part in (slice(3), slice(3, None)))
-    program(*small, *(f"{key}={value}" for key, value in assigned), *paths, "run.wandb=")
+    changes = [f"{key}={value}" for key, value in assigned]
+    program(*tiny_settings(), *changes, *tiny_paths(tmp_path), "run.wandb=")
 
 
 def nested(assigned):
-    """As in a YAML file, which may be JSON."""
-    sections = {key.partition(".")[0]: {} for key, _ in assigned}
-    for key, value in assigned:
-        sections[key.partition(".")[0]][key.partition(".")[2]] = value
+    """Return the assignments as a config file has them."""
+    sections = {}
+    for name, value in assigned:
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
     return sections
 
 
@@ -112,54 +102,47 @@ yaml_like = st.recursive(
     lambda inner: st.dictionaries(st.text(max_size=8) | keys, inner, max_size=3),
     max_leaves=8,
 )
+config_files = st.one_of(yaml_like, assignments.map(nested)).map(json.dumps).map(str.encode)
 
 
 @few_examples
-@given(
-    st.one_of(
-        st.binary(max_size=200),
-        *(
-            values.map(json.dumps).map(str.encode)
-            for values in (yaml_like, assignments.map(nested))
-        ),
-    )
-)
+@given(st.binary(max_size=200) | config_files)
 def test_any_config_file(program, tmp_path, content):
     (tmp_path / "any.yaml").write_bytes(content)
-    program(tmp_path / "any.yaml", *arguments_for(tmp_path))
+    program(tmp_path / "any.yaml", *tiny_arguments(tmp_path))
+
+
+ENDINGS = ["txt", "gz", "xz", "bz2", "zst", "xml"]
 
 
 @few_examples
-@given(
-    st.binary(max_size=300),
-    st.sampled_from(["txt", "gz", "xz", "bz2", "zst", "xml"]),
-    st.booleans(),
-)
+@given(st.binary(max_size=300), st.sampled_from(ENDINGS), st.booleans())
 def test_any_corpus(program, tmp_path, content, ending, text_first):
-    paths = arguments_for(tmp_path)[1:]
+    arguments = tiny_arguments(tmp_path)
     corpus = tmp_path / f"corpus.{ending}"
     corpus.write_bytes(TEXT.encode() * text_first + content)
-    program(f"corpus.path={corpus}", *paths)
+    program(*arguments, f"corpus.path={corpus}")
+
+
+COMMANDS = [
+    ["score"],
+    ["nn", "a"],
+    ["analogies", "a", "-", "b", "+", "c"],
+    ["export", "--bin", "--safetensors", "--to", "out"],
+]
 
 
 @few_examples
 @given(
     st.binary(max_size=300) | st.integers(0, 10_000),
     st.sampled_from(["kv", "bin", "txt", "vec"]),
-    st.sampled_from(
-        [
-            ["score"],
-            ["nn", "a"],
-            ["analogies", "a", "-", "b", "+", "c"],
-            ["export", "--bin", "--safetensors", "--to", "out"],
-        ]
-    ),
+    st.sampled_from(COMMANDS),
 )
-def test_any_vectors(program, finished, tmp_path, content, ending, command):
-    """Random bytes, or a run's own with one of them another."""
+def test_any_vectors(program, tiny_run, tmp_path, content, ending, command):
+    """Try random bytes, and vectors of a run with one bit flipped."""
     file = tmp_path / f"any.{ending}"
     if isinstance(content, int):
-        own = bytearray((finished / f"vectors.{'kv' if ending == 'kv' else 'bin'}").read_bytes())
+        own = bytearray((tiny_run / f"vectors.{'kv' if ending == 'kv' else 'bin'}").read_bytes())
         own[content % len(own)] ^= 1 << content % 8
         content = bytes(own)
     file.write_bytes(content)
@@ -169,10 +152,10 @@ def test_any_vectors(program, finished, tmp_path, content, ending, command):
 
 @few_examples
 @given(st.binary(max_size=200), st.integers(0, 10_000), st.integers(0, 10_000), st.booleans())
-def test_any_run_folder(program, finished, tmp_path, content, number, at, replaced):
-    """One that goes on with a file of its own that has other bytes, or one of whose checkpoint's files does."""
+def test_any_run_folder(program, tiny_run, tmp_path, content, number, at, replaced):
+    """Resume a run with random bytes in one of its files, or in place of it."""
     run = tmp_path / "runs" / "any"
-    shutil.copytree(finished, run)
+    shutil.copytree(tiny_run, run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
     file = files[number % len(files)]
     whole = file.read_bytes()

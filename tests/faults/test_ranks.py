@@ -1,6 +1,7 @@
-"""train.py as torchrun starts it: ranks that go on, that fail and that are killed; a job never hangs and never loses a checkpoint.
+"""train.py under torchrun: ranks that finish, fail or are killed.
 
-On two CPUs with Gloo, and on two GPUs with NCCL. `make test-faults` kills 20 times.
+A job never hangs and never loses a checkpoint. Each test runs on two CPUs with Gloo and on two GPUs
+with NCCL. `make test-faults` kills 20 ranks.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ import torch
 from tests.support.forked import Programs
 from tests.support.joined import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
-from w2v.distributed import launcher as torchrun
+from w2v.distributed import launcher
 from w2v.training.checkpoint import Checkpoint
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "3"))
-AS_IT_COMES = ["train.deterministic=false"]  # on GPUs by kernels made for several
+FUSED = ["train.deterministic=false"]  # on GPUs with the kernels made for several ranks
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -35,7 +36,6 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def programs(device, tmp_path_factory):
-    """As ever, but that there they see the GPUs."""
     running = Programs(tmp_path_factory.mktemp("programs"), gpus=device == "cuda")
     yield running
     running.close()
@@ -43,7 +43,7 @@ def programs(device, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arguments(device, tmp_path_factory):
-    """A run of some steps over a small text, deterministic, that saves as often as it can."""
+    """Arguments of a short deterministic run with many checkpoints."""
     more = "train.epochs=2", "train.batch_size=256", f"train.device={device}"
     return saving_run(tmp_path_factory.mktemp("corpus"), 750, *more)
 
@@ -53,164 +53,152 @@ def vectors(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(programs, arguments, tmp_path_factory):
-    """The vectors of two ranks that nothing happened to, and how long they took."""
-    folder, begun = tmp_path_factory.mktemp("whole"), time.monotonic()
-    status, said = programs.run(
-        *arguments, f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0", ranks=2
-    )
-    assert status == 0 and said.count("trained 15,000 words") == said.count("run folder  ") == 1, (
-        said
-    )
-    assert (
-        all(said.count(f"rank {rank}    ") == 1 for rank in (0, 1))
-        and said.count(" GB/s sent to the others") == 2
-    ), said
-    assert "destroy_process_group" not in said, said  # as NCCL warns where it was left out
+def undisturbed(programs, arguments, tmp_path_factory):
+    """The vectors of a run of two ranks without faults, and its seconds."""
+    folder, begun = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
+    more = f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0"
+    status, output = programs.run(*arguments, *more, ranks=2)
+    assert status == 0, output
+    assert output.count("run folder") == 1, output  # rank 0 alone writes to the console
+    assert "destroy_process_group" not in output  # NCCL's warning when nobody called it
     return vectors(folder), time.monotonic() - begun
 
 
-def children(process):
-    return [
-        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ]
+def child_processes(process):
+    children = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in children.read_text().split()]
 
 
-def wait_for(process, what, seconds=60):
+def wait_for(process, condition, seconds=60):
+    """Wait until the condition is true, or the process has ended."""
     end = time.monotonic() + seconds
-    while not (found := what()) and time.monotonic() < end and Path(f"/proc/{process}").exists():
+    while not (value := condition()) and time.monotonic() < end:
+        if not Path(f"/proc/{process}").exists():
+            break
         time.sleep(0.01)
-    return found
+    return value
 
 
-def started(programs, *arguments, **more):
-    """The job's process, and those of its ranks once they are there."""
-    job = programs.start(*arguments, **more)
-    return job, wait_for(job, lambda: len(found := children(job)) == more["ranks"] and found)
+def start(programs, *arguments, ranks=2, **more):
+    """Start a job; return its process and those of its ranks."""
+
+    def all_ranks():
+        children = child_processes(job)
+        return children if len(children) == ranks else None
+
+    job = programs.start(*arguments, ranks=ranks, **more)
+    return job, wait_for(job, all_ranks)
 
 
-def test_a_killed_rank_ends_the_job_and_it_goes_on(programs, arguments, tmp_path, whole):
-    vectors_whole, duration = whole
-    rng, kills, finished, runs = random.Random(KILLS), 0, 0, 0
+def test_resuming_after_killed_ranks_ends_with_the_same_vectors(
+    programs, arguments, tmp_path, undisturbed
+):
+    expected, duration = undisturbed
+    rng = random.Random(KILLS)
+    # Each pass of the loop starts or resumes a run, and may kill one of its ranks.
+    kills = finished = runs = 0
     while kills < KILLS or not finished:
         folder = tmp_path / str(runs)
-        begun = list(folder.glob("20*/config.yaml"))
-        _, ranks = started(
-            programs,
-            *(["--resume", begun[0].parent] if begun else [*arguments, f"run.dir={folder}"]),
-            ranks=2,
-        )
-        killed, moment = time.monotonic() + 600, kills < KILLS
-        if moment:
+        configs = list(folder.glob("20*/config.yaml"))
+        resume = ["--resume", configs[0].parent] if configs else None
+        _, ranks = start(programs, *(resume or [*arguments, f"run.dir={folder}"]))
+        killed_at = math.inf
+        if kills < KILLS:
             time.sleep(rng.uniform(0, duration))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(ranks), signal.SIGKILL)
-                killed = time.monotonic()
-        status, said = programs.wait()
-        assert (
-            time.monotonic() - killed < 60
-            and status in (0, 1)
-            and (status == 0 or "exitcode  : -9" in said)
-        ), said
+                killed_at = time.monotonic()
+        status, output = programs.wait()
+        assert time.monotonic() - killed_at < 60, output
+        assert status == 0 or (status == 1 and "exitcode  : -9" in output), output
         kills += status
         for run in folder.glob("20*"):
             check_checkpoints(run, "step-*")
         if status == 0:
-            assert vectors(folder) == vectors_whole
-            names = [path.name for path in run_folder(folder).rglob("*")]
-            assert not [
-                name for name in names if name.endswith((".partial", ".part")) or ".rank-" in name
-            ]
-            assert len(list((run_folder(folder) / "checkpoints").iterdir())) == 2
-            finished, runs = finished + 1, runs + 1
-        elif not list(folder.glob("20*/config.yaml")):
-            runs += 1  # killed before there was a run
+            run = run_folder(folder)
+            assert vectors(folder) == expected
+            assert not [path for path in run.rglob("*") if path.suffix in (".partial", ".part")]
+            assert len(list((run / "checkpoints").iterdir())) == 2
+            finished += 1
+        if status == 0 or not list(folder.glob("20*/config.yaml")):
+            runs += 1  # finished, or killed before there was anything to resume
     print(f"{kills} kills, {finished} runs finished")
 
 
-def test_torchrun_starts_the_ranks_again_and_the_run_goes_on(programs, arguments, tmp_path):
-    more = [*arguments, *AS_IT_COMES, "train.epochs=4", f"run.dir={tmp_path}"]
-    job, ranks = started(programs, *more, ranks=2, restarts=1)
+def test_run_resumes_when_torchrun_restarts_its_ranks(programs, arguments, tmp_path):
+    more = [*arguments, *FUSED, "train.epochs=4", f"run.dir={tmp_path}"]
+    job, ranks = start(programs, *more, restarts=1)
     wait_for(job, lambda: list(tmp_path.glob("20*/checkpoints/step-????????")))
     os.kill(ranks[1], signal.SIGKILL)
-    status, said = programs.wait()
-    assert (
-        status == 0 and said.count("going on from") == 1 and len(vectors(tmp_path)) > 200 * 8 * 4
-    ), said
+    status, output = programs.wait()
+    assert status == 0, output
+    assert len(list(tmp_path.glob("20*"))) == 1  # and not a new run
+    assert len(vectors(tmp_path)) > 200 * 8 * 4
 
 
-@pytest.mark.parametrize("number, others", [(signal.SIGINT, 0), (signal.SIGTERM, 4)])
-def test_a_signal_to_the_job_saves_and_other_ranks_go_on(
-    programs, device, arguments, tmp_path, number, others
+@pytest.mark.parametrize("number, ranks", [(signal.SIGINT, 0), (signal.SIGTERM, 4)])
+def test_signal_to_the_job_saves_and_other_ranks_resume(
+    programs, device, arguments, tmp_path, number, ranks
 ):
-    others = others if device == "cpu" else min(others, torch.cuda.device_count())
-    more = [
-        *arguments,
-        *AS_IT_COMES,
-        f"run.dir={tmp_path}",
-        "run.checkpoint_minutes=0",
-        "train.epochs=500",
-        "run.log_seconds=1000",
-    ]
-    job, _ = started(programs, *more, ranks=2)
+    ranks = ranks if device == "cpu" else min(ranks, torch.cuda.device_count())
+    options = "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=1000"
+    job, _ = start(programs, *arguments, *FUSED, *options, f"run.dir={tmp_path}")
     wait_for(job, lambda: list(tmp_path.glob("20*/metrics.jsonl")))
     time.sleep(0.5)
     os.kill(job, number)
-    _, said = programs.wait()
-    assert (
-        said.count("stopping at step") == said.count("go on with   python train.py --resume") == 1
-        and "rror" not in said
-    ), said
-    assert "destroy_process_group" not in said, said
+    _, output = programs.wait()
+    assert output.count("--resume") == 1 and "rror" not in output, output
+    assert "destroy_process_group" not in output, output
     run = run_folder(tmp_path)
-    (saved,) = (run / "checkpoints").iterdir()
-    done = Checkpoint(saved).state["epochs_done"]
-    assert 0 < done < 500 and Checkpoint(saved).ranks == 2
-    found, said = programs.run(
-        "--resume", run, f"train.epochs={math.floor(done) + 1}", ranks=others
-    )
-    assert found == 0 and f"going on from {saved}" in said and (run / "vectors.bin").exists(), said
-    assert Checkpoint(max((run / "checkpoints").iterdir())).ranks == (others or 1)
+    (saved,) = map(Checkpoint, (run / "checkpoints").iterdir())
+    done = saved.state["epochs_done"]
+    assert 0 < done < 500 and len(saved.state["samplers"]) == 2
+    epochs = f"train.epochs={math.floor(done) + 1}"
+    status, output = programs.run("--resume", run, epochs, ranks=ranks)
+    assert status == 0 and str(saved.path) in output and (run / "vectors.bin").exists(), output
+    last = Checkpoint(max((run / "checkpoints").iterdir()))
+    assert len(last.state["samplers"]) == (ranks or 1)
 
 
 @pytest.mark.parametrize(
-    "more, words",
+    "setting, message, times",
     [
-        (
-            ["train.seed=${local_rank}"],
-            "error: train.seed is 0 for rank 0, but 1 for rank 1; start all ranks alike",
-        ),
-        (["train.epochs=0"], "error: train.epochs=0 is out of range; it must be at least 1"),
-        (["corpus.path=none.txt"], "error: corpus.path='none.txt' is no file"),
-        (["optimizer.lr=1e30"], "training diverged at step "),
+        ("train.seed=${local_rank}", "train.seed is 0 for rank 0, but 1 for rank 1", {1}),
+        ("train.epochs=0", "train.epochs=0", {1}),
+        ("corpus.path=none.txt", "'none.txt'", {1}),
+        ("optimizer.lr=1e30", "diverged at step", {1, 2}),  # ranks may notice on their own
     ],
-    ids=["differ", "config", "text", "diverged"],
 )
-def test_errors_are_said_once_and_end_all_ranks(programs, arguments, tmp_path, more, words):
-    status, said = programs.run(*arguments, f"run.dir={tmp_path}", *more, ranks=2)
-    assert status == 1 and "exitcode  : 2" in said and "host  " in said, said
-    said_so = [line for line in said.splitlines() if line.startswith("error: ") and words in line]
-    assert len(said_so) == 1 or (words.startswith("training") and len(said_so) == 2), said
+def test_error_ends_all_ranks_and_is_printed_once(
+    programs, arguments, tmp_path, setting, message, times
+):
+    status, output = programs.run(*arguments, f"run.dir={tmp_path}", setting, ranks=2)
+    assert status == 1 and "exitcode  : 2" in output and "host  " in output, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len([line for line in errors if message in line]) in times, output
 
 
-def test_torchrun_itself_leaves_what_its_parts_do(programs, device, arguments, tmp_path, whole):
+def test_torchrun_command_gives_the_same_vectors(
+    programs, device, arguments, tmp_path, undisturbed
+):
     if device == "cuda":
-        pytest.skip("there it is what starts the ranks anyway")
-    status, said = programs.run(*arguments, f"run.dir={tmp_path}", ranks=2, forked=False)
-    assert status == 0 and vectors(tmp_path) == whole[0], said
+        pytest.skip("the other tests start ranks by torchrun there")
+    status, output = programs.run(*arguments, f"run.dir={tmp_path}", ranks=2, forked=False)
+    assert status == 0 and vectors(tmp_path) == undisturbed[0], output
 
 
-def stuck(ranks, folder):
-    torchrun.PAUSE_SECONDS = 0.1
-    sys.stderr = open(folder / "said.txt", "a")  # noqa: SIM115 - open until the process ends
+def wait_forever(ranks, folder):
+    """Exit on rank 1; on rank 0, wait as for a GPU that waits for rank 1."""
+    launcher.PAUSE_SECONDS = 0.1
+    sys.stderr = open(folder / "stderr.txt", "a")  # noqa: SIM115 - open until the process ends
     if ranks.rank:
         os._exit(1)
-    threading.Event().wait()  # as for a GPU that waits for the other rank's
+    threading.Event().wait()
 
 
-def test_a_rank_that_waits_for_its_gpu_hears_that_another_is_lost(tmp_path):
+def test_rank_that_waits_for_its_gpu_exits_when_another_is_lost(tmp_path):
     pool, begun = Pool(2), time.monotonic()
     with pytest.raises(EOFError):
-        pool.run(stuck, tmp_path)
+        pool.run(wait_forever, tmp_path)
     assert pool.close() == [2, 1] and time.monotonic() - begun < 30
-    assert "another of 2 ranks is lost: " in (tmp_path / "said.txt").read_text()
+    assert "another of 2 ranks is lost: " in (tmp_path / "stderr.txt").read_text()

@@ -1,4 +1,4 @@
-"""The CUDA kernels against their plain twins, on random problems."""
+"""Fast kernels equal the reference, on the CPU and on a GPU."""
 
 import ctypes
 import shutil
@@ -11,329 +11,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.steps import (
+    make_kernels,
+    make_step,
+    make_tables,
+    moved,
+    one_sentence,
+    problem,
+    sorted_grads,
+    tables_of,
+    train_on_text,
+)
 from w2v.config import ModelConfig, OptimizerConfig
-from w2v.kernels import cuda, reference
-from w2v.kernels.batch import Batch, Held, Page
+from w2v.kernels import cuda, launch
+from w2v.kernels.batch import FAULT_BITS, Grads, Page, StepShape, StepState, TableGrads, View
+from w2v.kernels.cpu import CpuKernels, ThreadGrads
+from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler
-from w2v.model.skipgram import expand, find_slots
-from w2v.model.table import RowState, Table, uniform
-from w2v.training.step import FusedPipeline, Pipeline
-from w2v.transfer.cache_mapped import CachedMapped
-from w2v.transfer.resident import Resident
+from w2v.model.table import padded
 
-KERNELS = Path(__file__).parents[2] / "w2v" / "kernels" / "cu"
-FORMULAS = [("sgd", 0), ("adagrad", 1), ("rmsprop", 1), ("adam", 2), ("adamw", 2), ("adamax", 2)]
-COMPILED = [
-    ("rows.cu", []),
-    ("claim.cu", ["-DWINDOW=5", "-DTARGETS=6"]),
-    ("cache.cu", []),
+SOURCES = Path(launch.__file__).parent / "cu"
+FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
+VARIANTS = [
+    ("rows.cu", {}),
+    ("cache.cu", {}),
+    ("draw.cu", {}),
+    ("claim.cu", {"WINDOW": 5, "TARGETS": 6}),
+    ("shard.cu", {"RANKS": 1, "HEADS": 1, "ELEMENT": 0, "WIDE": 4}),
+    ("shard.cu", {"RANKS": 4, "HEADS": 6, "ELEMENT": 1, "WIDE": 1}),
+    ("shard.cu", {"RANKS": 1000, "HEADS": 1, "ELEMENT": 2, "WIDE": 4}),
+    ("sgns.cu", {"DIM": 128, "WINDOW": 5, "TARGETS": 6, "ELEMENT": 0, "COUNTED": 0}),
+    ("sgns.cu", {"DIM": 33, "WINDOW": 20, "TARGETS": 65, "ELEMENT": 1, "COUNTED": 1}),
+    ("sgns.cu", {"DIM": 1024, "WINDOW": 1, "TARGETS": 2, "ELEMENT": 2, "COUNTED": 0}),
     *(
-        ("shard.cu", [f"-DRANKS={ranks}", f"-DHEADS={heads}", f"-DELEMENT={e}", f"-DWIDE={w}"])
-        for e, (ranks, heads, w) in enumerate([(1, 1, 4), (4, 6, 1), (1000, 1, 4)])
-    ),
-    ("draw.cu", []),
-    *(
-        (
-            "sgns.cu",
-            [
-                f"-DDIM={d}",
-                f"-DWINDOW={w}",
-                f"-DTARGETS={t}",
-                f"-DELEMENT={e}",
-                f"-DCOUNTED={e % 2}",
-            ],
-        )
-        for e, (d, w, t) in enumerate([(128, 5, 6), (33, 20, 65), (1024, 1, 2)])
-    ),
-    *(
-        (
-            "optim.cu",
-            [
-                f"-DSTEP={name}",
-                f"-DSTATES={states}",
-                f"-DELEMENT={n % 3}",
-                f"-DWIDE={1 + 3 * (n % 2)}",
-            ],
-        )
-        for n, (name, states) in enumerate(FORMULAS)
+        ("optim.cu", {"STEP": name, "STATES": states, "ELEMENT": n % 3, "WIDE": (4, 1)[n % 2]})
+        for n, (name, states) in enumerate(FORMULAS.items())
     ),
 ]
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("source, defines", COMPILED, ids=str)
-def test_kernels_compile(source, defines, tmp_path):
-    command = [
-        "nvcc",
-        "-arch=sm_90",
-        "-std=c++17",
-        *defines,
-        "-ptx",
-        str(KERNELS / source),
-        "-o",
-        str(tmp_path / "kernel.ptx"),
-    ]
-    subprocess.run(command, check=True, timeout=120)
-
-
-def test_arguments_reach_the_driver_in_the_parameters_sizes():
-    """Read back as a kernel would: pointers and long integers of 8 bytes, integers, floats and flags from the first of theirs."""
-    seen = []
-
-    def driver(function, *shape_and_more):
-        *shape, stream, parameters, extra = shape_and_more
-        pointers = (ctypes.c_void_p * 6).from_address(parameters)
-        kinds = (
-            ctypes.c_uint64,
-            ctypes.c_int64,
-            ctypes.c_int32,
-            ctypes.c_float,
-            ctypes.c_float,
-            ctypes.c_bool,
-        )
-        values = [
-            kind.from_address(pointer).value for kind, pointer in zip(kinds, pointers, strict=True)
-        ]
-        seen.append((function, shape, stream, extra, values))
-
-    launch = cuda.Launcher(77, driver)
-    launch(5, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True], 9)
-    launch(6, [0, 3, 2**31 - 1, 0.0, 1.0, False], 0)
-    assert seen[0] == (
-        77,
-        [5, 1, 1, cuda.THREADS, 1, 1, 0],
-        9,
-        0,
-        [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True],
-    )
-    assert seen[1] == (
-        77,
-        [6, 1, 1, cuda.THREADS, 1, 1, 0],
-        0,
-        0,
-        [0, 3, 2**31 - 1, 0.0, 1.0, False],
-    )
-
-
-def problem(seed, centers, window, negative, rows, dim, sentence=12, spread=1.0):
-    """A text of random words with centers somewhere in its middle; and two tables."""
-    g = torch.Generator().manual_seed(seed)
-    length = centers + int(torch.randint(0, 3 * window, (), generator=g))
-    words = torch.randint(rows, (length,), generator=g, dtype=torch.int32)
-    sentences = torch.cumsum(torch.rand(length, generator=g) < 1 / sentence, 0).int()
-    windows = torch.randint(1, window + 1, (centers,), generator=g, dtype=torch.int32)
-    negatives = torch.randint(rows, (centers, negative), generator=g, dtype=torch.int32)
-    first = int(torch.randint(0, length - centers + 1, (), generator=g))
-    tables = [
-        Table(name, rows, dim, {"exp_avg": RowState(dim, 0.0)}, {}, "cpu")
-        for name in ("input", "output")
-    ]
-    for table in tables:
-        table["weight"].copy_(spread * torch.randn(rows, dim, generator=g) / dim**0.25)
-    return Batch(words, sentences, first, windows, negatives, window, 0.0), tables
-
-
-def check_skipgram(batch, tables, dtype=torch.float32):
-    """The kernels' rows, loss, gradients and counts of pairs are those of the reference in double precision, within rounding of sums that
-    may cancel, whatever stands in rows that the batch does not touch."""
-    for table in tables:
-        table.records_VR = table.records_VR.to(dtype).contiguous()
-    slots = find_slots(expand(batch), tables[0].rows)
-    weights = [
-        table["weight"].double()[rows]
-        for table, rows in zip(tables, (slots.input_rows_U, slots.output_rows_V), strict=True)
-    ]
-    masks = slots.context_mask_BC, slots.target_mask_BT
-    expected = reference.skipgram(
-        *weights, slots.context_slots_BC, masks[0], slots.target_slots_BT, masks[1]
-    )
-
-    on_gpu = Batch(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in batch))
-    claims = [cuda.Claims(table.rows, 10**6, table.dim, torch.device("cuda")) for table in tables]
-    sums = next(cuda.Sums.of_steps(torch.device("cuda")))
-    cuda.claim(on_gpu, *claims, sums.claimed)
-    found = slots.input_rows_U, slots.output_rows_V
-    held = [
-        Held(torch.full_like(table.records_VR, torch.nan, device="cuda"), None) for table in tables
-    ]
-    for (records_VR, _), table, rows in zip(held, tables, found, strict=True):
-        records_VR[rows.cuda()] = table.records_VR[rows].cuda()
-    cuda.skipgram(on_gpu, held[0], claims[0], held[1], claims[1], sums, counted=True)
-
-    assert sums.pairs == expected.pairs and sums.loss.item() == pytest.approx(
-        expected.loss.item(), rel=1e-5, abs=1e-6
-    )
-    grads = expected.grad_input_UD, expected.grad_output_VD
-    numbers = reference.count_pairs(
-        slots.context_slots_BC, masks[0], slots.target_slots_BT, masks[1], tuple(map(len, found))
-    )
-    for claim, count, rows, grad, number in zip(
-        claims, map(int, sums.claimed), found, grads, numbers, strict=True
-    ):
-        claimed, order = claim.rows_U[:count].sort()
-        assert torch.equal(claimed.cpu().long(), rows)
-        mine = claim.grad_UD[:count][order].cpu().double()
-        assert torch.isfinite(mine).all()
-        assert (mine - grad).norm() <= 1e-4 * grad.norm() + 1e-6 * expected.pairs
-        assert not claim.grad_UD[count:].any()
-        assert torch.equal(claim.pairs_U[:count][order].cpu().long(), number)
-
-
-@pytest.mark.gpu
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**31),
-    centers=st.integers(1, 300),
-    window=st.integers(1, 20),
-    negative=st.integers(1, 64),
-    rows=st.integers(1, 200),
-    dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
-    dtype=st.sampled_from(list(cuda.ELEMENTS)),
-)
-def test_skipgram_equals_the_reference(seed, centers, window, negative, rows, dim, dtype):
-    check_skipgram(*problem(seed, centers, window, negative, rows, dim), dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", [{"sentence": 1}, {"sentence": 10**6}, {"rows": 2}, {"spread": 20.0}], ids=str
-)
-def test_skipgram_at_the_edges(case):
-    """Sentences of one word mostly, one endless sentence, one word in nearly every pair, large logits."""
-    check_skipgram(
-        *problem(
-            **(
-                {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 128}
-                | case
-            )
-        )
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW"])
-@pytest.mark.parametrize(
-    "slots, steps_per_page", [(None, 1), (500, 1), (450, 3)], ids=["resident", "roomy", "tight"]
-)
-def test_fused_training_equals_plain_training(name, slots, steps_per_page):
-    """Some epochs over a small text, with tables on the GPU or paged, end with the same vectors and losses within rounding."""
-    rng, rows, dim, device = np.random.default_rng(3), 300, 48, torch.device("cuda")
-    lengths = rng.integers(1, 60, 120)
-    ids, noise = (rng.zipf(1.3, lengths.sum()) % rows).astype(np.int32), np.full(rows, 1 / rows)
-
-    def trained(fused):
-        optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.002), fused)
-        paged = fused and slots is not None
-        tables = [
-            Table(
-                n,
-                rows,
-                dim,
-                optimizer.states(dim),
-                optimizer.scalars,
-                "pinned" if paged else "cuda",
-            )
-            for n in ("input", "output")
-        ]
-        for number, table in enumerate(tables):
-            table.initialise(uniform(dim, 0.5, number))
-        sampler = Sampler(
-            ids,
-            np.cumsum([0, *lengths]),
-            np.ones(rows),
-            noise,
-            ModelConfig(negative=3),
-            64,
-            1,
-            device,
-        )
-        engine = CachedMapped(tables, slots, device) if paged else Resident()
-        pipeline = (FusedPipeline if fused else Pipeline)(
-            *tables, engine, optimizer, device, steps_per_page
-        )
-        losses = [
-            pipeline.step(planned, 0.002)
-            for _ in range(3)
-            for planned in pipeline.ahead(sampler.epoch())
-        ]
-        engine.flush()
-        return [table["weight"].cpu() for table in tables], torch.stack(
-            [loss for loss, _ in losses]
-        ).cpu()
-
-    (ours, our_losses), (theirs, their_losses) = trained(True), trained(False)
-    torch.testing.assert_close(our_losses, their_losses, rtol=1e-3, atol=1e-3)
-    for mine, plain in zip(ours, theirs, strict=True):
-        assert (mine - plain).norm() < 1e-3 * plain.norm()
-
-
-@pytest.mark.gpu
-def test_claims_have_room_for_the_words_of_a_pool_alone():
-    rows, dim, device, ids = (
-        5_000,
-        8,
-        torch.device("cuda"),
-        np.random.default_rng(1).integers(0, 5_000, 4_000).astype(np.int32),
-    )
-    optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.01), True)
-    tables = [Table(name, rows, dim, {}, {}, "cuda") for name in ("input", "output")]
-    model = ModelConfig(negative=5, negative_pool=100)
-    sampler = Sampler(
-        ids,
-        np.array([0, len(ids)]),
-        np.ones(rows),
-        np.full(rows, 1 / rows),
-        model,
-        500,
-        1,
-        device,
-        draw=cuda.draw,
-    )
-    pipeline = FusedPipeline(*tables, Resident(), optimizer, device)
-    for planned in pipeline.ahead(sampler.epoch()):
-        pipeline.step(planned, 0.01)
-        assert len(pipeline._work[1].rows_U) <= 500 + 100
-        assert (pipeline._work[1].number_V == -1).all() and not pipeline._work[1].grad_UD.any()
-    assert not pipeline.fault and tables[0]["weight"].isfinite().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [True, False])
-def test_planning_far_ahead_of_a_slow_computation_changes_nothing(fused):
-    """Each step waits for 5 ms of other work, so that the CPU could plan, and overwrite, many batches before the first is computed."""
-    rows, dim, device = 5_000, 32, torch.device("cuda")
-    ids = np.random.default_rng(1).integers(0, rows, 40_000).astype(np.int32)
-
-    def trained(cycles):
-        optimizer = RowOptimizer(OptimizerConfig(name="SGD", lr=0.01), fused)
-        tables = [Table(name, rows, dim, {}, {}, "cuda") for name in ("input", "output")]
-        for number, table in enumerate(tables):
-            table.initialise(uniform(dim, 0.5, number))
-        sampler = Sampler(
-            ids,
-            np.array([0, len(ids)]),
-            np.ones(rows),
-            np.full(rows, 1 / rows),
-            ModelConfig(),
-            1_000,
-            1,
-            device,
-        )
-        pipeline = (FusedPipeline if fused else Pipeline)(*tables, Resident(), optimizer, device)
-        losses = []
-        for planned in pipeline.ahead(sampler.epoch()):
-            torch.cuda._sleep(cycles)
-            losses.append(pipeline.step(planned, 0.01).loss)
-            if not cycles:
-                torch.cuda.synchronize()
-        return torch.stack(losses).cpu(), tables[0]["weight"].cpu()
-
-    (slow_losses, slow), (losses, weights) = trained(10_000_000), trained(0)
-    torch.testing.assert_close(slow_losses, losses, rtol=1e-6, atol=0)
-    torch.testing.assert_close(slow, weights, rtol=1e-5, atol=1e-6)
-
-
 OPTIMIZERS = [
     ("SGD", {}),
     ("SGD", {"weight_decay": 0.1}),
@@ -348,168 +63,356 @@ OPTIMIZERS = [
     ("Adamax", {}),
     ("Adamax", {"betas": [0.5, 0.99]}),
 ]
+GPU = pytest.mark.gpu
+CUDA = pytest.param("cuda", marks=GPU)
+FAST = pytest.mark.parametrize("kernels", ["cpu", CUDA])
 
 
-def steps_of_random_rows(
-    name, args, step, device, fused, rows=70, dim=50, steps=20, dtype=torch.float32, cap=0
-):
-    optimizer = RowOptimizer(
-        OptimizerConfig(name=name, args=args, lr=0.05, step=step, occurrence_cap=cap), fused
-    )
-    assert optimizer.fused == fused
-    tables = tuple(
-        Table(key, rows, dim, optimizer.states(dim), optimizer.scalars, device, dtype)
-        for key in ("input", "output")
-    )
-    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    for table, g in zip(tables, generators, strict=True):
-        table["weight"].copy_(torch.randn(rows, dim, generator=g))
-    claims = tuple(cuda.Claims(rows, rows, dim, torch.device(device)) for _ in tables)
-    stepped, expected = torch.zeros((), dtype=torch.int64, device=device), 0
+def device_of(kernels):
+    return "cuda" if kernels == "cuda" else "cpu"
+
+
+# Compiling and launching.
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("source, macros", VARIANTS, ids=str)
+def test_cuda_sources_compile(source, macros, tmp_path):
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    output = ["-ptx", str(SOURCES / source), "-o", str(tmp_path / "kernel.ptx")]
+    command = ["nvcc", "-arch=sm_90", "-std=c++17", *defines, *output]
+    subprocess.run(command, check=True, timeout=120)
+
+
+def test_every_cuda_source_and_formula_is_compiled_by_the_tests():
+    assert {source for source, _ in VARIANTS} == {path.name for path in SOURCES.glob("*.cu")}
+    formulas = {RowOptimizer(OptimizerConfig(name=name)).formula for name, _ in OPTIMIZERS}
+    assert formulas == set(FORMULAS)
+
+
+def test_launcher_passes_arguments_in_the_sizes_of_the_parameters():
+    """Each argument has 8 bytes; the driver reads the first of them."""
+    launched = []
+
+    def driver(function, *arguments):
+        *shape, stream, parameters, extra = arguments
+        kinds = "c_uint64 c_int64 c_int32 c_float c_float c_bool".split()
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+        values = [
+            getattr(ctypes, kind).from_address(pointer).value
+            for kind, pointer in zip(kinds, pointers, strict=True)
+        ]
+        launched.append((function, shape, stream, extra, values))
+
+    launcher = launch.Launcher(77, driver)
+    calls = [
+        (5, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True], 9),
+        (6, [0, 3, 2**31 - 1, 0.0, 1.0, False], 0),
+    ]
+    for blocks, values, stream in calls:
+        launcher(blocks, values, stream)
+        shape = [blocks, 1, 1, launch.THREADS, 1, 1, 0]
+        assert launched.pop() == (77, shape, stream, 0, values)
+
+
+# Gradients.
+
+
+def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1):
+    """Compare a batch's gradients with the reference in double precision.
+
+    Only rounding of sums, which may cancel, can differ. Rows that the batch does not touch, and
+    what lies beside the weights, are not numbers.
+    """
+    _, rows, dim = weights_TVD.shape
+    weights_TVD = weights_TVD.to(dtype)
+    reference = ReferenceKernels(StepShape(rows, dim, torch.float64, torch.device("cpu"), True))
+    page = Page(*(View(weights_VD.double(), None) for weights_VD in weights_TVD))
+    expected = reference.skipgram(batch, page, reference.unique_rows(batch), 0.0)
+
+    device = device_of(kernels)
+    records_TVR = torch.full((2, rows, padded(2 * dim, dtype.itemsize)), torch.nan, dtype=dtype)
+    for records_VR, weights_VD, its in zip(records_TVR, weights_TVD, expected[:2], strict=True):
+        records_VR[its.rows_U, :dim] = weights_VD[its.rows_U]
+    page = Page(*(View(records_VR.to(device), None) for records_VR in records_TVR))
+    tested = make_kernels(kernels, StepShape(rows, dim, dtype, torch.device(device), True), threads)
+    batch = moved(batch, device)
+    found = tested.skipgram(batch, page, tested.unique_rows(batch), 0.0)
+
+    assert int(found.pairs) == int(expected.pairs)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        rows_U, grad_UD, pairs_U = sorted_grads(ours)
+        assert torch.equal(rows_U, theirs.rows_U.long())
+        assert torch.equal(pairs_U, theirs.pairs_U.long())
+        error = (grad_UD.double() - theirs.grad_UD).norm()
+        assert error <= 1e-4 * theirs.grad_UD.norm() + 1e-6 * expected.pairs
+
+
+@pytest.mark.parametrize("dim, negative", [(1, 1), (100, 5), (33, 7)])  # compiling takes seconds
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**31),
+    centers=st.integers(1, 300),
+    window=st.integers(1, 20),
+    rows=st.integers(1, 200),
+    sentence=st.integers(1, 30),
+    threads=st.integers(1, 5),
+)
+def test_gradients_on_the_cpu(dim, negative, seed, centers, window, rows, sentence, threads):
+    batch, weights_TVD = problem(seed, centers, window, negative, rows, dim, sentence)
+    check_gradients("cpu", batch, weights_TVD, threads=threads)
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    centers=st.integers(1, 300),
+    window=st.integers(1, 20),
+    negative=st.integers(1, 64),
+    rows=st.integers(1, 200),
+    dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
+    dtype=st.sampled_from(list(cuda.ELEMENTS)),
+)
+def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype):
+    check_gradients("cuda", *problem(seed, centers, window, negative, rows, dim), dtype)
+
+
+EDGES = {
+    "one word a sentence": {"sentence": 1},
+    "one sentence": {"sentence": 10**6},
+    "two words": {"rows": 2},
+    "large logits": {"spread": 20.0},
+    "one center": {"centers": 1},
+    "two centers": {"centers": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "kernels, threads", [("cpu", 1), ("cpu", 3), pytest.param("cuda", 1, marks=GPU)]
+)
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
+def test_gradients_at_the_edges(kernels, edge, threads):
+    size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100}
+    check_gradients(kernels, *problem(**(size | edge)), threads=threads)
+
+
+# Optimizers.
+
+
+def optimizer_steps(config, kernels, dim=50, steps=20, dtype=torch.float32):
+    """Return tables after steps with random gradients of random rows."""
+    rows, device = 170, torch.device(device_of(kernels))
+    optimizer = RowOptimizer(config)
+    tables = make_tables(optimizer, rows, dim, device.type, dtype)
+    tested = make_kernels(kernels, StepShape(rows, dim, dtype, device, True), threads=2)
+    page = Page(*(View(table.records_VR, None) for table in tables))
+    state = StepState(device)
+    g = torch.Generator().manual_seed(5)
     for number in range(steps):
-        lr, touched = 0.05 * (1 - number / steps), []
-        for g, share in zip(generators, (0.6, 0.3), strict=True):
+        touched = []
+        for share in (0.6, 0.3):
             rows_U = torch.nonzero(torch.rand(rows, generator=g) < share).flatten()
-            grad_UD = torch.randn(len(rows_U), dim, generator=g).to(device)
-            touched.append(
-                (rows_U, grad_UD, torch.randint(1, 40, (len(rows_U),), generator=g).to(device))
-            )
-        if fused:
-            for its, (rows_U, grad_UD, pairs_U) in zip(claims, touched, strict=True):
-                (
-                    its.rows_U[: len(rows_U)],
-                    its.grad_UD[: len(rows_U)],
-                    its.pairs_U[: len(rows_U)],
-                ) = rows_U.int(), grad_UD, pairs_U
-            claimed = tuple(torch.tensor(len(rows_U), device=device) for rows_U, _, _ in touched)
-            expected += sum(map(int, claimed))
-            guard = cuda.Guard(
-                *(
-                    torch.zeros((), dtype=dtype, device=device)
-                    for dtype in (torch.float64, torch.int64)
-                ),
-                number << 5,
-                8,
-            )
-            held = tuple(Held(table.records_VR, None) for table in tables)
-            optimizer.step_in_place(tables, held, claims, claimed, stepped, lr, guard)
-            assert (
-                not any(its.grad_UD.any() or (its.number_V != -1).any() for its in claims)
-                and stepped == expected
-            )
-        else:
-            for table, (rows_U, grad_UD, pairs_U) in zip(tables, touched, strict=True):
-                page = Page(
-                    table, rows_U, table.records_VR[rows_U].float(), table.columns, grad_UD, pairs_U
-                )
-                optimizer.step(page, lr)
-                table.records_VR[rows_U] = table.encode(rows_U, page.records_UR)
+            pairs_U = 2 * torch.randint(1, 20, (len(rows_U),), generator=g)
+            touched.append((rows_U, torch.randn(len(rows_U), dim, generator=g), pairs_U))
+        grads = grads_of(tested, touched)
+        lr = 0.05 * (1 - number / steps)
+        tested.optimizer_step(optimizer, tables, page, grads, lr, state)
+        assert kernels == "reference" or all(map(is_reset, grads[:2]))
+    assert not state.fault
     return tables
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", ["table", "row"])
-@pytest.mark.parametrize("name, args", OPTIMIZERS, ids=str)
-def test_fused_optimizers_equal_torchs(name, args, step):
-    pairs = (
-        steps_of_random_rows(name, args, step, device, fused)
-        for device, fused in (("cuda", True), ("cpu", False))
-    )
-    for ours, theirs in zip(*pairs, strict=True):
+def grads_of(kernels, touched, loss=1.0):
+    """Return gradients of both tables; two CPU threads have half each."""
+    shape, device = kernels.shape, kernels.shape.device
+    both = []
+    for rows_U, grad_UD, pairs_U in touched:
+        parts = torch.arange(len(rows_U)), rows_U, grad_UD, pairs_U
+        if isinstance(kernels, CpuKernels):
+            grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
+            grads.count_n[:] = len(rows_U)
+            for thread in range(2):
+                fill(grads.of_thread(thread), parts, share=2)
+        else:
+            # Only the reference takes all that the buffers have room for.
+            room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows
+            integers = torch.zeros(2, room, dtype=torch.int32, device=device)
+            number_V = torch.full((shape.rows,), -1, dtype=torch.int32, device=device)
+            grad_UD = torch.zeros(room, shape.dim, device=device)
+            count = torch.tensor(len(rows_U), device=device)
+            grads = TableGrads(number_V, integers[0], grad_UD, integers[1], count)
+            fill(grads, [part.to(device) for part in parts])
+        both.append(grads)
+    loss, pairs = torch.tensor(loss, dtype=torch.float64), torch.tensor(1)
+    return Grads(*both, loss.to(device), pairs.to(device))
+
+
+def fill(buffers, parts, share=1):
+    """Write rows, their numbers, and a share of their gradients and pairs."""
+    number_V, its_rows_U, its_grad_UD, its_pairs_U, _ = buffers
+    numbers, rows_U, grad_UD, pairs_U = parts
+    number_V[rows_U] = numbers.int()
+    its_rows_U[: len(rows_U)] = rows_U
+    its_grad_UD[: len(rows_U)] = grad_UD / share
+    its_pairs_U[: len(rows_U)] = pairs_U // share
+
+
+def is_reset(grads):
+    """Return whether the gradients of a table are as before a step."""
+    if isinstance(grads, ThreadGrads):
+        return bool((grads.number_nV == -1).all()) and not grads.count_n.any()
+    return bool((grads.number_V == -1).all()) and not grads.grad_UD.any()
+
+
+def assert_tables_close(tables, expected, rtol=2e-5, atol=2e-6):
+    for ours, theirs in zip(tables, expected, strict=True):
         for field in theirs.columns:
-            torch.testing.assert_close(ours[field].cpu(), theirs[field], rtol=2e-5, atol=2e-6)
+            found, wanted = ours[field].cpu().float(), theirs[field].float()
+            torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
         assert all(torch.equal(ours.scalars[key], value) for key, value in theirs.scalars.items())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_fused_optimizers_cap_occurrences_as_plain_torch_does(name):
-    cases = [("cuda", True, 16), ("cpu", False, 16), ("cpu", False, 0)]
-    cases = (
-        steps_of_random_rows(name, {}, "table", device, fused, cap=cap)
-        for device, fused, cap in cases
-    )
-    for ours, theirs, uncapped in zip(*cases, strict=True):
-        torch.testing.assert_close(ours["weight"].cpu(), theirs["weight"], rtol=2e-5, atol=2e-6)
-        assert (theirs["weight"] - uncapped["weight"]).abs().max() > 1e-3
+@FAST
+@pytest.mark.parametrize("cap", [0, 16])
+@pytest.mark.parametrize("step", ["table", "row"])
+@pytest.mark.parametrize("name, args", OPTIMIZERS, ids=str)
+def test_optimizers_equal_torchs(kernels, name, args, step, cap):
+    config = OptimizerConfig(name=name, args=args, lr=0.05, step=step, occurrence_cap=cap)
+    assert_tables_close(optimizer_steps(config, kernels), optimizer_steps(config, "reference"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [50, 64])
 @pytest.mark.parametrize("name", ["Adam", "SGD", "RMSprop"])
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
-def test_fused_optimizers_round_as_encode_does(name, dtype, unit, dim):
-    """One step gives the same bits but where float32 differs in its last; and after twenty the tables are still near."""
-    args = (name, {}, "table")
-    once = (
-        steps_of_random_rows(*args, device, device == "cuda", dim=dim, steps=1, dtype=dtype)
-        for device in ("cuda", "cpu")
-    )
-    for one, other in zip(*once, strict=True):
-        same = one.records_VR.cpu() == other.records_VR
-        assert same.float().mean() > 0.999
-    often = (
-        steps_of_random_rows(*args, device, device == "cuda", dim=dim, dtype=dtype)
-        for device in ("cuda", "cpu")
-    )
-    for many, others in zip(*often, strict=True):
-        for field in others.columns:
-            torch.testing.assert_close(
-                many[field].cpu().float(), others[field].float(), rtol=8 * unit, atol=8 * unit
-            )
-        assert all(torch.equal(many.scalars[key], value) for key, value in others.scalars.items())
+def test_optimizers_round_as_encode_does(name, dtype, unit, dim):
+    """Few bits differ after one step; tables are close after twenty."""
+    config = OptimizerConfig(name=name, lr=0.05)
+    once = [optimizer_steps(config, kernels, dim, 1, dtype) for kernels in ("cuda", "reference")]
+    for ours, theirs in zip(*once, strict=True):
+        assert (ours.records_VR.cpu() == theirs.records_VR).float().mean() > 0.999
+    often = [optimizer_steps(config, kernels, dim, 20, dtype) for kernels in ("cuda", "reference")]
+    assert_tables_close(*often, rtol=8 * unit, atol=8 * unit)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["reference", "cpu", CUDA])
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
     "loss, grad, fault",
-    [(1.0, 1.0, 0), (float("nan"), 1.0, 161), (float("inf"), 1.0, 161), (1.0, float("nan"), 168)],
+    [(1.0, 1.0, 0), (torch.nan, 1.0, 1), (torch.inf, 1.0, 1), (1.0, torch.nan, 2)],
 )
-def test_fused_steps_write_nothing_that_is_not_finite(loss, grad, fault, which):
-    """In either table; the first step has rows of that one alone. The second is sound, has rows of both, and comes too late."""
-    optimizer = RowOptimizer(OptimizerConfig(name="Adam", lr=0.1), True)
-    tables = tuple(
-        Table(key, 4, 5, optimizer.states(5), optimizer.scalars, "cuda")
-        for key in ("input", "output")
-    )
-    claims = tuple(cuda.Claims(4, 4, 5, torch.device("cuda")) for _ in tables)
-    noted, stepped = (torch.tensor(0, device="cuda") for _ in range(2))
-    for table in tables:
-        table["weight"].fill_(1.0)
-    for number, claimed in ((5, [2 * (table == which) for table in range(2)]), (6, [2, 2])):
-        for its, count in zip(claims, claimed, strict=True):
-            its.rows_U[:count] = torch.tensor([1, 3], dtype=torch.int32)[:count]
-            its.grad_UD[:count] = grad if number == 5 else 1.0
-        guard = cuda.Guard(
-            torch.tensor(loss if number == 5 else 1.0, dtype=torch.float64, device="cuda"),
-            noted,
-            number << 5,
-            8,
-        )
-        held, counts = (
-            (Held(table.records_VR, None) for table in tables),
-            (torch.tensor(count, device="cuda") for count in claimed),
-        )
-        optimizer.step_in_place(tables, tuple(held), claims, tuple(counts), stepped, 0.1, guard)
-    assert int(noted) == (fault + 8 if fault == 168 and which else fault) and int(stepped) == 6
-    assert not any(its.grad_UD.any() or (its.number_V != -1).any() for its in claims)
-    for table in tables:
-        assert (table.records_VR[:, :5] != 1.0).any(dim=1).tolist() == (
-            [False] * 4 if fault else [False, True, False, True]
-        )
+def test_steps_write_nothing_that_is_not_finite(kernels, name, loss, grad, fault, which):
+    """The first step has rows of one table; the second step is sound."""
+    if kernels == "cuda" and name == "NAdam":
+        pytest.skip("CUDA kernels have no formula for it")
+    rows, dim, device = 4, 5, torch.device(device_of(kernels))
+    optimizer = RowOptimizer(OptimizerConfig(name=name, lr=0.1))
+    tables = make_tables(optimizer, rows, dim, device.type)
+    before = [table.records_VR.clone() for table in tables]
+    tested = make_kernels(kernels, StepShape(rows, dim, torch.float32, device), threads=2)
+    page = Page(*(View(table.records_VR, None) for table in tables))
+    state = StepState(device)
+    sound = torch.tensor([1, 3]), torch.ones(2, dim), torch.tensor([2, 2])
+    empty = tuple(part[:0] for part in sound)
+    spoilt = sound[0], sound[1] * grad, sound[2]
+    first = [spoilt if table == which else empty for table in (0, 1)]
+    for number, step_loss, touched in ((5, loss, first), (6, 1.0, [sound, sound])):
+        state.step = number
+        grads = grads_of(tested, touched, step_loss)
+        tested.optimizer_step(optimizer, tables, page, grads, 0.1, state)
+        assert kernels == "reference" or all(map(is_reset, grads[:2]))
+    bit = fault << which if fault == 2 else fault
+    assert int(state.fault) == ((5 << FAULT_BITS) + bit if fault else 0)
+    assert kernels == "cpu" or int(state.rows_updated) == 6
+    for table, old in zip(tables, before, strict=True):
+        is_changed = (table.records_VR != old).any(dim=1).tolist()
+        assert is_changed == ([False] * 4 if fault else [False, True, False, True])
 
 
-WITHOUT = [
-    ("SGD", {"momentum": 0.9}),
-    ("SGD", {"maximize": True}),
-    ("Adam", {"amsgrad": True}),
-    ("RMSprop", {"centered": True}),
-    ("NAdam", {}),
-    ("Rprop", {}),
-]
+@pytest.mark.parametrize("name", ["NAdam", "Rprop"])
+def test_other_optimizers_are_left_to_torch(name):
+    assert not RowOptimizer(OptimizerConfig(name=name)).formula
 
 
-@pytest.mark.parametrize("name, args", WITHOUT, ids=str)
-def test_what_has_no_formula_is_left_to_torch(name, args):
-    assert not RowOptimizer(OptimizerConfig(name=name, args=args), fused=True).fused
+@pytest.mark.parametrize(
+    "name, argument",
+    [("SGD", "momentum"), ("SGD", "maximize"), ("Adam", "amsgrad"), ("RMSprop", "centered")],
+)
+def test_other_arguments_are_left_to_torch(name, argument):
+    assert not RowOptimizer(OptimizerConfig(name=name, args={argument: True})).formula
+
+
+# Training.
+
+
+def check_training(kernels, name, cap=0, **how):
+    """Compare training on a small text with the reference."""
+    config = OptimizerConfig(name=name, lr=0.002, occurrence_cap=cap)
+    device = device_of(kernels)
+    ours, our_losses = train_on_text(config, kernels, device, **how)
+    theirs, their_losses = train_on_text(config, "reference", device)
+    torch.testing.assert_close(our_losses, their_losses, rtol=1e-3, atol=1e-3)
+    for table, expected in zip(tables_of(ours), tables_of(theirs), strict=True):
+        for field in expected.columns:
+            found, wanted = table[field].cpu(), expected[field].cpu()
+            assert (found - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "name, cap",
+    [("Adam", 0), ("Adamax", 0), ("RMSprop", 5), ("AdamW", 0), ("SGD", 5), ("NAdam", 5)],
+)
+def test_training_on_the_cpu(name, cap):
+    check_training("cpu", name, cap, threads=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW"])
+@pytest.mark.parametrize(
+    "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 450, 3)]
+)
+def test_training_on_a_gpu(name, engine, slots, steps_per_page):
+    check_training("cuda", name, engine=engine, slots=slots, steps_per_page=steps_per_page)
+
+
+def sampler_of_random_words(model, words, batch_size, draw=None):
+    ids = np.random.default_rng(1).integers(0, 5000, words)
+    text, device = one_sentence(ids, 5000), torch.device("cuda")
+    return Sampler(text, model, batch_size, 1, device, draw=draw)
+
+
+@pytest.mark.gpu
+def test_buffers_have_room_for_the_words_of_a_pool_alone():
+    step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 8, "cuda", "cuda")
+    model = ModelConfig(negative=5, negative_pool=100)
+    sampler = sampler_of_random_words(model, 4000, 500, step.kernels.draw)
+    for planned in step.prefetched(sampler.epoch()):
+        step(planned, 0.01)
+        _, outputs = step.kernels._rows
+        assert len(outputs.rows_U) <= 500 + 100
+        assert is_reset(outputs)
+    assert not step.state.fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["cuda", "reference"])
+def test_planning_far_ahead_of_a_slow_computation_changes_nothing(kernels):
+    """Each step waits for 5 ms of other work, so the CPU could run ahead."""
+
+    def trained(cycles):
+        step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 32, kernels, "cuda")
+        sampler = sampler_of_random_words(ModelConfig(), 40_000, 1000)
+        losses = []
+        for planned in step.prefetched(sampler.epoch()):
+            torch.cuda._sleep(cycles)
+            losses.append(step(planned, 0.01).loss)
+            if not cycles:
+                torch.cuda.synchronize()
+        return torch.stack(losses).cpu(), step.inputs["weight"].cpu()
+
+    (slow_losses, slow), (losses, weights) = trained(10_000_000), trained(0)
+    torch.testing.assert_close(slow_losses, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slow, weights, rtol=1e-5, atol=1e-6)

@@ -1,98 +1,81 @@
-"""Whole runs: two in deterministic mode are equal bit for bit, and all precisions stay finite for long; on a GPU for every engine."""
+"""Deterministic runs repeat bit for bit; every precision stays finite."""
 
 import pytest
 import torch
 
-from tests.bench import zipf
+from tests.support.steps import records
+from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.training import plan
 
 GPU = pytest.mark.gpu
 SETTINGS = """
-corpus.path=generated vocab.min_count=1 model.vector_size=24 model.sample=1e-3 train.batch_size=500 optimizer.lr=0.01
-run.checkpoint_minutes=0
+corpus.path=generated vocab.min_count=1 model.vector_size=24 model.sample=1e-3
+train.batch_size=500 optimizer.lr=0.01 run.checkpoint_minutes=0
 """.split()
-ENGINES = [
-    ["train.device=cpu"],
-    pytest.param(["transfer.engine=resident"], marks=GPU),
-    *(
-        pytest.param(
-            [
-                f"transfer.engine={link}",
-                f"transfer.gpu_bytes={room}",
-                f"transfer.steps_per_page={steps}",
-            ],
-            marks=GPU,
-        )
-        for link in ("mapped", "staged")
-        for room, steps in ((0, 1), ("60%", 1), ("100%", 3))
-    ),
+PAGED = [
+    f"transfer.engine={link} transfer.gpu_bytes={room} transfer.steps_per_page={steps}"
+    for link in ("mapped", "staged")
+    for room, steps in (("0", 1), ("60%", 1), ("100%", 3))
 ]
+ON_GPU = [pytest.param(engine, marks=GPU) for engine in ("transfer.engine=resident", *PAGED)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def as_it_was():
-    """Deterministic mode is torch's own, of the whole process."""
-    yield
-    torch.use_deterministic_algorithms(False)
+def build(words, *assignments):
+    """Return the plan and the loop of a run over so many words."""
+    config = load_config([], [*SETTINGS, *assignments])
+    planned = plan.make_plan(config, zipf_text(2000, words))
+    return planned, plan.build(planned)
 
 
 def train(words, *assignments):
-    """The losses of a run over so many generated words, and the records of both tables at its end."""
-    config = load_config([], [*SETTINGS, *assignments])
-    made = plan.make_plan(config, zipf.generate(2000, words, 1.0, torch.device("cpu")))
-    sampler, pipeline = plan.build(made)
-    lr = config.optimizer.lr
-    losses = [
-        pipeline.step(planned, lr).loss
-        for _ in range(config.train.epochs)
-        for planned in pipeline.ahead(sampler.epoch())
-    ]
-    pipeline.engine.flush()
-    assert not int(pipeline.fault)
-    return (
-        torch.stack(losses).cpu(),
-        [table.records_VR.cpu().clone() for table in (pipeline.inputs, pipeline.outputs)],
-        made,
-    )
+    """Return losses and final records of a run, and the kernels' name."""
+    planned, loop = build(words, *assignments)
+    epochs = range(loop.config.train.epochs)
+    losses = [done.loss for _ in epochs for done in loop.epoch()]
+    loop.step.engine.flush()
+    assert not int(loop.step.state.fault)
+    return torch.stack(losses).cpu(), records(loop.step), planned.kernels
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])
-@pytest.mark.parametrize("engine", ENGINES, ids=" ".join)
-def test_two_deterministic_runs_are_equal(engine, optimizer, as_it_was):
-    run = (
-        20_000,
-        "train.deterministic=true",
-        "train.epochs=2",
-        f"optimizer.name={optimizer}",
-        *engine,
-    )
-    (losses, tables, made), (others, other_tables, _) = train(*run), train(*run)
-    assert made.fused == (made.device.type == "cpu") and len(losses) > 20
-    assert torch.equal(losses, others) and all(map(torch.equal, tables, other_tables))
+@pytest.mark.parametrize("engine", ["train.device=cpu", *ON_GPU])
+def test_two_deterministic_runs_are_equal(engine, optimizer):
+    name = f"optimizer.name={optimizer}"
+    run = 20_000, "train.deterministic=true", "train.epochs=2", name, *engine.split()
+    losses, tables, kernels = train(*run)
+    same_losses, same_tables, _ = train(*run)
+    assert kernels == ("cpu" if "cpu" in engine else "reference")
+    assert len(losses) > 20
+    assert torch.equal(losses, same_losses)
+    assert all(map(torch.equal, tables, same_tables))
 
 
-PAGED = "transfer.engine=mapped transfer.gpu_bytes=60% train.kernels="
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_mode_gives_sequential_sgd_one_thread(deterministic):
+    torch.set_num_threads(3)
+    settings = f"train.deterministic={deterministic} optimizer.name=SGD train.device=cpu"
+    planned, loop = build(20_000, *settings.split())
+    assert planned.kernels == "sequential"
+    assert loop.step.kernels.threads.count == (1 if deterministic else 3)
+    assert not torch.are_deterministic_algorithms_enabled()  # only while an epoch runs
 
 
 @pytest.mark.parametrize(
     "place",
     [
         "train.device=cpu",
-        *(pytest.param(PAGED + kernels, marks=GPU) for kernels in ("fused", "reference")),
+        pytest.param("transfer.gpu_bytes=60% train.kernels=fused", marks=GPU),
+        pytest.param("transfer.gpu_bytes=60% train.kernels=reference", marks=GPU),
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "amp", "bf16", "fp16"])
 def test_losses_are_finite_over_twenty_epochs(precision, place):
-    """With Adam; an eps of its own for float16, as the warning says."""
-    eps = 1e-3 if precision == "fp16" else 1e-8
-    run = (
-        "train.epochs=20",
-        f"train.precision={precision}",
-        "optimizer.name=Adam",
-        f"optimizer.args.eps={eps}",
-    )
-    losses, tables, _ = train(10_000, *run, *place.split())
+    eps = 1e-3 if precision == "fp16" else 1e-8  # as the warning says
+    optimizer = f"optimizer.name=Adam optimizer.args.eps={eps} train.precision={precision}"
+    engine = "" if "cpu" in place else "transfer.engine=mapped"
+    run = f"train.epochs=20 {optimizer} {engine} {place}"
+    losses, tables, _ = train(10_000, *run.split())
     assert losses.isfinite().all() and all(table.isfinite().all() for table in tables)
     assert losses[-10:].mean() < 0.97 * losses[:10].mean()

@@ -1,8 +1,9 @@
-"""train.py and evaluate.py in processes of their own, forked from one that has imported what they need, so that a run takes a third of a
-second. A process that takes minutes is ended by SIGALRM.
+"""train.py and evaluate.py in forked processes with everything imported.
 
-With `ranks` train.py is started so many times by what torchrun is made of, in processes that this one forks; or, as a forked process
-should not use CUDA, by torchrun's own way, which takes ten seconds.
+So a run takes a third of a second. A process that takes minutes is ended by SIGALRM.
+
+With `ranks` torchrun's parts start train.py in processes that the forked one forks; or, as a
+forked process should not use CUDA, torchrun itself does, which takes ten seconds.
 """
 
 import json
@@ -12,34 +13,36 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A forked process ends as Python ends one, but for taking its modules apart: what was printed is written, threads are waited for.
+# A forked process flushes its output and joins its threads, but does not tear down its modules.
 FORKING = """
 import gc, json, multiprocessing.synchronize, os, resource, signal, sys, threading, time, traceback
-import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, torch, torch._dynamo, torch._inductor, train
+import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, train
+import torch, torch._dynamo, torch._inductor
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from w2v.api import commands
-from w2v.training import step_cpu as cpu
-from w2v.vectors import evaluate as evaluation
-from w2v.vectors import export
-from w2v.text import encode as ingest
-from w2v.training import metrics
-from w2v.training import plan
-from w2v.training import run_folder as runfolder
 from w2v.distributed import launcher as torchrun
-from w2v.training import trainer
+from w2v.text import encode
+from w2v.training import metrics, plan, run_folder, step, trainer
+from w2v.vectors import evaluate as scores, export
 
 def rank(*arguments):
-    sys.exit(torchrun.recorded(train.main)(arguments))
+    sys.exit(torchrun.run(train.main, arguments))
 
 def forked_ranks(ranks, restarts, arguments):
-    # multiprocessing's own would make the agent wait forever for a rank that was killed while it waited for the agent
-    multiprocessing.synchronize.Event.wait = lambda event: [time.sleep(0.01) for _ in iter(event.is_set, True)]
-    job, where = f"job-{os.getpid()}", {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    elastic_launch(LaunchConfig(1, 1, ranks, run_id=job, max_restarts=restarts, start_method="fork", **where), rank)(*arguments)
+    # Its own wait lets the agent wait forever for a rank that was killed while it waited.
+    def wait(event):
+        while not event.is_set():
+            time.sleep(0.01)
+    multiprocessing.synchronize.Event.wait = wait
+    config = LaunchConfig(
+        1, 1, ranks, run_id=f"job-{os.getpid()}", max_restarts=restarts, start_method="fork",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )
+    elastic_launch(config, rank)(*arguments)
 
-def ranks_apart(ranks, restarts, arguments):
+def spawned_ranks(ranks, restarts, arguments):
     options = "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"
     run.run(run.parse_args([*options, train.__file__, *arguments]))
 
@@ -59,7 +62,7 @@ for line in sys.stdin:
         status = 99
         try:
             if ranks:
-                (forked_ranks if forked else ranks_apart)(ranks, restarts, arguments)
+                (forked_ranks if forked else spawned_ranks)(ranks, restarts, arguments)
             status = 0 if ranks else {"train": train, "evaluate": evaluate}[program].main(arguments)
         except ChildFailedError as failed:
             print(failed)
@@ -78,19 +81,19 @@ for line in sys.stdin:
 
 
 class Programs:
-    """Runs train.py or evaluate.py, one at a time, each in a process of its own that works in `folder` and sees no GPU.
+    """Run train.py or evaluate.py, one at a time, in a new process.
 
-    gpus: train.py sees them, and is always started by torchrun.
+    folder: Where the programs work.
+    gpus: train.py sees the GPUs, and is always started by torchrun; else it sees none.
     """
 
     def __init__(self, folder, gpus=False):
         self.output, self._forked = folder / "output.txt", not gpus
+        self._running = False
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = (
-            os.environ
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-            | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        if not gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         self._server = subprocess.Popen(
             [sys.executable, "-c", FORKING],
             stdin=subprocess.PIPE,
@@ -102,32 +105,35 @@ class Programs:
         assert self._server.stdout.readline() == "ready\n"
 
     def start(self, *arguments, program="train", ranks=0, restarts=0, forked=None, **limits):
-        """The number of the process; limits are those of `resource`, such as RLIMIT_FSIZE.
+        """Start a program and return the number of its process.
 
-        ranks: how many torchrun starts, as often as `restarts` again; it puts the number of each for ${local_rank} in the arguments.
+        ranks: how many torchrun starts, and as often as `restarts` again; it puts the number of
+            each for ${local_rank} in the arguments.
+        limits: of `resource`, such as RLIMIT_FSIZE.
         """
+        if self._running:  # a test that failed did not wait for its program
+            self.wait()
         forked = self._forked if forked is None else forked
-        order = (
-            program,
-            list(map(str, arguments)),
-            str(self.output),
-            limits,
-            ranks if forked else ranks or 1,
-            restarts,
-            forked,
-        )
+        ranks = ranks if forked else ranks or 1
+        arguments = list(map(str, arguments))
+        order = program, arguments, str(self.output), limits, ranks, restarts, forked
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
+        self._running = True
         return int(self._server.stdout.readline())
 
     def wait(self):
-        """The exit status, or minus the signal, and what was said."""
-        return int(self._server.stdout.readline()), self.output.read_bytes().decode()
+        """Return the exit status, or minus the signal, and the output."""
+        status = int(self._server.stdout.readline())
+        self._running = False
+        return status, self.output.read_bytes().decode()
 
     def run(self, *arguments, program="train", **limits):
+        """Start a program and wait for it."""
         self.start(*arguments, program=program, **limits)
         return self.wait()
 
     def close(self):
+        """End the process that forks the others."""
         self._server.stdin.close()
         self._server.wait(30)

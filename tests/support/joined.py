@@ -1,4 +1,4 @@
-"""Ranks that train together, in processes of their own, for tests: each call is made in all of them at once."""
+"""Ranks in processes of their own: each call runs in all of them at once."""
 
 import contextlib
 import os
@@ -17,59 +17,56 @@ PROCESSES.set_forkserver_preload(
 
 
 class Pool:
-    """`size` processes that wait for calls, on CPUs or, with device="cuda", each with a GPU."""
+    """Processes that wait for calls, on CPUs or (device="cuda") a GPU each."""
 
     def __init__(self, size, device="cpu"):
         self.device = device
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        self._ends, self._processes = [], []
+        self._pipes, self._processes = [], []
         for rank in range(size):
-            ours, theirs = PROCESSES.Pipe()
-            process = PROCESSES.Process(
-                target=_serve, args=(theirs, rank, size, port, device), daemon=True
-            )
+            pipe, child_pipe = PROCESSES.Pipe()
+            arguments = child_pipe, rank, size, port, device
+            process = PROCESSES.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            self._ends.append(ours)
+            self._pipes.append(pipe)
             self._processes.append(process)
 
     def run(self, function, *arguments):
-        """What `function(ranks, *arguments)` gives, in the order of the ranks; it must be at a module's top level."""
-        for end in self._ends:
-            end.send((function, arguments))
-        answers = [end.recv() for end in self._ends]
+        """Return what `function(ranks, *arguments)` returns in each rank.
+
+        The function must be at the top level of a module, so that it can be pickled.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = [pipe.recv() for pipe in self._pipes]
         for failed, answer in answers:
-            if failed:
-                raise AssertionError(answer)
+            assert not failed, answer
         return [answer for _, answer in answers]
 
     def close(self):
-        """The exit statuses of the processes."""
-        for end in self._ends:
+        """Return the exit statuses of the processes, after they have ended."""
+        for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
-                end.send(None)
+                pipe.send(None)
         for process in self._processes:
             process.join(30)
         return [process.exitcode for process in self._processes]
 
 
-def _serve(end, rank, size, port, device):
+def _serve(pipe, rank, size, port, device):
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     if device == "cuda":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for those that are deterministic
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic algorithms
         torch.cuda.set_device(rank)
     ranks = ProcessGroup(device)
-    while call := end.recv():
+    while call := pipe.recv():
         function, arguments = call
         try:
-            end.send((False, function(ranks, *arguments)))
+            pipe.send((False, function(ranks, *arguments)))
         except BaseException:
-            end.send((True, f"rank {rank}: {traceback.format_exc()}"))
+            pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
     ranks.leave()

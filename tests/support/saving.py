@@ -1,4 +1,4 @@
-"""Runs that save as often as they can, for tests that kill them, and what they leave."""
+"""Runs that save as often as they can, for tests that kill them."""
 
 import random
 
@@ -7,13 +7,14 @@ from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.training.checkpoint import Checkpoint
 
+WORDS = 200
+
 
 def saving_run(folder, lines, *more):
-    """The arguments of a deterministic run over a text of so many lines, which is written into the folder."""
-    rng, words = random.Random(0), [f"w{i}" for i in range(200)]
-    (folder / "text.txt").write_text(
-        "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(lines))
-    )
+    """Write a text; return the arguments of a deterministic run over it."""
+    rng, words = random.Random(0), [f"w{i}" for i in range(WORDS)]
+    text = "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(lines))
+    (folder / "text.txt").write_text(text)
     return [
         f"corpus.path={folder / 'text.txt'}",
         f"corpus.data_dir={folder}",
@@ -31,22 +32,20 @@ def saving_run(folder, lines, *more):
 
 
 def run_folder(folder):
+    """Return the only run folder in a folder."""
     (found,) = folder.glob("20*")
     return found
 
 
 def check_checkpoints(run, names="*"):
-    """All that bear the name of a checkpoint are whole."""
-    found = [
-        path for path in (run / "checkpoints").glob(names) if not path.name.endswith(".partial")
-    ]
-    for path in found:
-        config = load_config([run / "config.yaml"])
-        optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
-        Checkpoint(path).load(
-            [
-                Table(name, 200, size, optimizer.states(size), optimizer.scalars, "cpu")
-                for name in ("input", "output")
-            ]
-        )
-    return found
+    """Return the checkpoints of a run, if any, after loading each of them."""
+    paths = [path for path in (run / "checkpoints").glob(names) if path.suffix != ".partial"]
+    if not paths:
+        return []
+    config = load_config([run / "config.yaml"])
+    optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
+    states, scalars = optimizer.states(size), optimizer.scalars
+    for path in paths:
+        tables = [Table(name, WORDS, size, states, scalars, "cpu") for name in ("input", "output")]
+        Checkpoint(path).load(tables)
+    return paths

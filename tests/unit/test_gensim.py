@@ -1,9 +1,11 @@
-"""gensim's own tests, on what is made here: those of its Word2Vec, with this program's class in its place, and those of KeyedVectors, on
-vectors that have gone through this program's files. gensim installs them beside itself.
+"""gensim's own tests of Word2Vec and KeyedVectors, run on this program's.
 
-Where a test asks for hierarchical softmax or CBOW, but is about what comes of it, it gets skip-gram with negative sampling. Left out are
-those about what this program refuses (these two, score, locked vectors, compute_loss, an alpha that rises between calls), those about
-gensim's own old files and warnings, and two that take long.
+gensim installs its tests beside itself. Those of KeyedVectors run on vectors that were saved
+and loaded here. Tests that ask for hierarchical softmax or CBOW, but are about something
+else, get skip-gram with negative sampling.
+
+Left out are tests of what this program refuses (REFUSED), of gensim's old files and of its
+warnings (GENSIMS), and two that take long (SLOW).
 """
 
 import sys
@@ -15,32 +17,35 @@ import pytest
 from gensim.models import word2vec
 
 from w2v import Word2Vec
-from w2v.vectors import export
-from w2v.vectors import load as vectorfile
+from w2v.vectors import export, load
 
-# gensim asks for this package, which it does not install, for tests of its warnings alone, and those are left out.
+# gensim does not install this package, which only its tests of warnings use.
 sys.modules.setdefault("testfixtures", types.SimpleNamespace(log_capture=lambda: lambda test: test))
 from gensim.test import test_keyedvectors, test_word2vec  # noqa: E402
 
 REFUSED = """
-    test_cbow_fixedwindowsize test_cbow_fixedwindowsize_fromfile test_cbow_hs test_cbow_hs_fromfile test_cbow_hs_online test_cbow_neg
-    test_cbow_neg_fromfile test_cbow_neg_online test_sg_hs test_sg_hs_fromfile test_sg_hs_online test_sg_fixedwindowsize_fromfile
-    test_training_cbow test_training_cbow_negative test_training test_training_from_file test_predict_output_word test_scoring
-    test_locking test_compute_training_loss test_train_hs_and_neg test_train_warning test_vocab
+    test_cbow_fixedwindowsize test_cbow_fixedwindowsize_fromfile test_cbow_hs
+    test_cbow_hs_fromfile test_cbow_hs_online test_cbow_neg test_cbow_neg_fromfile
+    test_cbow_neg_online test_sg_hs test_sg_hs_fromfile test_sg_hs_online
+    test_sg_fixedwindowsize_fromfile test_training_cbow test_training_cbow_negative
+    test_training test_training_from_file test_predict_output_word test_scoring test_locking
+    test_compute_training_loss test_train_hs_and_neg test_train_warning test_vocab
 """.split()
 GENSIMS = """
-    test_persistence_backwards_compatible test_load_pre_keyed_vector_model_c_format test_load_old_model test_load_old_model_separates
-    test_load_old_models_1_x test_load_old_models_2_x test_load_old_models_3_x test_build_vocab_warning
+    test_persistence_backwards_compatible test_load_pre_keyed_vector_model_c_format
+    test_load_old_model test_load_old_model_separates test_load_old_models_1_x
+    test_load_old_models_2_x test_load_old_models_3_x test_build_vocab_warning
 """.split()
-SLOW = ["test_evaluate_word_pairs_from_file", "test_parallel"]  # the first without a file runs
+SLOW = ["test_evaluate_word_pairs_from_file", "test_parallel"]
+# Tests in which gensim's default, CBOW, does not matter.
 ABOUT_VECTORS = """
-    test_cosmul test_similar_by test_similarities test_prune_vocab test_build_vocab_from_freq test_online_learning
-    test_online_learning_from_file test_train_with_explicit_param
+    test_cosmul test_similar_by test_similarities test_prune_vocab test_build_vocab_from_freq
+    test_online_learning test_online_learning_from_file test_train_with_explicit_param
 """.split()
 
 
 class SkipGram(Word2Vec):
-    """Takes orders for hierarchical softmax and CBOW, and does without."""
+    """Word2Vec that accepts hierarchical softmax and CBOW, and ignores them."""
 
     def __init__(self, *args, hs=0, negative=5, sg=1, **more):
         super().__init__(*args, negative=negative or 5, **more)
@@ -72,4 +77,4 @@ class TestGensimsKeyedVectors(test_keyedvectors.TestKeyedVectors):
         )
         with tempfile.TemporaryDirectory() as folder:
             export.save(self.vectors, folder)
-            self.vectors = vectorfile.load(folder)
+            self.vectors = load.load(folder)

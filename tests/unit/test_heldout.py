@@ -1,4 +1,4 @@
-"""The held-out loss: what is held out, that nothing of it is trained on, and that the loss is the objective's."""
+"""Held-out sentences: their choice, their loss, and no training on them."""
 
 import json
 import math
@@ -10,108 +10,103 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w2v.config import ConfigError, ModelConfig
+from w2v.kernels.reference import expand
 from w2v.model import heldout
 from w2v.model.heldout import HeldOut
-from w2v.model.sampler import Sampler
-from w2v.model.skipgram import expand
+from w2v.model.sampler import Sampler, TrainingText
 
 CPU = torch.device("cpu")
 
 
-def corpus(lengths):
-    """Sentences of so many words, of which no two share one; the ids, the offsets, and uniform noise."""
+def make_text(lengths, held_out_words, keep=1.0):
+    """Return sentences of these lengths, in which every word occurs once."""
     offsets = np.cumsum([0, *lengths])
-    return (
-        np.arange(offsets[-1], dtype=np.int32),
-        offsets,
-        np.ones(offsets[-1]),
-        np.full(offsets[-1], 1 / offsets[-1]),
-    )
+    words = offsets[-1]
+    chosen = heldout.choose(offsets, held_out_words)
+    ids = np.arange(words, dtype=np.int32)
+    return TrainingText(ids, offsets, np.full(words, keep), np.full(words, 1 / words), chosen)
 
 
 @given(st.lists(st.integers(2, 50), min_size=1, max_size=300), st.integers(0, 2000))
-def test_sentences_are_spread_and_about_as_many_words_as_asked_for(lengths, words):
-    _, offsets, *_ = corpus(lengths)
+def test_chosen_sentences_are_evenly_spread_and_of_about_the_right_size(lengths, words):
+    offsets = np.cumsum([0, *lengths])
     try:
         chosen = heldout.choose(offsets, words)
     except ConfigError as error:
-        assert 2 * words > offsets[-1] * (
-            1 - 2 / len(lengths)
-        ) and f"train.held_out_words={words}" in str(error)
+        assert 2 * words > offsets[-1] * (1 - 2 / len(lengths))
+        assert f"train.held_out_words={words}" in str(error)
         return
     assert len(chosen) == math.ceil(words * len(lengths) / offsets[-1]) <= len(lengths) / 2
-    assert len(set(chosen)) == len(chosen) and all(0 <= number < len(lengths) for number in chosen)
+    assert all(0 <= number < len(lengths) for number in chosen)
     gaps = np.diff(chosen)
-    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+    assert len(gaps) == 0 or 0 < gaps.max() <= gaps.min() + 1
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_nothing_held_out_is_trained_on_and_all_else_is(batch_size):
-    ids, offsets, keep, noise = corpus(np.random.default_rng(0).integers(2, 30, 90))
-    chosen = heldout.choose(offsets, 200)
-    sampler = Sampler(ids, offsets, keep, noise, ModelConfig(window=3), batch_size, 1, CPU, chosen)
+def test_all_but_the_held_out_sentences_is_trained_on(batch_size):
+    text = make_text(np.random.default_rng(0).integers(2, 30, 90), 200)
+    sampler = Sampler(text, ModelConfig(window=3), batch_size, 1, CPU)
     pairs = [expand(batch) for batch in sampler.epoch()]
-    trained = set(torch.cat([p.centers_B for p in pairs]).tolist())
+    trained = set(torch.cat([p.targets_BT[:, 0] for p in pairs]).tolist())
     contexts = set(torch.cat([p.contexts_BC[p.context_mask_BC] for p in pairs]).tolist())
-    held = {
-        word for number in chosen for word in ids[offsets[number] : offsets[number + 1]].tolist()
-    }
-    assert held and trained == set(ids.tolist()) - held and not contexts & held
+    spans = [text.offsets_S[number : number + 2] for number in text.held_out]
+    held_out = {word for begin, end in spans for word in range(begin, end)}
+    assert held_out
+    assert trained == set(text.ids_N.tolist()) - held_out
+    assert not contexts & held_out
 
 
-def test_the_loss_is_the_mean_over_pairs_and_the_same_each_time():
-    ids, offsets, keep, noise = corpus([40] * 60)
+def test_the_loss_is_the_mean_over_pairs_and_repeatable():
+    text = make_text([40] * 60, 100)
     model = ModelConfig(vector_size=8, window=2, negative=3, negative_pool=5, negative_pool_steps=2)
     generator = torch.Generator().manual_seed(0)
-    input_VD, output_VD = torch.randn(2, len(ids), 8, generator=generator)
-    held = HeldOut(ids, offsets, heldout.choose(offsets, 100), keep, noise, model, CPU)
+    input_VD, output_VD = torch.randn(2, len(text.ids_N), 8, generator=generator)
+    held = HeldOut(text, model, CPU)
+    logsigmoid = torch.nn.functional.logsigmoid
     total, pairs = 0.0, 0
     for written in map(expand, held._batches):
-        for center, contexts, mask, negatives, counts in zip(*written, strict=True):
+        for contexts, mask, targets, counts in zip(*written, strict=True):
+            center, negatives = targets[0], targets[1:][counts[1:]]
             for context in contexts[mask]:
-                total -= torch.nn.functional.logsigmoid(input_VD[context] @ output_VD[center])
-                total -= torch.nn.functional.logsigmoid(
-                    -(output_VD[negatives[counts]] @ input_VD[context])
-                ).sum()
+                total -= logsigmoid(input_VD[context] @ output_VD[center])
+                total -= logsigmoid(-(output_VD[negatives] @ input_VD[context])).sum()
                 pairs += 1
-    assert pairs > 100 and held.loss(input_VD, output_VD) == pytest.approx(
-        float(total) / pairs, rel=1e-5
-    )
-    again = HeldOut(ids, offsets, heldout.choose(offsets, 100), keep, noise, model, CPU)
-    assert again.loss(input_VD, output_VD) == held.loss(input_VD, output_VD)
-    # Whatever the inputs, outputs of zero say one half to each of the 1 + 3 targets, less the noise words that are the center.
+    loss = held.loss(input_VD, output_VD)
+    assert pairs > 100
+    assert loss == pytest.approx(float(total) / pairs, rel=1e-5)
+    assert HeldOut(text, model, CPU).loss(input_VD, output_VD) == loss
+    # Outputs of zero give log 2 for each of 1 + 3 targets, less negatives that are the center.
     assert 3.9 * math.log(2) < held.loss(input_VD, 0 * output_VD) <= 4 * math.log(2) * (1 + 1e-6)
 
 
-def test_half_precision_vectors_are_taken_as_they_are_stored():
-    ids, offsets, keep, noise = corpus([40] * 60)
-    held = HeldOut(
-        ids, offsets, heldout.choose(offsets, 100), keep, noise, ModelConfig(vector_size=4), CPU
-    )
-    vectors = torch.randn(2, len(ids), 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+def test_the_loss_of_16_bit_vectors_is_computed_in_float32():
+    held = HeldOut(make_text([40] * 60, 100), ModelConfig(vector_size=4), CPU)
+    vectors = torch.randn(2, 2400, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert held.loss(*vectors) == held.loss(*vectors.float())
 
 
 def test_a_sample_without_a_pair_is_refused():
-    ids, offsets, keep, noise = corpus([2] * 20)
     with pytest.raises(ConfigError, match="held_out_words"):
-        HeldOut(ids, offsets, heldout.choose(offsets, 4), 0 * keep, noise, ModelConfig(), CPU)
+        HeldOut(make_text([2] * 20, 4, keep=0.0), ModelConfig(), CPU)
 
 
-def test_a_run_reports_it_after_every_epoch_and_at_the_end(tmp_path):
+def test_a_run_reports_the_loss_after_every_epoch_and_at_the_end(tmp_path):
     from train import main
 
-    text = "\n".join(
-        " ".join(np.random.default_rng(line).choice([f"w{line % 5}{i}" for i in range(6)], 12))
-        for line in range(300)
-    )
-    (tmp_path / "text.txt").write_text(text)
-    more = f"corpus.path={tmp_path}/text.txt corpus.data_dir={tmp_path}/data run.dir={tmp_path}/runs".split()
-    model = "model.vector_size=8 model.sample=0 optimizer.lr=0.05 train.batch_size=64 train.device=cpu".split()
-    assert main([*more, *model, "train.epochs=3", "train.held_out_words=200"]) == 0
+    rng = np.random.default_rng(0)
+    topics = [[f"w{topic}{i}" for i in range(6)] for topic in range(5)]
+    lines = [" ".join(rng.choice(topics[line % 5], 12)) for line in range(300)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    settings = f"""
+        corpus.path={tmp_path}/text.txt corpus.data_dir={tmp_path}/data run.dir={tmp_path}/runs
+        model.vector_size=8 model.sample=0 optimizer.lr=0.05
+        train.batch_size=64 train.device=cpu train.epochs=3 train.held_out_words=200
+    """
+    assert main(settings.split()) == 0
     (run,) = (tmp_path / "runs").iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
     scores = json.loads((run / "scores.json").read_text())
-    assert len(losses) == 2 and losses[0] > losses[1] > scores["held_out_loss"] > 0
-    assert scores["words"] == 3 * 3600 and scores["bytes_host"] > 0
+    assert len(losses) == 2
+    assert losses[0] > losses[1] > scores["held_out_loss"] > 0
+    assert scores["words"] == 3 * 3600

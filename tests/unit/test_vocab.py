@@ -1,89 +1,67 @@
-"""The vocabulary against gensim's and against the formulas that it states."""
-
-from itertools import chain
+"""The vocabulary, compared with gensim's and with its formulas."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.plain_text import count
 from w2v.text.vocab import Vocab, VocabError
 
 TEXT = [list("bacabd"), list("eba"), list("cf")]  # a 3, b 3, c 2, d e f 1: b appears before a
+ANIMALS = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3)
 
 
-def test_order_is_by_count_then_first_appearance():
-    vocab = Vocab.count(TEXT, min_count=1)
+def test_words_are_ordered_by_count_then_first_appearance():
+    vocab = count(TEXT, min_count=1)
     assert vocab.words == ["b", "a", "c", "d", "e", "f"]
     assert vocab.counts.tolist() == [3, 3, 2, 1, 1, 1] and vocab.counts.dtype == np.int64
     assert (vocab.raw_words, vocab.raw_types) == (11, 6)
-    assert vocab.index == {"b": 0, "a": 1, "c": 2, "d": 3, "e": 4, "f": 5}
+    fewer = count(TEXT, min_count=2)
+    assert fewer.words == ["b", "a", "c"]
+    assert (fewer.raw_words, fewer.raw_types) == (11, 6)
 
 
-def test_thresholds_drop_words_but_not_the_raw_figures():
-    vocab = Vocab.count(iter(TEXT), min_count=2)
-    assert vocab.words == ["b", "a", "c"]
-    assert (vocab.raw_words, vocab.raw_types) == (11, 6)
+SENTENCES = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15)
 
 
-words = st.lists(
-    st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=15), min_size=1, max_size=8
+@given(
+    st.lists(SENTENCES, min_size=1, max_size=8), st.integers(1, 4), st.none() | st.integers(2, 11)
 )
-
-
-@settings(deadline=None)
-@given(words, st.integers(1, 4), st.none() | st.integers(1, 11), st.none() | st.integers(2, 11))
-def test_vocabulary_and_subsampling_are_gensims(text, min_count, max_final_vocab, max_vocab_size):
+def test_vocabulary_and_subsampling_are_those_of_gensim(text, min_count, max_final_vocab):
     from gensim.models import Word2Vec
 
-    limits = {
-        "min_count": min_count,
-        "max_final_vocab": max_final_vocab,
-        "max_vocab_size": max_vocab_size,
-    }
+    limits = {"min_count": min_count, "max_final_vocab": max_final_vocab}
     model = Word2Vec(vector_size=1, sample=0.05, **limits)
     model.build_vocab(text)
     if len(model.wv) < 2:
         with pytest.raises(VocabError):
-            Vocab.count(text, **limits)
+            count(text, **limits)
         return
-    vocab = Vocab.count(text, **limits)
-    assert sorted(vocab.words) == sorted(model.wv.index_to_key)  # gensim turns ties around
+    vocab = count(text, **limits)
+    assert sorted(vocab.words) == sorted(model.wv.index_to_key)  # gensim reverses ties
     assert vocab.counts.tolist() == [model.wv.get_vecattr(word, "count") for word in vocab.words]
-    seen = list(dict.fromkeys(chain.from_iterable(text)))
-    assert max_vocab_size or vocab.words == sorted(
-        vocab.words, key=lambda word: (-model.wv.get_vecattr(word, "count"), seen.index(word))
-    )
-    kept = np.array([model.wv.get_vecattr(word, "sample_int") for word in vocab.words]) / (
-        2**32 - 1
-    )
+    kept = [model.wv.get_vecattr(word, "sample_int") / (2**32 - 1) for word in vocab.words]
     np.testing.assert_allclose(vocab.keep_probabilities(0.05), kept, rtol=1e-8, atol=1e-9)
 
 
 def test_keep_probabilities():
-    vocab = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3)
-    assert vocab.keep_probabilities(0).tolist() == [1, 1, 1]
+    assert ANIMALS.keep_probabilities(0).tolist() == [1, 1, 1]
     excess = 0.9 / 1e-2
-    assert vocab.keep_probabilities(1e-2).tolist() == pytest.approx(
-        [(excess**0.5 + 1) / excess, (3 + 1) / 9, 1]
-    )
-    assert vocab.keep_probabilities(1e-2).dtype == np.float64
+    expected = [(excess**0.5 + 1) / excess, (3 + 1) / 9, 1]
+    assert ANIMALS.keep_probabilities(1e-2).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
 def test_noise_distribution(exponent):
-    vocab = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3)
     weights = np.array([9000.0, 900.0, 100.0]) ** exponent
-    np.testing.assert_allclose(
-        vocab.noise_distribution(exponent), weights / weights.sum(), rtol=1e-13
-    )
+    found = ANIMALS.noise_distribution(exponent)
+    np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-13)
 
 
 @pytest.mark.parametrize(("exponent", "row"), [(1e4, 0), (-1e4, 2)])
 def test_no_exponent_overflows(exponent, row):
-    noise = Vocab(["the", "cat", "dog"], np.array([9000, 900, 100]), 10_000, 3).noise_distribution(
-        exponent
-    )
+    noise = ANIMALS.noise_distribution(exponent)
     assert noise.sum() == 1 and noise[row] == 1
 
 
@@ -92,67 +70,38 @@ def test_no_exponent_overflows(exponent, row):
     [
         ([], 5, None, ["no words", "corpus.path"]),
         ([[]], 5, None, ["no words", "corpus.path"]),
-        (
-            TEXT,
-            9,
-            None,
-            ["vocab.min_count=9", "no word", "'b'", "3 times", "lower it to 3 or less"],
-        ),
-        (
-            [["a", "a", "b"]],
-            2,
-            None,
-            ["vocab.min_count=2", "only one word", "'a'", "2 times", "lower it to 1"],
-        ),
+        (TEXT, 9, None, ["vocab.min_count=9", "no word", "'b'", "3 times", "lower it to 3"]),
+        ([["a", "a", "b"]], 2, None, ["vocab.min_count=2", "only one word", "lower it to 1"]),
         ([["a", "a"]], 1, None, ["vocab.min_count=1", "only one word", "bring more text"]),
-        (
-            [["a", "b", "c"]],
-            1,
-            2,
-            [
-                "vocab.max_final_vocab=2",
-                "to 2",
-                "no word",
-                "1 times",
-                "raise vocab.max_final_vocab",
-            ],
-        ),
+        ([["a", "b", "c"]], 1, 2, ["vocab.max_final_vocab=2", "no word", "1 times", "raise"]),
     ],
 )
-def test_too_few_words(text, min_count, most, parts):
+def test_too_few_words_are_an_error_with_a_remedy(text, min_count, most, parts):
     with pytest.raises(VocabError) as error:
-        Vocab.count(text, min_count, most)
+        count(text, min_count, most)
     assert "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value)
 
 
+def test_fingerprint_depends_on_words_and_counts():
+    others = [(["the", "cat"], [2, 1]), (["the", "dog"], [2, 1]), (["the", "cat"], [3, 1])]
+    found = {Vocab(words, np.array(counts), 9, 9).fingerprint for words, counts in others}
+    assert len(found) == 3
+    assert Vocab(["the", "cat"], np.array([2, 1]), 10, 10).fingerprint in found
+
+
 def test_save_and_load(tmp_path):
-    odd = [
-        "the",
-        "#",
-        "na\u00efve",
-        "\u00e9t\u00e9\u0085",
-        "\U0001f600",
-        "a\rb",
-        "tab\tin",
-        "\ufeffx",
-    ]
-    vocab = Vocab(odd, np.arange(9, 1, -1), raw_words=2**40, raw_types=99)
-    vocab.save(tmp_path / "new" / "vocab.tsv")
-    loaded = Vocab.load(tmp_path / "new" / "vocab.tsv")
-    assert (
-        loaded.words == odd
-        and loaded.counts.tolist() == vocab.counts.tolist()
-        and loaded.counts.dtype == np.int64
-    )
-    assert (loaded.raw_words, loaded.raw_types) == (2**40, 99)
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["vocab.tsv"]
+    words = ["the", "#", "naïve", "été\u0085", "😀", "a\rb", "tab\tin", "\ufeffx"]
+    vocab = Vocab(words, np.arange(9, 1, -1), raw_words=2**40, raw_types=99)
+    vocab.save(tmp_path / "vocab.tsv")
+    loaded = Vocab.load(tmp_path / "vocab.tsv")
+    assert loaded.words == words and loaded.counts.tolist() == vocab.counts.tolist()
+    assert (loaded.counts.dtype, loaded.raw_words, loaded.raw_types) == (np.int64, 2**40, 99)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):
-    vocab = Vocab(["a", "b"], np.array([2, 1]), 3, 2)
-    vocab.save(tmp_path / "vocab.tsv")
+    Vocab(["a", "b"], np.array([2, 1]), 3, 2).save(tmp_path / "vocab.tsv")
     with pytest.raises(UnicodeEncodeError):
         Vocab(["a", "\udc80"], np.array([2, 1]), 3, 2).save(tmp_path / "vocab.tsv")
     assert Vocab.load(tmp_path / "vocab.tsv").words == ["a", "b"]
@@ -160,7 +109,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 3, 40, -1, -3, -5])
-def test_a_cut_file_is_refused(tmp_path, cut):
+def test_a_damaged_file_is_refused(tmp_path, cut):
     path = tmp_path / "vocab.tsv"
     Vocab(["one", "two"], np.array([20, 10]), 30, 2).save(path)
     path.write_bytes(path.read_bytes()[:cut])

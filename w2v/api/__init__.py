@@ -1,0 +1,1 @@
+"""What other programs use: Word2Vec, Embedding, comparisons, sweeps."""

@@ -1,153 +1,122 @@
-"""What evaluate.py does, command by command; arguments come from there. The exit status is 2 if a word given as argument was wrong."""
+"""Commands of evaluate.py, which parses their arguments."""
 
 from __future__ import annotations
 
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from w2v.api import runs as comparison
-from w2v.system import console
+from w2v.api import runs
+from w2v.system.console import escape_unencodable
 from w2v.system.files import naming_file
-from w2v.vectors import card, export
-from w2v.vectors import evaluate as evaluation
-from w2v.vectors import load as vectorfile
-from w2v.vectors import plots as pictures
-from w2v.vectors import query as asking
+from w2v.vectors import card, evaluate, export, plots, query
 from w2v.vectors.datasets import EvaluationError
+from w2v.vectors.load import find, load
+from w2v.vectors.runs import find_all, read
 
-ERRORS = (
-    EvaluationError,
-    vectorfile.VectorsError,
-    comparison.ComparisonError,
-    pictures.PictureError,
-    card.CardError,
-    OSError,
-)
 SIGNS = {"+", "-"}
+Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and their cosines
 
 
 def run(options: Namespace) -> int:
-    """Do what was asked for; gives the exit status. Raises one of `ERRORS` for what a user can mend."""
-    console.escape_what_it_lacks()
-    return COMMANDS[options.command](options)
+    """Run a command and return the exit status."""
+    escape_unencodable()
+    return COMMANDS[options.command](options) or 0
 
 
-def score(options: Namespace) -> int:
-    scores = evaluation.scores(
-        vectorfile.load(options.run),
-        options.questions,
-        options.restrict_vocab,
-        options.scorer == "gensim",
-    )
-    print(
-        json.dumps(evaluation.as_dict(*scores), indent=1)
-        if options.json
-        else evaluation.report(*scores)
-    )
-    return 0
+def score(options: Namespace) -> None:
+    """Print the scores on analogies and word similarity, as a table or JSON."""
+    gensim = options.scorer == "gensim"
+    scores = evaluate.scores(load(options.run), options.questions, options.restrict_vocab, gensim)
+    as_json = json.dumps(evaluate.as_dict(*scores), indent=1)
+    print(as_json if options.json else evaluate.report(*scores))
 
 
 def nn(options: Namespace) -> int:
-    kv = vectorfile.load(options.run)
-
-    def ask(words: list[str]) -> list[tuple[str, float]]:
-        if len(words) != 1:
-            raise EvaluationError(f"{' '.join(words)!r} is not 1 word; see --help")
-        return asking.neighbours(kv, words[0], options.topn)
-
-    return _answer(ask, [[word] for word in options.words])
+    """Print the nearest neighbors of each word."""
+    kv = load(options.run)
+    questions = [[word] for word in options.words]
+    return _answer(lambda words: query.neighbours(kv, " ".join(words), options.topn), questions)
 
 
 def analogies(options: Namespace) -> int:
-    kv = vectorfile.load(options.run)
+    """Answer analogies (a b c) and sums of words (king - man + woman)."""
+    kv = load(options.run)
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if SIGNS.intersection(words):
-            return asking.combination(kv, words, options.topn)
+            return query.combination(kv, words, options.topn)
         if len(words) != 3:
-            raise EvaluationError(
-                f"{' '.join(words)!r} is not 3 words, nor a sum such as king - man + woman; see --help"
-            )
+            remedy = "nor a sum such as king - man + woman; see --help"
+            raise EvaluationError(f"{' '.join(words)!r} is not 3 words, {remedy}")
         a, b, c = words
-        return asking.analogy(kv, a, b, c, options.topn)
+        return query.analogy(kv, a, b, c, options.topn)
 
     words = options.words
     if SIGNS.intersection(words):
-        return _answer(ask, [words])
-    if any(" " in word for word in words):
-        return _answer(ask, [word.split() for word in words])
-    return _answer(ask, [words[start : start + 3] for start in range(0, len(words), 3)])
+        questions = [words]
+    elif any(" " in word for word in words):  # each question is quoted
+        questions = [word.split() for word in words]
+    else:
+        questions = [words[start : start + 3] for start in range(0, len(words), 3)]
+    return _answer(ask, questions)
 
 
-def write(options: Namespace) -> int:
-    path = vectorfile.find(options.run)
-    kv, folder = vectorfile.load(path), Path(options.to or path.parent)
+def export_vectors(options: Namespace) -> None:
+    """Write the vectors in other formats, and print the paths of the files."""
+    path = find(options.run)
+    kv = load(path)
+    folder = Path(options.to or path.parent)
     with naming_file(folder):
         written = export.save(kv, folder, options.formats) if options.formats else []
-        written += export.save_safetensors(kv, folder) if options.safetensors else []
-        written += export.save_projector(kv, folder, options.projector) if options.projector else []
+        if options.safetensors:
+            written += export.save_safetensors(kv, folder)
+        if options.projector:
+            written += export.save_projector(kv, folder, options.projector)
     print(*written, sep="\n")
-    return 0
 
 
-def draw_map(options: Namespace) -> int:
-    path = vectorfile.find(options.run)
-    print(
-        pictures.word_map(
-            vectorfile.load(path),
-            Path(options.to or path.parent / "map.png"),
-            options.words,
-            options.by,
-        )
-    )
-    return 0
+def draw_map(options: Namespace) -> None:
+    """Draw the most frequent words in two dimensions."""
+    path = find(options.run)
+    picture = Path(options.to or path.parent / "map.png")
+    print(plots.word_map(load(path), picture, options.words, options.by))
 
 
-def plot(options: Namespace) -> int:
-    runs = comparison.find(options.runs, "metrics.jsonl")
-    print(pictures.curves(runs, Path(options.to) if options.to else runs[0] / "curves.png"))
-    return 0
+def plot(options: Namespace) -> None:
+    """Draw loss, throughput and scores of runs."""
+    folders = find_all(options.runs, "metrics.jsonl")
+    file = Path(options.to or folders[0] / "curves.png")
+    print(plots.curves({folder.name: [read(folder)] for folder in folders}, file))
 
 
-def compare(options: Namespace) -> int:
-    print(comparison.report(options.runs, options.to))
-    return 0
-
-
-def describe(options: Namespace) -> int:
-    print(card.write(vectorfile.find(options.run).parent))
-    return 0
-
-
-COMMANDS: dict[str, Callable[[Namespace], int]] = {
+COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
     "score": score,
     "nn": nn,
     "analogies": analogies,
-    "export": write,
+    "export": export_vectors,
     "map": draw_map,
     "plot": plot,
-    "compare": compare,
-    "card": describe,
+    "compare": lambda options: print(runs.report(options.runs, options.to)),
+    "card": lambda options: print(card.write(find(options.run).parent)),
 }
 
 
-def _answer(ask: Callable[[list[str]], list[tuple[str, float]]], given: Iterable[list[str]]) -> int:
-    """Print the answers to each question given, or to each line of standard input; what cannot be asked is said and passed over."""
-    failed = False
-    if not given and sys.stdin.isatty():
-        print("a question a line; Ctrl-D ends", file=sys.stderr)
-    for words in given or filter(None, map(str.split, sys.stdin)):
+def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
+    """Answer the questions, or else each line of standard input.
+
+    A question that cannot be answered prints an error; as an argument, it makes the status 2.
+    """
+    if not questions and sys.stdin.isatty():
+        print("one question per line; Ctrl-D ends", file=sys.stderr)
+    status = 0
+    for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
-            print(
-                " ".join(words),
-                *(f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)),
-                sep="\n",
-                flush=True,
-            )
+            answers = [f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)]
+            print(" ".join(words), *answers, sep="\n", flush=True)
         except EvaluationError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            failed |= bool(given)
-    return 2 if failed else 0
+            status = 2 if questions else 0
+    return status

@@ -1,13 +1,14 @@
-"""Rows of embedding tables for any autograd model: larger than the GPU, stepped by any row-separable torch optimizer.
+"""Embedding tables for any torch model, larger than the memory of the GPU.
 
     users = Embedding(1_000_000, 64, optimizer="Adamax", lr=0.1, storage="pinned")
-    page = users.page(ids)       # the rows of these ids, each once, on the compute device
-    loss = model(page.vectors)   # [*ids.shape, D]; page.weight [U, D] is an ordinary Parameter
+    page = users.page(ids)       # the unique rows of these ids, on the compute device
+    loss = model(page.vectors)   # [*ids.shape, D]
     loss.backward()
-    users.step(page)             # optimizer step, and back into the table
+    users.step(page)             # optimizer step; the rows go back into the table
 
-Shapes: V rows, D dimensions, U unique rows of a page, R elements of a record. Bad input raises a `ValueError` of one line, and
-nothing is written.
+Invalid input raises a `ValueError` of one line, and nothing is written.
+
+Shapes: V rows, D dimensions, U unique rows of a page, R elements of a record.
 """
 
 from __future__ import annotations
@@ -24,153 +25,163 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.config import OptimizerConfig
-from w2v.kernels.batch import Page
-from w2v.model import table_file as tablefile
+from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
-from w2v.model.row_file import NPY_TYPES, open_npy, rows_of, save_npy
-from w2v.model.table import Init, Storage, Table, normal
-from w2v.transfer.apart import TableApart, engine_between
+from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
+from w2v.model.table import Init, SplitTable, Storage, Table, normal
+from w2v.transfer.links import link_between
 
-Ids = (
-    Tensor | np.ndarray | Sequence[int]
-)  # of any shape, int32 or int64, on any device; an id may occur more than once
+Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
 
 class _Rows:
-    """What `RowStore` and `Embedding` share: a table, the device that computes, and the engine between them."""
+    """A table and the device that computes: the base of both classes."""
 
-    def __init__(
-        self,
-        table: Table | TableApart,
-        device: torch.device | str | None,
-        init: Init | None,
-        default: Init | None = None,
-    ):
-        self.table, self.device = (
-            table,
-            _open_device(device, table.weights if isinstance(table, TableApart) else table),
-        )
-        self._engine = engine_between(table, self.device)
-        self._in_flight: weakref.WeakSet[EmbeddingPage] = (
-            weakref.WeakSet()
-        )  # a page that is dropped is released
-        if not table.continued:
-            if init or default:
-                table.initialise(init or default, None if init else self.device)
+    def __init__(self, table: Table, device: torch.device | str | None):
+        self.table = table
+        self.device = _open_device(device, table)
+        # The records of a split table are those of both its tables, joined.
+        tables = [table, table.states] if isinstance(table, SplitTable) else [table]
+        self._parts = [(part, link_between(part, self.device)) for part in tables]
+        # Weak references, because a page that is dropped is released.
+        self._in_flight: weakref.WeakSet[EmbeddingPage] = weakref.WeakSet()
+
+    def _initialise(self, init: Init | None, device: torch.device | None = None) -> None:
+        """Set the first weights, computed on a device; an existing file stays."""
+        if not self.table.continued:
+            if init:
+                self.table.initialise(init, device)
             self.flush()
 
     def __len__(self) -> int:
         return self.table.rows
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)}, {self.table.dim}, storage={self.table.storage!r}, device={str(self.device)!r})"
+        sizes = f"{len(self)}, {self.table.dim}"
+        places = f"storage={self.table.storage!r}, device={str(self.device)!r}"
+        return f"{type(self).__name__}({sizes}, {places})"
 
     @property
     def bytes(self) -> int:
-        """What the table takes in its storage: weights, optimizer state and padding."""
+        """Size of weights, optimizer state and padding."""
         return self.table.bytes
 
     def get(self, ids: Ids) -> Tensor:
-        """The table's rows in the order asked: [*ids.shape, D] in the table's dtype, on the compute device."""
+        """Return rows [*ids.shape, D] in the table's dtype."""
         rows_U, slots = self._unique(ids)
-        return self._engine.fetch(self.table, rows_U)["weight"][slots].to(self.table.dtype)
+        weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
+        return weight_UD[slots].to(self.table.dtype)
 
     def put(self, ids: Ids, values: Tensor | np.ndarray) -> None:
-        """Set rows to `values` [*ids.shape, D], of any floating-point dtype; optimizer state stays. The last of equal ids wins."""
-        values = torch.as_tensor(values)
+        """Set the weights of rows to `values` [*ids.shape, D].
+
+        Values have any floating-point dtype. The last of equal ids wins. The optimizer state stays.
+        Rows of an open page are refused.
+        """
+        values = torch.as_tensor(values).detach()
         if not values.is_floating_point() or values.is_meta:
-            raise ValueError(
-                f"values are {values.dtype} on {values.device}; give numbers in floating point, such as values.float()"
-            )
+            raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         rows_U, slots = self._unique(ids, exclusive=True)
-        if values.shape != (*slots.shape, self.table.dim):
-            raise ValueError(
-                f"values have shape {list(values.shape)}, but these ids take {[*slots.shape, self.table.dim]}"
-            )
+        shape = [*slots.shape, self.table.dim]
+        if list(values.shape) != shape:
+            raise ValueError(f"values have shape {list(values.shape)}, but these ids take {shape}")
+        # The place of the last of equal ids, for each row.
         order = torch.arange(slots.numel(), device=self.device)
         last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
-        page = self._engine.fetch(self.table, rows_U)
-        # To nearest here, so that what the table holds is what was given; rounding it once more changes nothing.
-        page["weight"].copy_(
-            values.to(self.device).reshape(-1, self.table.dim)[last_U].to(self.table.dtype)
-        )
-        self._engine.write_back(page)
+        values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
+        records_UR = self._read(rows_U)
+        # Rounded to nearest here, `_write` has nothing left to round at random.
+        records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
+        self._write(rows_U, records_UR)
 
     def save(self, path: str | Path) -> None:
-        """Write the weights to an .npy file [V, D] (bfloat16 as float32), or weights and optimizer state to a .safetensors file.
+        """Write the table to an .npy or .safetensors file.
 
-        Rows of pages in flight are saved as they were before. Written aside and renamed, so that the file is always whole.
+        .npy holds the weights, bfloat16 as float32; .safetensors also the optimizer state. Rows of
+        open pages are saved as the table has them.
         """
         self.flush()
-        if _ending(path) == ".safetensors":
-            tablefile.save(self.table, Path(path))
-        elif not self.table.is_in(path):
+        if _suffix(path) == ".safetensors":
+            table_file.save(self.table, Path(path))
+        elif not self.table.is_in(path):  # otherwise the flush has written the file
             save_npy(path, self.table["weight"])
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote: all of a .safetensors file, or the weights of an .npy file, optimizer state staying as it is.
-
-        Raises `ValueError` where the file's rows, dimensions, fields or dtype are not the table's.
-        """
-        if pages := [page for page in self._in_flight if page._held]:
+        """Read a file of `save`; .npy leaves the optimizer state as it is."""
+        if pages := sum(page.is_open for page in self._in_flight):
             raise ValueError(
-                f"{len(pages)} page(s) are in flight, which would overwrite rows of {path}; step or release them first"
+                f"{pages} page(s) are in flight; step or release them, then load {path}"
             )
-        self._engine.flush()
-        dtype, shape = self.table.dtype, (self.table.rows, self.table.dim)
-        if _ending(path) == ".safetensors":
-            tablefile.load(self.table, Path(path))
+        self.flush()
+        if _suffix(path) == ".safetensors":
+            table_file.load(self.table, Path(path))
             return
-        rows_VD, wanted = open_npy(path), np.dtype(NPY_TYPES.get(dtype, np.float32))
-        if rows_VD.shape != shape or rows_VD.dtype != wanted:
-            raise ValueError(
-                f"{path} holds {rows_VD.shape} {rows_VD.dtype}, but the table takes {shape} {wanted}"
-            )
-        self.table.initialise(rows_of(rows_VD))
+        dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
+        rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
+        self.table.initialise(copy_rows(rows_VD))
 
     def flush(self) -> None:
-        """Return when the table holds all that was put or stepped; with storage="mmap", when it is on disk (see `Table`)."""
-        self._engine.flush()
+        """Return when all writes are in the table, and with "mmap" on disk."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.table.flush()
 
-    def _unique(self, ids: Ids, exclusive: bool = False) -> tuple[Tensor, Tensor]:
-        """The sorted unique rows on the compute device, and where each id is among them; all checks wait for the device once.
+    def _read(self, rows_U: Tensor) -> Tensor:
+        """Return the decoded records [U, R] of rows, on the compute device."""
+        parts = []
+        for part, link in self._parts:
+            shape = len(rows_U), part.width
+            stored_UR = torch.empty(shape, dtype=part.records_VR.dtype, device=self.device)
+            link.read(part, rows_U, stored_UR)
+            parts.append(part.decode(stored_UR))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-        exclusive: refuse rows that a page in flight has.
+    def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
+        """Write decoded records [U, R] into the table."""
+        start = 0
+        for part, link in self._parts:
+            # Contiguous, as the kernels that copy records to pinned memory need them.
+            part_UR = records_UR[:, start : start + part.width].contiguous()
+            link.write(part, rows_U, part.encode(rows_U, part_UR))
+            start += part.width
+
+    def _unique(self, ids: Ids, exclusive: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the sorted unique rows [U], and the place of each id in them.
+
+        With `exclusive`, rows of a page in flight are refused.
         """
         ids = torch.as_tensor(ids)
         if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(
-                f"ids are {ids.dtype} on {ids.device}; give int32 or int64 on the CPU or a GPU, such as ids.long()"
-            )
+            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
         rows_U, slots = torch.unique(ids.to(self.device, torch.int64), return_inverse=True)
         if not len(rows_U):
             return rows_U, slots
-        facts = [rows_U[0], rows_U[-1]]
-        if exclusive:
-            taken = (torch.isin(rows_U, page.rows) for page in self._in_flight if page._held)
-            facts += [
-                torch.where(is_taken_U, rows_U, self.table.rows).min() for is_taken_U in taken
-            ]
-        first, last, *shared = torch.stack(facts).tolist()
-        if first < 0 or last >= self.table.rows:
-            raise ValueError(
-                f"id {first if first < 0 else last} is not a row; the table's {len(self)} rows are 0 to {len(self) - 1}"
-            )
-        if shared and min(shared) < self.table.rows:
-            raise ValueError(
-                f"row {min(shared)} is also in another page in flight; step or release that page first"
-            )
+        # The checks are computed on the device, to wait for it only once.
+        checks = [rows_U[0], rows_U[-1]]
+        for page in self._in_flight:
+            if exclusive and page.is_open:
+                is_taken_U = torch.isin(rows_U, page.rows)
+                checks.append(torch.where(is_taken_U, rows_U, len(self)).min())
+        first, last, *taken = torch.stack(checks).tolist()
+        if first < 0 or last >= len(self):
+            wrong = first if first < 0 else last
+            raise ValueError(f"id {wrong} is not a row; rows are 0 to {len(self) - 1}")
+        if taken and min(taken) < len(self):
+            raise ValueError(f"row {min(taken)} is in another page; step or release that page")
         return rows_U, slots
 
 
 class RowStore(_Rows):
-    """V rows of D numbers without an optimizer, in memory of any kind, read and written by row number.
+    """V rows of D numbers, read and written by row id.
 
-    storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place), or "mmap" (the file `path`: an .npy file, which may exist,
-    or records with 128-byte alignment and a .json beside them; see `Table` for what is promised).
-    device: where `get` gives rows; by default the GPU for "cuda" and "pinned", the CPU for "cpu" and "mmap".
-    init: maps row numbers [n] to rows [n, D], on the table's device; by default rows are zero. An existing file keeps its rows.
+    Args:
+        num_rows: Number of rows V.
+        dim: Number of dimensions D.
+        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
+        device: Where `get` returns rows; by default the GPU for "cuda" and "pinned", else the CPU.
+        dtype: float64, float32, bfloat16 or float16.
+        path: The file of "mmap": an .npy file, or records with a .json file beside them (`Table`).
+        init: Maps row ids [n] to rows [n, D]; by default rows are zero. An existing file stays.
     """
 
     def __init__(
@@ -184,35 +195,38 @@ class RowStore(_Rows):
         path: str | Path | None = None,
         init: Init | None = None,
     ):
-        super().__init__(Table("rows", num_rows, dim, {}, {}, storage, dtype, path), device, init)
+        super().__init__(Table("rows", num_rows, dim, {}, {}, storage, dtype, path), device)
+        self._initialise(init)
 
     @classmethod
     def open(
         cls, path: str | Path, *, storage: Storage = "cpu", device: torch.device | str | None = None
     ) -> RowStore:
-        """The rows of an .npy file in floating point: with storage="mmap" the file itself, where `put` changes it, else a copy."""
+        """Return the rows of an .npy file; "mmap" maps it, others copy it."""
         rows_VD = open_npy(path)
-        dtype = next(kind for kind, npy in NPY_TYPES.items() if rows_VD.dtype == npy)
-        if storage == "mmap":
-            return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, path=path)
-        return cls(
-            *rows_VD.shape, storage=storage, device=device, dtype=dtype, init=rows_of(rows_VD)
-        )
+        dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
+        content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
+        return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
 
 
 class Embedding(_Rows):
-    """An embedding of V rows whose weights and optimizer state are paged: `page(ids)`, backward, `step(page)`.
+    """Embedding with an optimizer that steps the rows of a page.
 
-    Only rows of a page are stepped; the others keep weight and state, as with torch.optim.SparseAdam. A page of all rows steps as that
-    optimizer does with nn.Embedding, bit for bit in float32.
+    Rows outside the page keep weight and state, as with torch.optim.SparseAdam. A page of all rows
+    is stepped as torch steps an nn.Embedding, bit for bit in float32. Steps compute in float32 for
+    16-bit tables. `lr` is an attribute and may be changed.
 
-    optimizer, optimizer_args: the name of a row-separable torch.optim class and its arguments; sparse rows want an `lr` 10 to 200 times
-    torch's default. `lr` is an attribute, and an argument of `step`.
-    step: "table" has bias correction count the steps of the table, "row" those of each row.
-    storage, device, dtype, path: as for `RowStore`, of weights and state; with 16-bit elements the step still computes in float32.
-    state_storage: where the optimizer state is instead, such as "pinned" for storage="cuda"; "cpu", "cuda" or "pinned".
-    init: maps row numbers [n] to weights [n, D], on the table's device; by default normal with standard deviation 1, as in
-    nn.Embedding, keyed by (seed, row, column). `w2v.model.table` has `normal` and `uniform`.
+    Args:
+        optimizer: Name of a row-separable torch.optim class.
+        lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
+        optimizer_args: Other arguments of the optimizer.
+        step: Whether bias correction counts the steps of the "table" or of each "row".
+        storage: Where weights and state are, as for a `RowStore`.
+        device: Where pages are; like `dtype` and `path` as for a `RowStore`.
+        seed: Seed of the default `init`.
+        init: Maps row ids [n] to weights [n, D]; by default they are normal with standard
+            deviation 1, as in nn.Embedding. `w2v.model.table` has `normal` and `uniform`.
+        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
     """
 
     def __init__(
@@ -234,118 +248,110 @@ class Embedding(_Rows):
     ):
         if step not in ("table", "row"):
             raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
-        self.lr = lr
-        self._optimizer = RowOptimizer(
-            OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step)
-        )
-        states, scalars = self._optimizer.states(dim), self._optimizer.scalars
-        shape = "embedding", num_rows, dim, states, scalars, storage, dtype
         if state_storage and "mmap" in (storage, state_storage):
-            raise ValueError(
-                f"state_storage={state_storage!r} with storage={storage!r}: a file holds both; leave state_storage out"
-            )
-        table = TableApart(*shape, state_storage) if state_storage else Table(*shape, path)
-        super().__init__(table, device, init, normal(dim, 1.0, seed))
+            both = f"state_storage={state_storage!r} with storage={storage!r}"
+            raise ValueError(f"{both}: a file holds both; leave state_storage out")
+        self.lr = lr
+        config = OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step)
+        self._optimizer = RowOptimizer(config)
+        # An optimizer's state is found by stepping it once on a tiny parameter.
+        states, scalars = self._optimizer.states(dim), self._optimizer.scalars
+        shared = ("embedding", num_rows, dim, states, scalars, storage, dtype)
+        table = SplitTable(*shared, state_storage) if state_storage else Table(*shared, path)
+        super().__init__(table, device)
+        # A user's function may not run on a GPU.
+        self._initialise(init or normal(dim, 1.0, seed), None if init else self.device)
 
     def page(self, ids: Ids) -> EmbeddingPage:
-        """Fetch the rows of `ids` for a step; until it is stepped or released, no other page may have any of them."""
+        """Fetch the rows of `ids`, which no open page may have, for a step."""
         rows_U, slots = self._unique(ids, exclusive=True)
-        page = EmbeddingPage(self._engine.fetch(self.table, rows_U), slots)
+        records_UR = self._read(rows_U)
+        weight = nn.Parameter(records_UR[:, self.table.columns["weight"]])
+        page = EmbeddingPage(rows_U, slots, records_UR, weight)
         self._in_flight.add(page)
         return page
 
     def step(self, page: EmbeddingPage, lr: float | None = None) -> None:
-        """Step the page's rows by `page.weight.grad` and write them back; the page is spent.
+        """Step the rows by `page.weight.grad`, and write them back.
 
-        Without a gradient (the page was not used in the loss) there is no optimizer step. `lr` is for this step; by default `self.lr`.
+        The page is spent. Without a gradient, because the loss did not use the page, there is no
+        optimizer step. `lr` is for this step alone; by default it is `self.lr`.
         """
         lr = self.lr if lr is None else lr
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
-        records, _, weight = page._open()
+        weight = page.weight
         if page not in self._in_flight:
-            raise ValueError(
-                f"this page is not one of {self!r}; step it with the embedding that made it"
-            )
-        records.grad_UD = weight.grad
+            remedy = "step it with the embedding that made it"
+            raise ValueError(f"this page is not one of {self!r}; {remedy}")
         with torch.no_grad():
             if weight.grad is not None:
-                self._optimizer.step(records, lr)
-            self._engine.write_back(records)
+                # `weight` is a view of the records, so the optimizer steps both.
+                self._optimizer.step_rows(self.table, page.records_UR, weight.grad, None, lr)
+            self._write(page.rows, page.records_UR)
+        # Only now, so that a step that fails keeps the page.
         page.release()
 
 
 class EmbeddingPage:
-    """Rows of an `Embedding`, on the compute device and owned by this page until it is stepped or released.
+    """Rows of an `Embedding` on the compute device, until stepped or released.
 
-    A page that is dropped is released: its rows stay as they are in the table. After that its fields raise `ValueError`.
+    A page that is dropped is released: the table keeps its rows as they were. The attributes of a
+    spent page raise `ValueError`.
+
+    Attributes:
+        rows: The sorted unique row ids: int64 [U].
+        slots: The place of each id in `rows`: int64, in the shape of the ids.
+        records_UR: Weight and optimizer state, decoded.
+        weight: The weights [U, D] in float32, a view of the records; `step` uses its `grad`.
     """
 
-    def __init__(self, records: Page, slots: Tensor):
-        self._held: tuple[Page, Tensor, nn.Parameter] | None = (
-            records,
-            slots,
-            nn.Parameter(records["weight"]),
-        )
+    def __init__(self, rows: Tensor, slots: Tensor, records_UR: Tensor, weight: nn.Parameter):
+        self.rows = rows
+        self.slots = slots
+        self.records_UR = records_UR
+        self.weight = weight
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise; `release` has deleted the attributes of a spent page."""
+        if name in ("rows", "slots", "records_UR", "weight"):
+            spent = "this page is spent (stepped or released)"
+            raise ValueError(f"{spent}; get another with page(ids)")
+        raise AttributeError(name)
 
     @property
-    def weight(self) -> nn.Parameter:
-        """The rows, each once, in the order of `rows`: [U, D] float32; its `grad` is what `step` goes by."""
-        return self._open()[2]
-
-    @property
-    def rows(self) -> Tensor:
-        """The row numbers, sorted and unique: [U] int64."""
-        return self._open()[0].rows_U
-
-    @property
-    def slots(self) -> Tensor:
-        """Where in `weight` each id's row is: int64, of the ids' shape."""
-        return self._open()[1]
+    def is_open(self) -> bool:
+        """Whether the page is neither stepped nor released."""
+        return bool(vars(self))
 
     @property
     def vectors(self) -> Tensor:
-        """The rows in the order asked: [*ids.shape, D]; autograd sums the gradients of equal ids."""
+        """The rows in the order of the ids: [*ids.shape, D]."""
         return F.embedding(self.slots, self.weight)
 
     def release(self) -> None:
-        """Give the rows up without writing anything."""
-        self._held = None
-
-    def _open(self) -> tuple[Page, Tensor, nn.Parameter]:
-        if self._held is None:
-            raise ValueError(
-                "this page is spent: it was written back or released; ask for a new one with page(ids)"
-            )
-        return self._held
+        """Release the rows without writing anything."""
+        vars(self).clear()
 
 
 def _open_device(device: torch.device | str | None, table: Table) -> torch.device:
-    """The compute device, by default the one that the storage is for; with its index, where it has one."""
+    """Return the compute device; by default the one that suits the storage."""
     wanted = str(device or ("cuda" if table.storage in ("cuda", "pinned") else "cpu"))
-    try:
-        opened = torch.empty(0, device=wanted).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device={wanted!r} cannot be used: {str(error).splitlines()[0]}; use device='cpu'"
-        ) from None
-    if opened.type not in ("cpu", "cuda") or (
-        opened.type == "cuda" and opened != torch.empty(0, device="cuda").device
-    ):
-        raise ValueError(
-            f"device={wanted!r} is not the CPU or the current GPU; select a GPU with torch.cuda.set_device"
-        )
+    # Kernels run on torch's current GPU, so others cannot be used.
+    usable = ["cpu"]
+    if torch.cuda.is_available():
+        usable += ["cuda", f"cuda:{torch.cuda.current_device()}"]
+    if wanted not in usable:
+        raise ValueError(f"device={wanted!r} cannot be used; choose from {' '.join(usable)}")
+    opened = torch.empty(0, device=wanted).device
     if table.storage == "cuda" and opened != table.records_VR.device:
-        raise ValueError(
-            f"device={wanted!r} cannot compute on a table with storage='cuda'; use device='cuda', or storage='cpu'"
-        )
+        raise ValueError(f"device={wanted!r} cannot be used with storage='cuda'; use device='cuda'")
     return opened
 
 
-def _ending(path: str | Path) -> str:
-    ending = Path(path).suffix
-    if ending not in (".npy", ".safetensors"):
-        raise ValueError(
-            f"{path} has the ending {ending!r}; choose .npy for the weights, or .safetensors for weights and state"
-        )
-    return ending
+def _suffix(path: str | Path) -> str:
+    """Return ".npy" or ".safetensors"; raise `ValueError` for others."""
+    suffix = Path(path).suffix
+    if suffix not in (".npy", ".safetensors"):
+        raise ValueError(f"{path} has the ending {suffix!r}; use .npy (weights) or .safetensors")
+    return suffix

@@ -1,21 +1,21 @@
-"""Runs side by side: a row for each setting, mean and spread over its seeds, as text, Markdown and CSV; and their curves as a picture."""
+"""Compare runs: a row for each setting, mean and spread over seeds."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
-
-from w2v.system.files import newest_file
+from w2v.system.files import atomic_write
+from w2v.vectors import plots
+from w2v.vectors.runs import Run, find_all, read
 
 log = logging.getLogger("w2v")
 SHOWN = {
@@ -24,323 +24,158 @@ SHOWN = {
     "train.batch_size": "batch",
     "train.epochs": "epochs",
 }
-NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # what may differ between runs of one row
+NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 
 
-class ComparisonError(ValueError):
-    """Runs that cannot be compared; the message is one line that names the folder and the remedy."""
+class Figure(NamedTuple):
+    """A column of the table: its format, and its value in scores.json."""
+
+    form: str
+    value: Callable[[dict[str, Any]], float]  # may raise where a run has no such figure
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run folder says: its settings by dotted name, scores.json, and the lines of metrics.jsonl."""
-
-    settings: dict[str, Any]
-    scores: dict[str, Any]
-    logged: list[dict[str, Any]]
-
-    @property
-    def diverged(self) -> bool:
-        return "diverged" in self.scores
-
-    def curve(self, figure: str) -> list[tuple[float, float, float]]:
-        """(words, seconds, value) whenever the run wrote down this figure, the end included."""
-        last = {
-            "held_out_loss": self.scores.get("held_out_loss"),
-            "analogies": _accuracy("total")(self),
-        }.get(figure)
-        end = {key: self.scores.get(key) for key in ("words", "seconds")} | {figure: last}
-        return [
-            (line["words"], line["seconds"], line[figure])
-            for line in [*self.logged, end]
-            if None not in map(line.get, ("words", "seconds", figure))
-        ]
+FIGURES = {
+    "held-out loss": Figure("{:.4f}", lambda s: s["held_out_loss"]),
+    "loss": Figure("{:.4f}", lambda s: s["loss"]),
+    "analogies %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["total"]["accuracy"]),
+    "semantic %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["semantic"]["accuracy"]),
+    "syntactic %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["syntactic"]["accuracy"]),
+    "WordSim-353": Figure("{:.3f}", lambda s: s["similarity"]["wordsim353"]["spearman"]),
+    "SimLex-999": Figure("{:.3f}", lambda s: s["similarity"]["simlex999"]["spearman"]),
+    "M words/s": Figure("{:.3g}", lambda s: s["words"] / s["seconds"] / 1e6),
+    "seconds": Figure("{:.3g}", lambda s: s["seconds"]),
+    "host MiB": Figure("{:.0f}", lambda s: s["bytes_host"] / 2**20),
+    "GPU MiB": Figure("{:.0f}", lambda s: s["bytes_gpu"] / 2**20 or None),  # 0 without a GPU
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs whose settings differ in nothing but the seed."""
+    """Runs whose settings, by dotted name, differ in nothing but the seed."""
 
     settings: dict[str, Any]
     runs: list[Run]
 
     def values(self, figure: str) -> list[float]:
-        """A figure of those runs that have it."""
-        found = [FIGURES[figure].of(run) for run in self.runs if not run.diverged]
-        return [value for value in found if value is not None]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A column: where its value comes from, and how it is written."""
-
-    of: Callable[[Run], float | None]
-    form: str = "{:.3f}"
-
-
-def _accuracy(part: str) -> Callable[[Run], float | None]:
-    return lambda run: run.scores.get("analogies", {}).get(part, {}).get("accuracy")
-
-
-def _percent(part: str) -> Callable[[Run], float | None]:
-    return lambda run: None if (share := _accuracy(part)(run)) is None else 100 * share
-
-
-def _similarity(name: str) -> Callable[[Run], float | None]:
-    return lambda run: run.scores.get("similarity", {}).get(name, {}).get("spearman")
-
-
-def _took(key: str, unit: float = 1.0) -> Callable[[Run], float | None]:
-    return lambda run: value / unit if (value := run.scores.get(key)) else None
-
-
-def _speed(run: Run) -> float | None:
-    words, seconds = run.scores.get("words"), run.scores.get("seconds")
-    return words / seconds / 1e6 if words and seconds else None
-
-
-FIGURES = {
-    "held-out loss": Figure(_took("held_out_loss"), "{:.4f}"),
-    "loss": Figure(_took("loss"), "{:.4f}"),
-    "analogies %": Figure(_percent("total"), "{:.1f}"),
-    "semantic %": Figure(_percent("semantic"), "{:.1f}"),
-    "syntactic %": Figure(_percent("syntactic"), "{:.1f}"),
-    "WordSim-353": Figure(_similarity("wordsim353")),
-    "SimLex-999": Figure(_similarity("simlex999")),
-    "M words/s": Figure(_speed, "{:.3g}"),
-    "seconds": Figure(_took("seconds"), "{:.3g}"),
-    "host MiB": Figure(_took("bytes_host", 2**20), "{:.0f}"),
-    "GPU MiB": Figure(_took("bytes_gpu", 2**20), "{:.0f}"),
-}
-
-
-def find(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:
-    """The run folders with that file, which finished ones have, that the paths name: themselves, or those inside them; or with `latest`
-    the one in `runs` that has written it last.
-
-    Says which paths lead to none, and raises `ComparisonError` if none does or one does not exist.
-    """
-    found: list[Path] = []
-    without: list[str] = []
-    for path in (_latest(file) if str(path) == "latest" else Path(path) for path in paths):
-        inside = (
-            [path]
-            if (path / file).is_file()
-            else sorted(named.parent for named in path.glob(f"*/{file}"))
-        )
-        if not (inside or path.exists()):
-            raise ComparisonError(f"{path} does not exist; name run folders, or folders of such")
-        found += inside
-        without += [] if inside else [str(path)]
-    if not found:
-        raise ComparisonError(
-            f"no {file} in {', '.join(without)}, nor in a folder there; name run folders, or folders of such"
-        )
-    if without:
-        log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
-    return list(dict.fromkeys(found))
-
-
-def _latest(file: str) -> Path:
-    written = newest_file(Path("runs"), file)
-    if written is None:
-        raise ComparisonError(f"no folder in runs holds {file}; train first, or name run folders")
-    return written.parent
-
-
-def read(folder: Path) -> Run:
-    """A finished run. Raises `ComparisonError` where a file of it is missing or damaged."""
-    try:
-        sections = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        settings = {
-            f"{section}.{key}": value
-            for section, keys in sections.items()
-            for key, value in keys.items()
-        }
-        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return Run(settings, scores, [json.loads(line) for line in lines])
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ComparisonError(
-            f"{folder} is not a whole run folder ({reason}); leave it out, or train it again"
-        ) from None
+        """Return a figure of all runs that did not diverge and have it."""
+        found = []
+        for run in self.runs:
+            with suppress(KeyError, TypeError, ZeroDivisionError):
+                found.append(float(FIGURES[figure].value(run.scores)))
+        return found
 
 
 def rows(runs: Iterable[Run]) -> list[Row]:
-    """The runs by their settings, the best at analogies first."""
+    """Group runs by their settings; best at analogies first."""
     groups: dict[str, Row] = {}
     for run in runs:
-        settings = {
-            key: value for key, value in run.settings.items() if not key.startswith(NO_SETTING)
-        }
+        given = run.settings.items()
+        settings = {key: value for key, value in given if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-    return sorted(
-        groups.values(), key=lambda row: mean(row.values("analogies %") or [-1.0]), reverse=True
-    )
+    return sorted(groups.values(), key=lambda row: -mean(row.values("analogies %") or [-1.0]))
 
 
 def table(compared: Sequence[Row]) -> list[list[str]]:
-    """The header and the cells; settings that differ between rows stand in a column of their own, and so do seeds where there are many."""
-    known = {
-        key: {json.dumps(row.settings[key]) for row in compared if key in row.settings}
-        for key in compared[0].settings
-    }
-    differ = [key for key, values in known.items() if key not in SHOWN and len(values) > 1]
-    figures = [name for name in FIGURES if any(row.values(name) for row in compared)]
-    several = any(len(row.runs) > 1 for row in compared)
-    lines = [
-        [
-            *SHOWN.values(),
-            *(["other settings"] if differ else []),
-            *(["seeds"] if several else []),
-            *figures,
+    """Return the header and the cells of the comparison table.
+
+    Settings beyond SHOWN that differ between rows are in one column. A column for the number
+    of seeds is there if any row has several.
+    """
+    columns = {title: _column(compared, key) for key, title in SHOWN.items()}
+    if any(others := _other_settings(compared)):
+        columns["other settings"] = others
+    sizes = [len(row.runs) for row in compared]
+    finished = [sum(not run.diverged for run in row.runs) for row in compared]
+    if max(sizes) > 1:
+        columns["seeds"] = [
+            str(size) if done == size else f"{done} of {size}"
+            for done, size in zip(finished, sizes, strict=True)
         ]
-    ]
-    for row in compared:
-        cells = [_plain(row.settings.get(key)) for key in SHOWN]
-        if differ:
-            said = [key for key in differ if row.settings.get(key) not in ({}, None)]
-            cells.append(
-                " ".join(f"{key.partition('.')[2]}={_plain(row.settings[key])}" for key in said)
-            )
-        whole = sum(not run.diverged for run in row.runs)
-        if several:
-            cells.append(str(whole) if whole == len(row.runs) else f"{whole} of {len(row.runs)}")
-        lines.append(
-            cells
-            + [
-                spread(row.values(name), FIGURES[name].form) if whole else "diverged"
-                for name in figures
+    for name, figure in FIGURES.items():
+        if any(values := [row.values(name) for row in compared]):
+            columns[name] = [
+                spread(found, figure.form) if done else "diverged"
+                for found, done in zip(values, finished, strict=True)
             ]
-        )
-    return lines
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _column(compared: Sequence[Row], key: str) -> list[str]:
+    """Return one setting of all rows; numbers without needless digits."""
+    values = [row.settings.get(key) for row in compared]
+    plain = [f"{value:g}" if isinstance(value, float) else value for value in values]
+    return [value if isinstance(value, str) else json.dumps(value) for value in plain]
+
+
+def _other_settings(compared: Sequence[Row]) -> list[str]:
+    """Return for each row its settings beyond SHOWN in which rows differ."""
+    texts: list[list[str]] = [[] for _ in compared]
+    for key in compared[0].settings:
+        given = {json.dumps(row.settings[key]) for row in compared if key in row.settings}
+        if key not in SHOWN and len(given) > 1:
+            for text, value in zip(texts, _column(compared, key), strict=True):
+                if value not in ("{}", "null"):
+                    text.append(f"{key.partition('.')[2]}={value}")
+    return [" ".join(text) for text in texts]
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The mean, and the standard deviation where there are several."""
-    if not values:
-        return "-"
-    return form.format(mean(values)) + (
-        f" +- {form.format(stdev(values))}" if len(values) > 1 else ""
-    )
+    """Format the mean, and the standard deviation if there are several values."""
+    if len(values) > 1:
+        return f"{form.format(mean(values))} +- {form.format(stdev(values))}"
+    return form.format(values[0]) if values else "-"
 
 
 def text(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of cells side by side, words to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = [
-        not any(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))
-    ]
-    aligned = [
-        [
-            f"{cell:<{width}}" if left else f"{cell:>{width}}"
-            for cell, width, left in zip(line, widths, words, strict=True)
-        ]
-        for line in lines
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+    """Format a header and cells as aligned text; numbers to the right."""
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = max(map(len, column))
+        numbers = any(cell[:1].isdigit() for cell in column[1:])
+        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Format a header and cells as a Markdown table."""
     header, *body = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
     return "\n".join([header, "|" + "---|" * len(lines[0]), *body])
 
 
+def as_csv(compared: Sequence[Row]) -> str:
+    """Format all settings and the unrounded figures of all rows as CSV."""
+    columns = {key: _column(compared, key) for key in compared[0].settings}
+    columns["seeds"] = [str(len(row.runs)) for row in compared]
+    for name in FIGURES:
+        values = [row.values(name) for row in compared]
+        columns[name] = [str(mean(found)) if found else "" for found in values]
+        columns[f"{name} stdev"] = [str(stdev(found)) if found[1:] else "" for found in values]
+    file = io.StringIO()
+    csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    return file.getvalue()
+
+
 def write(runs: Sequence[Run], folder: Path) -> str:
-    """Leave table.txt, table.md, table.csv and, with matplotlib, curves.png in the folder; gives the table as text."""
+    """Write the table in all formats, and the curves; return it as text."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = rows(runs)
     lines = table(compared)
-    (folder / "table.txt").write_text(text(lines) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(markdown(lines) + "\n", encoding="utf-8")
-    if find_spec("matplotlib"):
-        _draw(compared, folder / "curves.png")
-    _write_csv(compared, folder / "table.csv")
+    atomic_write(folder / "table.txt", text(lines) + "\n")
+    atomic_write(folder / "table.md", markdown(lines) + "\n")
+    # The legend needs all that tells the rows apart, or two would be one line.
+    parts = [*(_column(compared, key) for key in SHOWN), _other_settings(compared)]
+    labels = map(" ".join, zip(*parts, strict=True))
+    try:
+        groups = {label: row.runs for label, row in zip(labels, compared, strict=True)}
+        plots.curves(groups, folder / "curves.png")
+    except plots.PlotError as error:  # the tables need no matplotlib
+        log.warning(f"no curves.png: {error}")
+    # The last file, by which a comparison is known to be finished.
+    atomic_write(folder / "table.csv", as_csv(compared))
     return text(lines)
 
 
 def report(paths: Iterable[str | Path], folder: str | Path | None = None) -> str:
-    """The table of the runs that the paths name, written to the folder too, if one is given."""
-    runs = [read(found) for found in find(paths)]
+    """Return the table of the runs that paths name; write it to a folder."""
+    runs = [read(found) for found in find_all(paths)]
     return write(runs, Path(folder)) if folder else text(table(rows(runs)))
-
-
-def _write_csv(compared: Sequence[Row], file: Path) -> None:
-    """Unrounded: for each figure its mean and its standard deviation."""
-    with file.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.writer(handle)
-        keys = list(compared[0].settings)
-        writer.writerow(
-            [*keys, "seeds", *(name + part for name in FIGURES for part in ("", " stdev"))]
-        )
-        for row in compared:
-            figures = []
-            for values in map(row.values, FIGURES):
-                figures += [
-                    mean(values) if values else "",
-                    stdev(values) if len(values) > 1 else "",
-                ]
-            writer.writerow(
-                [*(_plain(row.settings.get(key)) for key in keys), len(row.runs), *figures]
-            )
-
-
-def _draw(compared: Sequence[Row], file: Path) -> None:
-    """Loss against words and against seconds, analogies against seconds; a line a run, a colour a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    held_out = all(
-        run.curve("held_out_loss") for row in compared for run in row.runs if not run.diverged
-    )
-    loss = ("held_out_loss", "held-out loss") if held_out else ("loss", "training loss")
-    panels = [
-        (*loss, 0, "words"),
-        (*loss, 1, "seconds of training"),
-        ("analogies", "analogies, share right", 1, "seconds of training"),
-    ]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(16, 5), layout="constrained")
-    for number, row in enumerate(compared):
-        style = {
-            "color": f"C{number % 10}",
-            "linestyle": ("-", "--", ":")[number // 10 % 3],
-            "marker": ".",
-            "linewidth": 1,
-        }
-        for axis, (name, _, across, _) in zip(axes, panels, strict=True):
-            for run in row.runs:
-                points = run.curve(name)
-                axis.plot(
-                    [point[across] for point in points], [point[2] for point in points], **style
-                )
-        label = " ".join(_plain(row.settings.get(key)) for key in list(SHOWN)[:3])
-        axes[0].plot([], [], label=label, **style)
-    for axis, (_, title, across, below) in zip(axes, panels, strict=True):
-        axis.set(ylabel=title, xlabel=below, xscale="log" if across else "linear")
-        axis.xaxis.set_major_formatter("{x:g}" if across else ticker.EngFormatter(sep=""))
-        if across:
-            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_minor_formatter("")
-        axis.grid(alpha=0.3)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside right center",
-        title="optimizer, lr, batch",
-    )
-    aside = file.with_name(f".{file.name}.part")
-    figure.savefig(aside, dpi=110, format="png")
-    pyplot.close(figure)
-    os.replace(aside, file)
-
-
-def _plain(value: Any) -> str:
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else json.dumps(value)
-    )

@@ -1,16 +1,18 @@
-"""Look for an optimizer's best settings: a grid of learning rates, batch sizes and arguments, in one process:
+"""Search for an optimizer's best settings on a grid.
 
     python -m w2v.api.sweep Adamax --base configs/text8.yaml --seeds 1 2 3 --set corpus.path=text8
 
-Every setting is trained with the first seed; then the best one with the other seeds, until the best by the mean has them all. What is
-trained stands in a .csv file and is not trained again, so a sweep can be stopped, continued, and made finer around what it found.
+The grid is over learning rates, batch sizes and other settings. Each setting is trained with the
+first seed, then the best with the other seeds, until the best by the mean has been trained with
+all. Results go to a .csv file. What is there is not trained again, so that a sweep can be stopped,
+continued and refined.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import difflib
+import io
 import itertools
 import json
 import logging
@@ -19,36 +21,31 @@ import os
 import platform
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
-from w2v.api import runs as comparison
-from w2v.api.compare import Opened, fitted, train_once, warm_up, with_batch
-from w2v.config import Config, ConfigError, load_config
+from w2v.api import compare, runs
+from w2v.config import Config, ConfigError, flat_config, load_config
 from w2v.system import console
-from w2v.system import versions as environment
-from w2v.system.files import error_message
-from w2v.system.signals import Signals
-from w2v.training import metrics, plan
-from w2v.vectors import evaluate as evaluation
+from w2v.system.files import atomic_write
+from w2v.system.process import Signals, git_commit, with_exit_status
+from w2v.training.memory import Machine
 
 log = logging.getLogger("w2v")
-FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, fitted to each batch size
-BATCH_FACTORS = (0.5, 1.0)
-AXES: dict[str, dict[str, list[Any]]] = {
-    **{
-        name: {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]}
-        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
-    },
-    **{name: {"optimizer.occurrence_cap": [8, 16]} for name in ("SGD", "ASGD")},
+LR_FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, scaled to each batch size
+BATCH_FACTORS = (0.5, 1.0)  # of the config's batch size
+BETAS = {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]}
+CAPS = {"optimizer.occurrence_cap": [8, 16]}
+AXES: dict[str, dict[str, list[Any]]] = {  # further settings to search, by optimizer
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), BETAS),
+    **dict.fromkeys(("SGD", "ASGD"), CAPS),
     "RMSprop": {"optimizer.args.alpha": [0.95, 0.99]},
     "Adadelta": {"optimizer.args.eps": [1e-5, 1e-3], "optimizer.args.rho": [0.9, 0.99]},
     "Rprop": {
@@ -56,388 +53,294 @@ AXES: dict[str, dict[str, list[Any]]] = {
         "optimizer.args.step_sizes": [[1e-3, 1e-2], [3e-3, 3e-2]],
     },
 }
-BASICS = [
-    "train.held_out_words=20000",
-    "run.log_seconds=1e9",
-    "run.checkpoint_minutes=0",
-]  # reading the loss would wait for the device
-SHOWN = 15  # settings of a ranking
+# Logging the loss would make training wait for the device.
+SETTINGS = [*compare.COMMON_SETTINGS, "run.log_seconds=1e9"]
+SHOWN = 15  # rows of a ranking
+QUALITY = ("analogies", "wordsim353", "simlex999")
+SCORES = (*QUALITY, "semantic", "syntactic", "held_out_loss", "loss", "seconds", "words_per_s")
+RANKED = (*QUALITY, "held_out_loss")  # columns of a ranking
+# Keys that have columns of their own, and keys that do not make another setting.
+OWN_COLUMNS = ("corpus.path", "train.epochs", "train.batch_size", "optimizer.lr")
+NO_SETTINGS = (*OWN_COLUMNS, "train.seed", "corpus.data_dir", "run.")
 
-IDENTITY = [
-    "corpus",
-    "epochs",
-    "settings",
-    "batch_size",
-    "lr",
-]  # with the seed: what a line of the file stands for
-APART = {
-    "corpus.path",
-    "corpus.data_dir",
-    "optimizer.lr",
-    "train.batch_size",
-    "train.epochs",
-    "train.seed",
-}  # not among `settings`
-QUALITY = ["analogies", "wordsim353", "simlex999"]
-SCORES = [*QUALITY, "semantic", "syntactic", "held_out_loss", "loss", "seconds", "words_per_s"]
-COLUMNS = [*IDENTITY, "seed", *SCORES, "date", "commit", "device", "command"]
-Setting = tuple[str, ...]  # the values of IDENTITY, as the file has them
+
+class Setting(NamedTuple):
+    """What the runs of all seeds have in common, as in the .csv file."""
+
+    corpus: str
+    epochs: str
+    settings: str  # all other keys that are not at their default
+    batch_size: str
+    lr: str
+
+    @classmethod
+    def of(cls, config: Config) -> Setting:
+        """Return the setting of a config."""
+        default = flat_config(Config())
+        settings = [
+            f"{key}={json.dumps(value, separators=(',', ':'))}"
+            for key, value in flat_config(config).items()
+            if value != default[key] and not key.startswith(NO_SETTINGS)
+        ]
+        return cls(
+            corpus=Path(config.corpus.path).name,
+            epochs=str(config.train.epochs),
+            settings=" ".join(settings),
+            batch_size=str(config.train.batch_size),
+            lr=f"{config.optimizer.lr:g}",
+        )
+
+
+COLUMNS = [*Setting._fields, "seed", *SCORES, "date", "commit", "device", "command"]
+
+
+class Results:
+    """The .csv file of a sweep, one line for each setting and seed."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._lines: list[dict[str, str]] = []
+        file.parent.mkdir(parents=True, exist_ok=True)  # fails before anything is trained
+        if file.exists():
+            reader = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
+            self._lines = list(reader)
+            if reader.fieldnames != COLUMNS:
+                remedy = "delete it, or write elsewhere with --to"
+                raise ConfigError(f"{file} has other columns than a sweep writes; {remedy}")
+
+    def add(self, setting: Setting, seed: int, scores: dict[str, Any], device: str) -> None:
+        """Add a line, with no scores if training diverged, and write the file."""
+        # Absolute paths say nothing to readers of the file.
+        arguments = [os.path.basename(arg) if os.path.isabs(arg) else arg for arg in sys.argv[1:]]
+        run = {
+            "seed": str(seed),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": git_commit(),
+            "device": device,
+            "command": " ".join(["python -m w2v.api.sweep", *arguments]),
+        }
+        known = {name: f"{value:.9g}" for name, value in scores.items() if value is not None}
+        self._lines.append(setting._asdict() | run | known)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._lines)
+        atomic_write(self.file, text.getvalue())
+
+    def seeds(self, setting: Setting) -> list[int]:
+        """Return the seeds with which a setting was trained."""
+        return [int(line["seed"]) for line in self._lines_of(setting)]
+
+    def values(self, setting: Setting, score: str) -> list[float]:
+        """Return a score of all seeds that did not diverge."""
+        return [float(line[score]) for line in self._lines_of(setting) if line.get(score)]
+
+    def quality(self, setting: Setting) -> tuple[float, float]:
+        """Return the sum of the mean scores, and the negative held-out loss.
+
+        The sum weighs analogies and similarity alike. Both are -inf if the setting has not been
+        trained or any seed diverged.
+        """
+        losses = self.values(setting, "held_out_loss")
+        if not losses or len(losses) < len(self.seeds(setting)):
+            return -math.inf, -math.inf
+        return sum(mean(self.values(setting, score) or [0.0]) for score in QUALITY), -mean(losses)
+
+    def best(self, settings: Collection[Setting]) -> Setting | None:
+        """Return the best setting, or None if all diverged."""
+        best = max(settings, key=self.quality)
+        return best if math.isfinite(self.quality(best)[0]) else None
+
+    def ranking(self, like: Setting) -> str:
+        """Return a table of settings with the corpus and epochs of `like`."""
+        tried = dict.fromkeys(Setting(*map(line.get, Setting._fields)) for line in self._lines)
+        compared = [setting for setting in tried if setting[:2] == like[:2]]
+        if not compared:
+            return ""
+        compared.sort(key=self.quality, reverse=True)
+        # Only what differs between the settings is shown of them.
+        common = set.intersection(*(set(setting.settings.split()) for setting in compared))
+        table = [["lr", "batch", "seeds", "sum", *RANKED, "settings"]]
+        for setting in compared[:SHOWN]:
+            quality = self.quality(setting)[0]
+            differing = [part for part in setting.settings.split() if part not in common]
+            row = [setting.lr, setting.batch_size, str(len(self.seeds(setting)))]
+            row.append(f"{quality:.3f}" if math.isfinite(quality) else "diverged")
+            row += [runs.spread(self.values(setting, name), "{:.4f}") for name in RANKED]
+            table.append([*row, " ".join(differing) or "-"])
+        return runs.text(table)
+
+    def _lines_of(self, setting: Setting) -> list[dict[str, str]]:
+        own = setting._asdict().items()
+        return [line for line in self._lines if own <= line.items()]
 
 
 def grid(
     centre: Config,
     files: Sequence[str | Path],
-    assignments: Sequence[str],
     lrs: Sequence[float],
-    batches: Sequence[int],
+    batch_sizes: Sequence[int],
     axes: dict[str, list[Any]],
 ) -> list[Config]:
-    """Every combination laid over the files; by default FACTORS of the centre's learning rate and BATCH_FACTORS of its batch size."""
+    """Return a config for every point; `axes` has values of further keys.
+
+    Batch sizes and learning rates that are not given are factors of the centre's.
+    """
     found = []
-    for batch in batches or [
-        max(1, int(centre.train.batch_size * factor)) for factor in BATCH_FACTORS
-    ]:
-        usual = with_batch(centre, batch).optimizer.lr
-        for lr in lrs or [float(f"{usual * factor:.2g}") for factor in FACTORS]:
-            for values in itertools.product(*axes.values()):
-                further = [
-                    f"{key}={json.dumps(value)}" for key, value in zip(axes, values, strict=True)
-                ]
-                found.append(
-                    load_config(
-                        files,
-                        [*assignments, *further, f"optimizer.lr={lr}", f"train.batch_size={batch}"],
-                    )
-                )
+    # Each axis as a list of key=value, for the product below.
+    values_of_axes = [[f"{key}={json.dumps(value)}" for value in axes[key]] for key in axes]
+    tuned = centre.train.batch_size
+    for batch in batch_sizes or [max(1, int(tuned * factor)) for factor in BATCH_FACTORS]:
+        usual = compare.scale_batch_size(centre, batch).optimizer.lr
+        for lr in lrs or [float(f"{usual * factor:.2g}") for factor in LR_FACTORS]:
+            for point in itertools.product(*values_of_axes):
+                own = [f"optimizer.lr={lr}", f"train.batch_size={batch}"]
+                found.append(load_config(files, [*SETTINGS, *point, *own]))
     return found
 
 
-def identity(config: Config) -> Setting:
-    """What tells a setting from others, whatever the seed and wherever files lie; `settings` are the keys that are not at their default."""
-    default, own = asdict(Config()), []
-    for section, keys in asdict(config).items():
-        for key, value in keys.items():
-            if (
-                section != "run"
-                and f"{section}.{key}" not in APART
-                and value != default[section][key]
-            ):
-                own.append(f"{section}.{key}={json.dumps(value, separators=(',', ':'))}")
-    train = config.train
-    return (
-        Path(config.corpus.path).name,
-        str(train.epochs),
-        " ".join(own),
-        str(train.batch_size),
-        f"{config.optimizer.lr:g}",
-    )
-
-
-def score(config: Config, opened: Opened) -> dict[str, Any]:
-    """Train once: the values of SCORES, or nothing where training diverged."""
+def score(config: Config) -> dict[str, Any]:
+    """Train once and return the SCORES, none if training diverged."""
     with TemporaryDirectory() as folder:
-        try:
-            trainer = train_once(config, opened, Path(folder))
-            analogies, similarities = trainer.score()
-            took = trainer.took()
-        except (metrics.Diverged, evaluation.EvaluationError):
-            return {}
-    shares = {
-        "analogies": analogies.total,
-        "semantic": analogies.semantic,
-        "syntactic": analogies.syntactic,
-    }
+        scores = compare.train_and_score(config, Path(folder))
+    if "diverged" in scores:
+        return {}
+    analogies, similarity = scores["analogies"], scores["similarity"]
     return {
-        **{name: section.accuracy for name, section in shares.items()},
-        **{similarity.name: similarity.spearman for similarity in similarities},
-        **{name: took[name] for name in ("held_out_loss", "loss", "seconds")},
-        "words_per_s": round(took["words"] / took["seconds"]),
+        "analogies": analogies["total"]["accuracy"],
+        **{name: similarity[name]["spearman"] for name in ("wordsim353", "simlex999")},
+        **{name: analogies[name]["accuracy"] for name in ("semantic", "syntactic")},
+        **{name: scores[name] for name in ("held_out_loss", "loss", "seconds")},
+        "words_per_s": round(scores["words"] / scores["seconds"]),
     }
-
-
-class Results:
-    """The file of a sweep, a line for each setting and seed."""
-
-    def __init__(self, file: Path):
-        self.file = file
-        file.parent.mkdir(parents=True, exist_ok=True)  # before anything is trained for it
-        self.lines: dict[Setting, dict[int, dict[str, str]]] = defaultdict(
-            dict
-        )  # by setting, then by seed
-        if file.exists():
-            with file.open(newline="", encoding="utf-8") as handle:
-                for line in csv.DictReader(handle):
-                    if list(line) != COLUMNS:
-                        raise ConfigError(
-                            f"{file} has other columns than a sweep writes now; delete it, or write elsewhere with --to"
-                        )
-                    self.lines[tuple(line[key] for key in IDENTITY)][int(line["seed"])] = line
-
-    def add(self, setting: Setting, seed: int, scores: dict[str, Any], device: str) -> None:
-        """Append a line, at once."""
-        command = " ".join(
-            [
-                "python -m w2v.api.sweep",
-                *(os.path.basename(arg) if os.path.isabs(arg) else arg for arg in sys.argv[1:]),
-            ]
-        )
-        circumstances = [time.strftime("%Y-%m-%d"), environment.commit(), device, command]
-        values = [
-            f"{value:.6g}" if isinstance(value, float) else value
-            for value in map(scores.get, SCORES)
-        ]
-        line = dict(zip(COLUMNS, [*setting, seed, *values, *circumstances], strict=True))
-        fresh = not self.file.exists()
-        with self.file.open("a", newline="", encoding="utf-8") as handle:
-            writer = csv.DictWriter(handle, COLUMNS, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerow(line)
-        self.lines[setting][seed] = {
-            key: "" if value is None else str(value) for key, value in line.items()
-        }
-
-    def values(self, setting: Setting, score: str) -> list[float]:
-        return [float(line[score]) for line in self.lines[setting].values() if line[score]]
-
-    def worth(self, setting: Setting) -> tuple[float, float]:
-        """The sum of the mean scores, so that nothing is won on analogies that is lost on similarity, and the held-out loss, negative;
-        -inf if a seed diverged."""
-        losses = self.values(setting, "held_out_loss")
-        if not losses or len(losses) < len(self.lines[setting]):
-            return -math.inf, -math.inf
-        return sum(mean(self.values(setting, score) or [0.0]) for score in QUALITY), -mean(losses)
-
-    def ranking(self, like: Setting) -> str:
-        """The settings tried on the corpus and in the epochs of `like`, best first, with their ranks by analogies and by held-out loss."""
-        compared = sorted(
-            (s for s, seeds in self.lines.items() if seeds and s[:2] == like[:2]),
-            key=self.worth,
-            reverse=True,
-        )
-        common = set.intersection(*(set(own.split()) for _, _, own, _, _ in compared))
-        ranks = {}
-        for score, sign in (("analogies", -1), ("held_out_loss", 1)):
-            signed = [
-                mean([sign * value for value in self.values(setting, score)] or [math.inf])
-                for setting in compared
-            ]
-            ranks[score] = [str(1 + sum(other < value for other in signed)) for value in signed]
-        rows = [
-            [
-                "lr",
-                "batch",
-                "seeds",
-                "sum",
-                "analogies",
-                "rank",
-                "held-out loss",
-                "rank",
-                "WordSim-353",
-                "SimLex-999",
-                "settings",
-            ]
-        ]
-        for setting, by_analogies, by_loss in list(
-            zip(compared, ranks["analogies"], ranks["held_out_loss"], strict=True)
-        )[:SHOWN]:
-            _, _, own, batch, lr = setting
-            total = (
-                f"{self.worth(setting)[0]:.3f}"
-                if math.isfinite(self.worth(setting)[0])
-                else "diverged"
-            )
-            analogies, wordsim, simlex = (
-                comparison.spread(self.values(setting, score), "{:.3f}") for score in QUALITY
-            )
-            loss = comparison.spread(self.values(setting, "held_out_loss"), "{:.4f}")
-            differing = " ".join(part for part in own.split() if part not in common) or "-"
-            seeds = str(len(self.lines[setting]))
-            rows.append(
-                [
-                    lr,
-                    batch,
-                    seeds,
-                    total,
-                    analogies,
-                    by_analogies,
-                    loss,
-                    by_loss,
-                    wordsim,
-                    simlex,
-                    differing,
-                ]
-            )
-        return comparison.text(rows)
 
 
 def sweep(
-    configs: Sequence[Config],
-    seeds: Sequence[int],
-    results: Results,
-    opened: Opened,
-    deadline: float = math.inf,
+    configs: Sequence[Config], seeds: Sequence[int], results: Results, deadline: float = math.inf
 ) -> Config | None:
-    """Train what the results lack; gives the best config, or None where time.monotonic() would pass the deadline, or all diverged."""
-    by_setting, longest = {identity(config): config for config in configs}, 0.0
+    """Train what the results lack, and return the best config.
 
-    def best() -> Setting | None:
-        first = max(by_setting, key=results.worth)
-        return first if math.isfinite(results.worth(first)[0]) else None
-
-    def lacking() -> tuple[Setting, int] | None:
-        untried = [(setting, seeds[0]) for setting in by_setting if not results.lines[setting]]
-        unsure = [
-            (first, seed)
-            for first in [best()]
-            if first
-            for seed in seeds
-            if seed not in results.lines[first]
-        ]
-        return next(iter(untried + unsure), None)
-
-    if lacking():
-        warm_up(configs[0], opened)
-    while (todo := lacking()) is not None:
-        start, (setting, seed) = time.monotonic(), todo
-        if start + longest > deadline:
-            log.info("stopped for want of time; the same command goes on from here")
+    Returns:
+        None if all diverged, or if a run would end after the deadline, in time.monotonic().
+    """
+    by_setting = {Setting.of(config): config for config in configs}
+    machine = Machine.here()
+    device = machine.gpu or f"{platform.machine()}, {machine.cores} cores"
+    longest = 0.0  # seconds of a run
+    while todo := _next_run(by_setting, seeds, results):
+        # The next run may take as long as the longest so far.
+        if time.monotonic() + longest > deadline:
+            log.info("stopped at the time limit; the same command continues from here")
             return None
-        config, machine = by_setting[setting], plan.Machine.here()
-        scores = score(replace(config, train=replace(config.train, seed=seed)), opened)
-        results.add(
-            setting, seed, scores, machine.gpu or f"{platform.machine()}, {machine.cores} cores"
-        )
+        setting, seed = todo
+        config = by_setting[setting]
+        if not longest:
+            compare.warm_up(config)
+        start = time.monotonic()
+        scores = score(replace(config, train=replace(config.train, seed=seed)))
+        results.add(setting, seed, scores, device)
         longest = max(longest, time.monotonic() - start)
-        said = (
-            "  ".join(f"{name} {value:.4g}" for name, value in scores.items() if value is not None)
-            or "diverged"
-        )
-        log.info(
-            f"{config.optimizer.name}  lr {setting[4]}  batch {setting[3]}  {config.optimizer.args}  seed {seed}  {said}"
-        )
-    return by_setting[found] if (found := best()) else None
+        known = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
+        about = f"{config.optimizer.name}  lr {setting.lr}  batch {setting.batch_size}"
+        about = f"{about}  {config.optimizer.args}  seed {seed}"
+        log.info(f"{about}  {'  '.join(known) or 'diverged'}")
+    best = results.best(by_setting)
+    return best and by_setting[best]
+
+
+def _next_run(
+    settings: Collection[Setting], seeds: Sequence[int], results: Results
+) -> tuple[Setting, int] | None:
+    """Return the setting and seed to train next, or None."""
+    for setting in settings:
+        if not results.seeds(setting):
+            return setting, seeds[0]
+    # More seeds may show that another setting is best, which then needs all seeds too.
+    best = results.best(settings)
+    lacking = [seed for seed in seeds if best and seed not in results.seeds(best)]
+    return (best, lacking[0]) if lacking else None
 
 
 def as_yaml(config: Config) -> str:
-    """What a file of configs/optimizers says of a config."""
-    default, own = asdict(Config().optimizer), asdict(config.optimizer)
-    lines = [
-        f"  {key}: {own[key] if key == 'name' else json.dumps(own[key])}"
-        for key in own
-        if key in ("name", "lr", "args") or own[key] != default[key]
-    ]
-    return "\n".join(["optimizer:", *lines, "train:", f"  batch_size: {config.train.batch_size}"])
+    """Return optimizer and batch size as in configs/optimizers/*.yaml."""
+    default = asdict(Config().optimizer)
+    optimizer = {
+        key: value
+        for key, value in asdict(config.optimizer).items()
+        if key in ("name", "lr", "args") or value != default[key]
+    }
+    content = {"optimizer": optimizer, "train": {"batch_size": config.train.batch_size}}
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
 
-def axes_of(given: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of each `key=value,value`; commas inside brackets stay."""
+def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each `key=value,value`.
+
+    Commas inside brackets do not separate.
+    """
     axes: dict[str, Any] = {}
-    for assignment in given:
-        key, equals, text = assignment.partition("=")
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
         try:
             axes[key] = OmegaConf.to_container(OmegaConf.create(f"[{text}]"))
-        except YAMLError:
-            equals = ""
-        if not equals or not axes[key]:
-            raise ConfigError(
-                f"{assignment!r} is not section.key=value or section.key=value,value,...; see --help"
-            )
+        except yaml.YAMLError:
+            axes[key] = []
+        if not axes[key]:
+            valid = "section.key=value or section.key=value,value,..."
+            raise ConfigError(f"{assignment!r} is not {valid}; see --help")
     return axes
 
 
-def file_of(name: str) -> Path:
-    folder = Path("configs/optimizers")
-    known = {path.stem: path for path in folder.glob("*.yaml")}
-    if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {' '.join(sorted(known))}"
-        raise ConfigError(f"{folder} has no {name.lower()}.yaml for the search to begin at; {hint}")
-    return known[name.lower()]
+def sweep_optimizer(path: Path, options: argparse.Namespace, deadline: float) -> None:
+    """Search around a config file, and print ranking and best settings."""
+    files = [options.base, path]
+    axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(options.set)
+    if options.epochs:
+        axes["train.epochs"] = [options.epochs]
+    first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
+    centre = load_config(files, [*SETTINGS, *first])
+    vocab, _ = compare.open_once(centre.corpus, centre.vocab)
+    centre = compare.fit_batch_to_text(centre, vocab)
+    configs = grid(centre, files, options.lr, options.batch, axes)
+    results = Results((options.to or path.parent) / f"{path.stem}.sweep.csv")
+    best = sweep(configs, options.seeds, results, deadline)
+    if ranking := results.ranking(Setting.of(configs[0])):
+        print(f"\n{ranking}\n")
+    if best:
+        print(f"best by the sum of its scores, to be {path}:\n\n{as_yaml(best)}")
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m w2v.api.sweep", description="Look for the best settings of optimizers."
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    parser = compare.make_parser(
+        "sweep",
+        "Search for the best settings of optimizers. All settings are trained with the first "
+        "seed, the best with all seeds. --set section.key=value,value searches several values. "
+        "Results go to configs/optimizers/<name>.sweep.csv.",
     )
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="NAME",
-        help="an optimizer; the search begins at its file in configs/optimizers",
-    )
-    parser.add_argument(
-        "--base",
-        default="configs/text8.yaml",
-        metavar="CONFIG",
-        help="what it is laid over (default: configs/text8.yaml)",
-    )
-    parser.add_argument(
-        "--lr",
-        nargs="+",
-        type=float,
-        default=[],
-        help=f"learning rates (default: {FACTORS} of the file's, by batch)",
-    )
-    batch = f"batch sizes (default: {BATCH_FACTORS} of the file's, or of what leaves a short text enough steps)"
-    parser.add_argument("--batch", nargs="+", type=int, default=[], help=batch)
-    parser.add_argument("--epochs", type=int, help="default: the base's")
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[1],
-        metavar="N",
-        help="the first for each, all for the best (default: 1)",
-    )
-    what = "a value for all settings, or several: optimizer.args.betas=[0,0.99],[0.5,0.99], instead of those usual for the optimizer"
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help=what)
-    parser.add_argument(
-        "--limit-seconds",
-        type=float,
-        default=math.inf,
-        metavar="N",
-        help="stop before; the same command then goes on",
-    )
-    parser.add_argument(
-        "--to",
-        type=Path,
-        metavar="FOLDER",
-        help="where <name>.sweep.csv lies (default: configs/optimizers)",
-    )
+    add = parser.add_argument
+    add("names", nargs="+", metavar="NAME", help="optimizers that have files in configs/optimizers")
+    lrs = f"learning rates (default: {LR_FACTORS} of the file's, by batch)"
+    add("--lr", nargs="+", type=float, default=[], help=lrs)
+    batches = f"batch sizes (default: {BATCH_FACTORS} of the file's, smaller for a short text)"
+    add("--batch", nargs="+", type=int, default=[], help=batches)
+    add("--epochs", type=int, help="default: the base's")
+    limit = "stop before; the same command then continues"
+    add("--limit-seconds", type=float, default=math.inf, metavar="N", help=limit)
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv)
+@with_exit_status
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    options = parse_arguments(argv)
     console.log_to_console()
-    opened, deadline = Opened(), time.monotonic() + options.limit_seconds
-    try:
-        for path in map(file_of, options.names):
-            files = [options.base, path]
-            given = AXES.get(load_config(files).optimizer.name, {}) | axes_of(options.set)
-            given |= {"train.epochs": [options.epochs]} if options.epochs else {}
-            fixed = [
-                f"{key}={json.dumps(values[0])}"
-                for key, values in given.items()
-                if len(values) == 1
-            ]
-            axes = {key: values for key, values in given.items() if len(values) > 1}
-            fixed = [*BASICS, *fixed]
-            centre = load_config(files, fixed)
-            configs = grid(
-                fitted(centre, opened(centre)[0]), files, fixed, options.lr, options.batch, axes
-            )
-            results = Results((options.to or path.parent) / f"{path.stem}.sweep.csv")
-            best = sweep(configs, options.seeds, results, opened, deadline)
-            if any(results.lines.values()):
-                print(f"\n{results.ranking(identity(configs[0]))}\n")
-            if best:
-                print(f"best by the sum of its scores, to be {path}:\n\n{as_yaml(best)}\n")
-    except (ValueError, MemoryError, OSError) as error:
-        print(f"error: {error_message(error)}", file=sys.stderr)
-        return 2
-    return 0
+    deadline = time.monotonic() + options.limit_seconds
+    paths = [Path(f"configs/optimizers/{name.lower()}.yaml") for name in options.names]
+    for path in paths:
+        load_config([path])  # refuses an unknown name before anything is trained
+    for path in paths:
+        sweep_optimizer(path, options, deadline)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""gensim's Word2Vec with this program's training: the same vocabulary, vectors, files and methods, and any row-separable optimizer.
+"""gensim's Word2Vec, trained with any row-separable torch optimizer.
 
     model = Word2Vec(sentences, vector_size=100, epochs=5, optimizer="Adamax")
-    model.wv.most_similar("world")   # gensim's KeyedVectors
+    model.wv.most_similar("world")  # gensim's KeyedVectors
 
-Vocabulary and initial vectors are made by gensim itself. Shapes: V words, D dimensions.
+gensim itself builds the vocabulary and the initial vectors. Shapes: V words, D dimensions.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,57 +21,62 @@ import numpy as np
 import torch
 from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
+from torch import Tensor
 
-from w2v.api.compare import TUNED_WORDS, fitted, with_batch
-from w2v.config import Config, ConfigError, ModelConfig, load_config, require
-from w2v.model.optim import RowOptimizer, learning_rate
+from w2v.api.compare import fit_batch_to_text
+from w2v.config import Config, ConfigError, load_config, require
+from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
-from w2v.text.corpus import Corpus, NoKnownWords, encoded
+from w2v.text.corpus import Corpus, NoKnownWords
+from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
-from w2v.training import metrics, plan
-from w2v.training.backends import choose_device, choose_kernels
-from w2v.training.machine import Machine
-from w2v.training.step import Pipeline
+from w2v.training import plan
+from w2v.training.memory import Machine
+from w2v.training.plan import choose_device, choose_kernels
+from w2v.training.step import TrainingStep
+from w2v.training.trainer import TrainingLoop
 
 log = logging.getLogger("w2v")
-LOOK_SECONDS = 1.0  # between two looks at whether all numbers are finite
-FAR = 3  # times as large as a learning rate that suits, or as small, is one that is remarked upon
+CHECK_SECONDS = 1.0  # between two checks for NaN and infinity, each of which waits for the device
+LR_TOLERANCE = 3  # warn if alpha is this many times larger or smaller than a suitable one
 CONFIGS = Path(__file__).parents[2] / "configs"
-TUNED, DESCENT = (
-    CONFIGS / "optimizers",
-    CONFIGS / "cpu.yaml",
-)  # settings of each optimizer; of gensim's own, without a GPU
-FURTHER = (  # keys that `settings` may hold: all that are not arguments
-    "model.negative_pool",
-    "optimizer.step",
-    "optimizer.occurrence_cap",
-    "optimizer.schedule",
-    "optimizer.warmup",
-    "train.kernels",
-    "train.precision",
-    "train.deterministic",
-    "transfer.",
+TUNED = CONFIGS / "optimizers"  # the best settings of each optimizer
+CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
+SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
+    "model.negative_pool optimizer.step optimizer.occurrence_cap optimizer.schedule "
+    "optimizer.warmup train.kernels train.precision train.deterministic transfer."
 )
-ONLY = {  # arguments of gensim's that can have one value here
-    "sg": (1, "skip-gram is what is trained here, and CBOW is not; leave it out"),
-    "hs": (0, "only negative sampling is trained here; leave it out"),
-    "cbow_mean": (1, "it is for CBOW, which is not trained here; leave it out"),
-    "null_word": (
-        0,
-        "it is for sums of concatenated words, which are not trained here; leave it out",
-    ),
+MODEL = ("vector_size", "window", "shrink_windows", "negative", "sample", "ns_exponent")
+GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
+SUPPORTED = {  # gensim's arguments of which one value is supported, and why
+    "sg": (1, "only skip-gram is trained, not CBOW; leave it out"),
+    "hs": (0, "only negative sampling is trained; leave it out"),
+    "cbow_mean": (1, "it is for CBOW, which is not trained; leave it out"),
+    "null_word": (0, "it is for concatenated word sums, which are not trained; leave it out"),
     "hashfxn": (hash, "initial vectors depend on the seed alone; set seed"),
-    "batch_words": (10_000, "a step takes batch_size centers; set that"),
+    "batch_words": (10_000, "a step trains on batch_size centers; set batch_size"),
     "word_count": (0, "each call begins with no words done; leave it out"),
 }
 
 
 class Word2Vec(word2vec.Word2Vec):
-    """A model with gensim's arguments, in gensim's order, and by name: `optimizer` and `optimizer_args`, any row-separable torch.optim
-    class; `batch_size`, centers of a step; `device`, as train.device; `settings`, further `section.key=value` as train.py takes them.
+    """gensim's Word2Vec with any row-separable torch optimizer.
 
-    alpha is the optimizer's learning rate and min_alpha that of the end; without alpha, and without a batch size, both suit the text.
-    workers is taken and has no meaning: torch.set_num_threads says how many threads compute. Raises `ValueError` for what cannot be.
+    Arguments that are not listed mean what they mean in gensim.
+
+    Args:
+        alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
+        min_alpha: Learning rate at the end of training, 0 by default.
+        sg: 1, skip-gram, is the default and the only choice.
+        workers: Has no effect; `torch.set_num_threads` sets the number of threads.
+        optimizer: Name of a row-separable torch.optim class.
+        optimizer_args: Arguments of that class, by default those in configs/optimizers/.
+        batch_size: Centers per step. By default a short text gets smaller batches.
+        device: Where to train, as train.device.
+        settings: More settings as `section.key=value`, such as "train.precision=bf16".
+
+    Raises:
+        ValueError: If an argument is out of range, or not supported, such as hs=1.
     """
 
     def __init__(
@@ -109,57 +115,24 @@ class Word2Vec(word2vec.Word2Vec):
         device: Literal["auto", "cpu", "cuda"] = "auto",
         settings: Sequence[str] = (),
     ):
-        _refuse(
-            sg=sg,
-            hs=hs,
-            cbow_mean=cbow_mean,
-            null_word=null_word,
-            hashfxn=hashfxn,
-            batch_words=batch_words,
-        )
-        _check_callbacks(callbacks)
-        require(
-            batch_size is None or batch_size >= 1, "batch_size", batch_size, "None or at least 1"
-        )
-        self.optimizer, self.optimizer_args, self.batch_size = optimizer, optimizer_args, batch_size
-        self.device, self.settings, self._given_alpha = device, list(settings), alpha
-        model = ModelConfig(
-            vector_size, window, shrink_windows, negative, sample=sample, ns_exponent=ns_exponent
-        )
+        given = dict(locals())  # all arguments by name
+        _check_supported(given)
+        valid = batch_size is None or batch_size >= 1
+        require(valid, "batch_size", batch_size, "None or at least 1")
+        self.optimizer = optimizer
+        self.optimizer_args = optimizer_args
+        self.batch_size = batch_size
+        self.device = device
+        self.settings = list(settings)
+        self._given_alpha = alpha
+        # Optimizer state by table: row states [V, n] and scalars [].
+        self._states: dict[str, dict[str, np.ndarray]] = {}
+        model = {name: given[name] for name in MODEL}
         config = self._config(model, epochs, seed, alpha, min_alpha)
-        RowOptimizer(config.optimizer)  # which refuses what cannot be trained with
-        self._states: dict[
-            str, dict[str, np.ndarray]
-        ] = {}  # by table: those of rows [V, n], and scalars []
-        super().__init__(
-            sentences,
-            corpus_file,
-            vector_size,
-            config.optimizer.lr,
-            window,
-            min_count,
-            max_vocab_size,
-            sample,
-            seed,
-            workers,
-            config.optimizer.min_lr,
-            sg,
-            hs,
-            negative,
-            ns_exponent,
-            cbow_mean,
-            hashfxn,
-            epochs,
-            null_word,
-            trim_rule,
-            sorted_vocab,
-            batch_words,
-            compute_loss,
-            callbacks,
-            comment,
-            max_final_vocab,
-            shrink_windows,
-        )
+        RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
+        rates = {"alpha": config.optimizer.lr, "min_alpha": config.optimizer.min_lr}
+        # gensim's constructor calls `train` where it is given a text, so it comes last.
+        super().__init__(**{name: given[name] for name in GENSIMS} | rates)
 
     def train(
         self,
@@ -176,231 +149,183 @@ class Word2Vec(word2vec.Word2Vec):
         compute_loss=False,
         callbacks=(),
     ):
-        """Train on the text, going on from the vectors and the optimizer state that are there; gives words trained and words read.
+        """Train further from the present vectors and optimizer state.
 
-        total_examples or total_words must be given, as gensim wants it; the text is counted anyway. The text is read once, whatever
-        the epochs. get_latest_training_loss() is the mean over the positive pairs of the last epoch.
+        As in gensim, total_examples or total_words must be given, although words are counted
+        anyway. The text is read once, whatever the number of epochs.
+        `get_latest_training_loss()` is the mean over the positive pairs of the last epoch.
+
+        Returns:
+            The number of words trained on and the number of words read, over all epochs.
         """
-        _refuse(word_count=word_count)
-        _check_callbacks(callbacks)
-        self._check_training_sanity(
-            epochs=epochs, total_examples=total_examples, total_words=total_words
-        )
+        _check_supported({"word_count": word_count})
+        for callback in callbacks:
+            if not isinstance(callback, CallbackAny2Vec):
+                remedy = "derive it from gensim's CallbackAny2Vec"
+                raise ConfigError(f"callback {callback!r} is not supported; {remedy}")
+        totals = {"total_examples": total_examples, "total_words": total_words}
+        self._check_training_sanity(epochs=epochs, **totals)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
         if np.any(self.wv.vectors_lockf != 1):
-            raise ConfigError(
-                "wv.vectors_lockf other than 1 is not supported: all words are trained; set it to numpy.ones(1)"
-            )
-        fits = self._given_alpha is None and start_alpha in (None, self.alpha)
-        start_alpha = None if fits else start_alpha or self.alpha
-        end_alpha = self.min_alpha if end_alpha is None else end_alpha
-        model = ModelConfig(
-            self.vector_size,
-            self.window,
-            self.shrink_windows,
-            self.negative,
-            sample=self.sample,
-            ns_exponent=self.ns_exponent,
-        )
-        config = self._config(model, epochs, self.seed + self.train_count, start_alpha, end_alpha)
-        self.alpha, self.min_alpha, self.epochs, self.compute_loss = (
-            start_alpha or self.alpha,
-            end_alpha,
-            epochs,
-            compute_loss,
-        )
-        sentences = (
-            word2vec.LineSentence(corpus_file) if corpus_iterable is None else corpus_iterable
-        )
+            remedy = "all words are trained; set it to numpy.ones(1)"
+            raise ConfigError(f"wv.vectors_lockf other than 1 is not supported: {remedy}")
+        # The learning rate suits the text unless the user has chosen one, here or before.
+        fit_lr = self._given_alpha is None and start_alpha in (None, self.alpha)
+        alpha = None if fit_lr else start_alpha or self.alpha
+        min_alpha = self.min_alpha if end_alpha is None else end_alpha
+        model = {name: getattr(self, name) for name in MODEL}
+        config = self._config(model, epochs, self.seed + self.train_count, alpha, min_alpha)
+        self.alpha = alpha or self.alpha
+        self.min_alpha = min_alpha
+        self.epochs = epochs
+        self.compute_loss = compute_loss
         with TemporaryDirectory(prefix="w2v-") as folder:
+            if corpus_iterable is None:
+                corpus_iterable = word2vec.LineSentence(corpus_file)
+            ids = encode_sentences(corpus_iterable, self.wv.key_to_index)
             try:
-                corpus = Corpus.write(
-                    Path(folder, "ids"), encoded(map(list, sentences), self.wv.key_to_index)
-                )
-            except NoKnownWords as nothing:  # which gensim trains on too, in vain
-                log.warning(f"{nothing}; nothing is trained")
-                return 0, nothing.raw_words * epochs
-            counts = np.array(
-                [self.wv.get_vecattr(word, "count") for word in self.wv.index_to_key], np.int64
-            )
-            vocab = Vocab(self.wv.index_to_key, counts, corpus.raw_words, len(counts))
-            config = _fitted(config, vocab, self.batch_size, start_alpha is None)
-            if start_alpha is not None and self._tuned.exists():
-                suited = _fitted(
-                    self._config(model, epochs, self.seed, None, None), vocab, self.batch_size, True
-                )
-                _warn_of_rate(config, suited)
-            began = time.monotonic()
-            trained = self._train_on(config, vocab, corpus, callbacks)
-        self.total_train_time += time.monotonic() - began
+                corpus = Corpus.write(Path(folder, "ids"), ids)
+            except NoKnownWords as error:  # gensim does not raise here either
+                log.warning(f"{error}; nothing is trained")
+                return 0, error.raw_words * epochs
+            words, counts = self.wv.index_to_key, self.wv.expandos["count"].astype(np.int64)
+            vocab = Vocab(words, counts, corpus.raw_words, len(words))
+            fitted = fit_batch_to_text(config, vocab, self.batch_size)
+            if not fit_lr:
+                fitted = replace(fitted, optimizer=config.optimizer)
+                self._check_alpha(fitted, vocab)
+            start = time.monotonic()
+            trained = self._train_on(fitted, vocab, corpus, callbacks)
+            self.total_train_time += time.monotonic() - start
         self.train_count += 1
         for callback in callbacks:
             callback.on_train_end(self)
         return trained, corpus.raw_words * epochs
 
-    def _config(
-        self,
-        model: ModelConfig,
-        epochs: int,
-        seed: int,
-        alpha: float | None,
-        min_alpha: float | None,
-    ) -> Config:
-        own = [line for line in self.settings if not line.startswith(FURTHER)]
-        if own:
-            raise ConfigError(
-                f"settings: {own[0]!r} is none that can be set here; those begin with {' '.join(FURTHER)}"
-            )
-        tuned = self._tuned
+    def _config(self, model: dict[str, Any], epochs, seed, alpha=None, min_alpha=None) -> Config:
+        """Return the config of a run, with the tuned alpha by default."""
+        for setting in self.settings:
+            if not setting.startswith(tuple(SETTINGS.split())):
+                raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
+        tuned = self._tuned_file
         if alpha is None and not tuned.exists():
-            raise ConfigError(
-                f"optimizer={self.optimizer!r} has no settings in {TUNED}; spell it as torch.optim does, or give alpha"
-            )
-        further = [*self.settings, f"train.device={self.device}"]
-        config = load_config([tuned] if tuned.exists() else [], further)
-        if self.optimizer == "SGD" and not self.optimizer_args and self._compiled(config):
-            config = load_config([DESCENT], further)
-        optimizer = replace(
-            config.optimizer,
-            name=self.optimizer,
-            lr=config.optimizer.lr if alpha is None else alpha,
-        )
-        if self.optimizer_args is not None:
-            optimizer = replace(optimizer, args=self.optimizer_args)
+            remedy = "spell it as torch.optim does, or give alpha"
+            raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; {remedy}")
+        settings = [*self.settings, f"train.device={self.device}"]
+        config = load_config([tuned] if tuned.exists() else [], settings)
+        if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):
+            config = load_config([CPU_SGD], settings)  # trains as gensim does
+        lr = config.optimizer.lr if alpha is None else alpha
+        args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
+        optimizer = replace(config.optimizer, name=self.optimizer, args=args)
+        optimizer = replace(optimizer, lr=lr, min_lr=min_alpha or 0.0)
         train = replace(config.train, epochs=epochs, seed=seed)
-        model = replace(
-            model,
-            negative_pool=config.model.negative_pool,
-            negative_pool_steps=config.model.negative_pool_steps,
-        )
         return replace(
-            config, model=model, optimizer=replace(optimizer, min_lr=min_alpha or 0.0), train=train
+            config, model=replace(config.model, **model), optimizer=optimizer, train=train
         )
 
     @property
-    def _tuned(self) -> Path:
+    def _tuned_file(self) -> Path:
         return TUNED / f"{self.optimizer.lower()}.yaml"
 
-    def _compiled(self, config: Config) -> bool:
-        """Whether kernels for the CPU will train, which make SGD's steps as gensim does, one for each center."""
-        machine = Machine.here()
-        device = choose_device(config, machine)
-        return device.type == "cpu" and choose_kernels(config, machine, device)
+    def _check_alpha(self, config: Config, vocab: Vocab) -> None:
+        """Warn if the learning rate is far from a suitable one."""
+        if not self._tuned_file.exists():
+            return
+        tuned = self._config({}, config.train.epochs, config.train.seed)
+        tuned = replace(tuned, model=config.model)  # on which the number of centers depends
+        suitable = fit_batch_to_text(tuned, vocab, self.batch_size).optimizer.lr
+        name, lr = config.optimizer.name, config.optimizer.lr
+        if not suitable / LR_TOLERANCE <= lr <= suitable * LR_TOLERANCE:
+            other = "" if name == "SGD" else ", or take optimizer='SGD'"
+            advice = f"{suitable:.2g} would suit it; leave alpha out{other}"
+            log.warning(f"alpha={lr:g} is {name}'s learning rate here, and {advice}")
 
     def _train_on(
         self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]
     ) -> int:
-        """Train and take over what was learned; gives the number of centers."""
+        """Train all epochs and return the number of words trained on."""
         planned = plan.make_plan(config, (vocab, corpus))
-        replace(
-            planned.budget, free={**planned.budget.free, "disk": float("inf")}
-        ).check()  # nothing is written to disk
+        # Nothing is written to disk, so its free space does not matter.
+        free = {**planned.budget.free, "disk": float("inf")}
+        replace(planned.budget, free=free).check()
         with planned.budget.explained():
-            sampler, pipeline = plan.build(planned)
-        self._give(pipeline)
+            loop = plan.build(planned)
+        self._copy_to(loop.step)
         for callback in callbacks:
             callback.on_train_begin(self)
-        trained, lr, looked = 0, learning_rate(config.optimizer, 0.0), time.monotonic()
+        trained = 0
+        self.min_alpha_yet_reached: float = loop.lr
         for epoch in range(1, config.train.epochs + 1):
             for callback in callbacks:
                 callback.on_epoch_begin(self)
-            loss = pairs = torch.zeros((), device=planned.device, dtype=torch.float64)
-            began = time.monotonic()
-            for ahead in pipeline.ahead(sampler.epoch()):
-                result = pipeline.step(ahead, lr)
-                loss, pairs, trained = (
-                    loss + result.loss,
-                    pairs + result.pairs,
-                    trained + len(ahead.batch.windows_B),
-                )
-                lr = learning_rate(config.optimizer, ahead.batch.epochs_done / config.train.epochs)
-                if time.monotonic() - looked > LOOK_SECONDS:
-                    looked = _look(pipeline, config)
-            looked = _look(pipeline, config)
-            self.running_training_loss = float(loss) / max(1.0, float(pairs))
-            self.min_alpha_yet_reached = lr
-            rate = corpus.raw_words / (looked - began) / 1e6
-            log.info(
-                f"epoch {epoch} of {config.train.epochs}: loss {self.running_training_loss:.4f}, {rate:.3f} M words/s"
-            )
+            start = time.monotonic()
+            trained += self._train_epoch(loop)
+            rate = corpus.raw_words / (time.monotonic() - start) / 1e6
+            loss = f"loss {self.running_training_loss:.4f}"
+            log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
             if callbacks or epoch == config.train.epochs:
-                self._take(pipeline)
+                self._copy_from(loop.step)
             for callback in callbacks:
                 callback.on_epoch_end(self)
         return trained
 
-    def _give(self, pipeline: Pipeline) -> None:
-        """Put the vectors and the optimizer state into the tables, whose rows beyond those known stay as they are."""
-        for table, vectors_VD in (
-            (pipeline.inputs, self.wv.vectors),
-            (pipeline.outputs, self.syn1neg),
-        ):
+    def _train_epoch(self, loop: TrainingLoop) -> int:
+        """Train one epoch and return the number of centers."""
+        remedy = f"give alpha={loop.config.optimizer.lr / 4:.3g}"
+        loss: Tensor | float = 0.0
+        pairs: Tensor | float = 0.0
+        centers = 0
+        checked = time.monotonic()
+        for done in loop.epoch():
+            loss = loss + done.loss  # on the device, so that no step waits for it
+            pairs = pairs + done.pairs
+            centers += len(done.batch.windows_B)
+            if time.monotonic() - checked > CHECK_SECONDS:
+                loop.check_finite(lambda: remedy)
+                checked = time.monotonic()
+        loop.check_finite(lambda: remedy)
+        self.running_training_loss = float(loss) / max(1.0, float(pairs))
+        self.min_alpha_yet_reached = loop.lr
+        return centers
+
+    def _copy_to(self, step: TrainingStep) -> None:
+        """Copy vectors and optimizer state into the tables."""
+        for table, vectors_VD in self._weights(step):
             table["weight"].copy_(torch.from_numpy(vectors_VD))
             for name, values in self._states.get(table.name, {}).items():
-                place = table.scalars[name] if name in table.scalars else table[name][: len(values)]
-                place.copy_(torch.from_numpy(values))
+                # Words that are new since the last call keep their initial state.
+                scalar = name in table.scalars
+                state = table.scalars[name] if scalar else table[name][: len(values)]
+                state.copy_(torch.from_numpy(values))
 
-    def _take(self, pipeline: Pipeline) -> None:
-        """Bring what the tables hold into gensim's arrays, in place."""
-        pipeline.engine.flush()
-        for table, vectors_VD in (
-            (pipeline.inputs, self.wv.vectors),
-            (pipeline.outputs, self.syn1neg),
-        ):
+    def _copy_from(self, step: TrainingStep) -> None:
+        """Copy vectors (in place) and optimizer state out of the tables."""
+        step.engine.flush()
+        for table, vectors_VD in self._weights(step):
             np.copyto(vectors_VD, table["weight"].float().cpu().numpy())
-            self._states[table.name] = _states_of(table)
-        self.wv.norms = None
+            rows = {name: table[name].float() for name in table.columns if name != "weight"}
+            states = rows | table.scalars
+            self._states[table.name] = {
+                name: state.cpu().numpy().copy() for name, state in states.items()
+            }
+        self.wv.norms = None  # gensim computes them again
+
+    def _weights(self, step: TrainingStep) -> list[tuple[Table, np.ndarray]]:
+        """Return each table with gensim's array of its weights [V, D]."""
+        return [(step.inputs, self.wv.vectors), (step.outputs, self.syn1neg)]
 
 
-def _states_of(table: Table) -> dict[str, np.ndarray]:
-    rows = {
-        name: table[name].float().cpu().numpy().copy() for name in table.columns if name != "weight"
-    }
-    return rows | {name: value.cpu().numpy().copy() for name, value in table.scalars.items()}
+def _is_compiled_for_cpu(config: Config) -> bool:
+    """Return whether CPU kernels train; SGD then steps once per center."""
+    machine = Machine.here()
+    device = choose_device(config, machine)
+    kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer))
+    return device.type == "cpu" and kernels != "reference"
 
 
-def _fitted(config: Config, vocab: Vocab, batch_size: int | None, fit_rate: bool) -> Config:
-    """The config with a batch size that suits the text, unless one was given, and with the learning rate for it, if wanted."""
-    if batch_size is None:
-        fit = fitted(config, vocab)
-    else:
-        oftener = min(
-            TUNED_WORDS / len(vocab.words), max(1.0, config.train.batch_size / batch_size)
-        )
-        fit = with_batch(config, batch_size, oftener)
-    return fit if fit_rate else replace(fit, optimizer=config.optimizer)
-
-
-def _warn_of_rate(config: Config, suited: Config) -> None:
-    """Say so where the learning rate is far from the one that suits optimizer, batch and text, as gensim's is for most."""
-    name, lr, better = config.optimizer.name, config.optimizer.lr, suited.optimizer.lr
-    if not better / FAR <= lr <= better * FAR:
-        other = "" if name == "SGD" else ", or take optimizer='SGD'"
-        log.warning(
-            f"alpha={lr:g} is {name}'s learning rate here, and {better:.2g} would suit it; leave alpha out{other}"
-        )
-
-
-def _look(pipeline: Pipeline, config: Config) -> float:
-    """Raise `Diverged` if numbers are no longer finite; gives the time."""
-    if int(pipeline.fault):
-        lr = config.optimizer.lr
-        raise metrics.Diverged(
-            f"training diverged ({config.optimizer.name}, alpha {lr:.4g}): no longer finite; give alpha={lr / 4:.3g}"
-        )
-    return time.monotonic()
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        only, why = ONLY[name]
-        if value != only:
-            raise ConfigError(f"{name}={value!r} is not supported: {why}")
-
-
-def _check_callbacks(callbacks: Iterable[Any]) -> None:
-    for callback in callbacks:
-        if not isinstance(callback, CallbackAny2Vec):
-            raise ConfigError(
-                f"callback {type(callback).__name__} is not supported; derive it from gensim's CallbackAny2Vec"
-            )
+def _check_supported(given: dict[str, Any]) -> None:
+    for name in given.keys() & SUPPORTED.keys():
+        supported, why = SUPPORTED[name]
+        if given[name] != supported:
+            raise ConfigError(f"{name}={given[name]!r} is not supported: {why}")

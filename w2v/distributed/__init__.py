@@ -1,0 +1,1 @@
+"""Training by several processes: ranks, torchrun, exchange of rows."""

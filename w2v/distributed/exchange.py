@@ -1,245 +1,261 @@
-"""The fused steps of several GPUs together, each with the rows of its own shard of the tables.
+"""Exchange of weights and gradients between the ranks that own them.
 
-As in transfer/sharded.py, owners lend the weights of rows and sum the gradients that come back; one exchange serves both tables. What a
-rank has to report of a step comes with the gradients. Who is asked for which rows is found on the planning stream two pages ahead: the
-ids of a page's rows bring the numbers of the next one's, so that these have long been there when the CPU must know them, and no step is
-waited for.
+Rows are dealt in turn: row v belongs to rank v % N. For each batch, a rank borrows the weights of
+its rows from their owners, and sends the gradients back, which the owners sum and step. Optimizer
+state never travels. With one process, both are the identity.
 
-Shapes: U rows of both tables that a batch of this rank touches, and M that all ranks ask of this one, both with the heads of
-kernels/shard.cu; N ranks, K batches of a page.
+Which rows a batch needs is found on the planning stream, two pages ahead: the ids of a page's rows
+carry, in headers, how many ids the next page will send, so that the CPU knows these counts long
+before it needs them and no step waits. Loss, pairs and fault of a step travel in the headers of its
+gradients.
+
+Shapes: U rows that a batch of this rank touches, M rows that all ranks request of this one, both
+with headers; N ranks, K batches of a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from w2v.kernels import cuda
-from w2v.kernels import cuda_shard as shard
-from w2v.kernels.batch import Batch, Held
-from w2v.kernels.cuda import SUMMED
-from w2v.training.step import Both, FusedPipeline, StepResult, most_rows, with_room
-from w2v.transfer import streams
+from w2v.distributed.ranks import Ranks
+from w2v.kernels import Kernels, ShardKernels
+from w2v.kernels.batch import Batch, Grads, Page, StepShape, StepState
 
-ROOM = 1 << 15  # rows by which the claims grow
+COUNTS_AT_ONCE = 64  # batches whose counts are zeroed together
 
 
-class Numbers(NamedTuple):
-    """How many ids of a batch this rank asks of each rank, and each of it: int32 on the GPU."""
+class PlannedBatch(NamedTuple):
+    """A batch whose page is planned, and its rows if they are known."""
 
-    asked_N: Tensor
-    lent_N: Tensor  # known once the ids of the page before have come
+    batch: Batch
+    rows: Any = None
 
 
-class Dealt(NamedTuple):
-    """The batches of a page, and the rows of each, owner by owner."""
+class Exchange(Protocol):
+    """Plans pages, and brings weights and gradients where they are needed."""
+
+    def start(self, batches: Iterator[Batch]) -> None:
+        """Prepare the first pages of an epoch, on the planning stream."""
+
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        """Return the next page's batches; an empty list at the end."""
+
+    def look_further(self, batches: Iterator[Batch]) -> None:
+        """Prepare the page after the next one, once the next one is prefetched."""
+
+    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+        """Set the marks of this rank's rows that the page needs."""
+
+    def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
+        """Return the batch's rows, and a page with their weights."""
+
+    def reduce(self, grads: Grads) -> Grads:
+        """Return the gradients of this rank's own rows, summed over all ranks."""
+
+
+class SingleProcess:
+    """The exchange of one process: every row is its own."""
+
+    def __init__(self, kernels: Kernels, batches_per_page: int):
+        self._kernels = kernels
+        self._batches_per_page = batches_per_page
+
+    def start(self, batches: Iterator[Batch]) -> None:
+        """Do nothing: no rank has to be told."""
+
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        page = islice(batches, self._batches_per_page)
+        if not self._kernels.rows_ahead:
+            return [PlannedBatch(batch) for batch in page]
+        return [PlannedBatch(batch, self._kernels.unique_rows(batch)) for batch in page]
+
+    def look_further(self, batches: Iterator[Batch]) -> None:
+        """Do nothing: no rank has to be told."""
+
+    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+        for planned in page:
+            self._kernels.mark(planned.batch, marks_TV)
+
+    def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
+        return rows, page
+
+    def reduce(self, grads: Grads) -> Grads:
+        return grads
+
+
+class Counts(NamedTuple):
+    """Numbers of a batch's ids sent and received: int32 [N] on the device."""
+
+    send_N: Tensor
+    recv_N: Tensor  # known once the ids of the page before have arrived
+
+
+class Listed(NamedTuple):
+    """The batches of a page, with the rows of each listed by owner."""
 
     batches: list[Batch]
-    lists: list[tuple[Tensor, Tensor]]  # rows_U and ids_U of `shard.deal`, with room behind them
-    numbers: list[Numbers]
+    lists: list[tuple[Tensor, Tensor]]  # rows_U and ids_U of `list_requests`
+    counts: list[Counts]
 
 
-class Asked(NamedTuple):
-    """A page whose numbers are on their way to the CPU."""
+class Announced(NamedTuple):
+    """A page whose counts are on their way to the CPU."""
 
-    page: Dealt
-    numbers_K: Sequence[
-        Tensor
-    ]  # for each batch, how many ids this rank asks of each, and each of it: [2, N]
-    known: torch.cuda.Event | None  # when they are there; at once without a GPU
+    page: Listed
+    host_K: Sequence[Tensor]  # for each batch, send and receive counts: int32 [2, N]
+    known: torch.cuda.Event | None  # when they have arrived; without a GPU they are there
 
 
 class Route(NamedTuple):
-    """The way of a batch's rows: those it touches, owner by owner, and the ids of those that this rank lends, rank by rank."""
+    """A batch's rows by owner, and the rows that ranks request of this one."""
 
     rows_U: Tensor
-    asked: list[int]  # how many rows, of each rank
+    send: list[int]  # rows requested of each rank
     ids_M: Tensor
-    lent: list[int]  # how many ids, by each rank
-    numbers: Numbers
+    recv: list[int]  # rows requested by each rank
+    counts: Counts
 
 
-class Routed(NamedTuple):
-    """A batch whose owners of rows know what they have to lend."""
+class RankExchange:
+    """Exchange of several ranks, by all-to-all.
 
-    batch: Batch
-    route: Route
+    All ranks make the same calls.
 
-
-class ShardedPipeline(FusedPipeline):
-    """The steps of `FusedPipeline`, made by all `ranks` at once: they must make equally many, with batches that may be empty.
-
-    Tables and engine are those of this rank's shards, of which the engine knows nothing else; `rows` are those of a whole table.
+    Args:
+        ranks: The process group.
+        kernels: Operations on rows of several ranks.
+        shape: Shape of the whole tables.
+        batches_per_page: Batches of a page.
+        state: Its fault is shared with the other ranks.
+        planning: The stream on which pages are planned; None without a GPU.
     """
 
-    _asking: Both | None = None
-    _asked: Asked  # the next page
-    _dealt: Dealt  # the page after it
+    def __init__(
+        self,
+        ranks: Ranks,
+        kernels: ShardKernels,
+        shape: StepShape,
+        batches_per_page: int,
+        state: StepState,
+        planning: torch.cuda.Stream | None,
+    ):
+        self._ranks = ranks
+        self._kernels = kernels
+        self._shape = shape
+        self._batches_per_page = batches_per_page
+        self._state = state
+        self._planning = planning
+        # The CPU reads a page's counts here before it is told those of the next page.
+        size = batches_per_page, 2, ranks.size
+        pinned = planning is not None
+        self._host_K = torch.empty(size, dtype=torch.int32, pin_memory=pinned).unbind()
+        self._zero_counts = self._make_zero_counts()
+        self._announced: Announced | None = None  # the next page
+        self._listed: Listed | None = None  # the page after it
+        self._route: Route | None = None  # of the batch at hand
+        self._owned: Grads | None = None  # this rank's rows that are lent for it
 
-    @cached_property
-    def _heads(self) -> int:
-        return shard.heads(self.inputs.dim)
+    def start(self, batches: Iterator[Batch]) -> None:
+        # A page without rows comes first: its ids bring the counts of the first real one.
+        size, headers = self._ranks.size, self._shape.header_rows
+        counts_2N = torch.full((2, size), headers, dtype=torch.int32)
+        steps = range(self._batches_per_page)
+        no_rows_U = torch.full((size * headers,), -1, device=self._shape.device)
+        lists = [(no_rows_U, no_rows_U.int()) for _ in steps]
+        counts = [Counts(*counts_2N.to(self._shape.device)) for _ in steps]
+        page = Listed([], lists, counts)
+        self._announced = Announced(page, [counts_2N for _ in steps], None)
+        self.look_further(batches)
+        self.next_page(batches)
+        self.look_further(batches)
 
-    @cached_property
-    def _counters(self) -> Iterator[tuple[tuple[Tensor, Tensor], Numbers]]:
-        """Zeros to count the rows of one batch after another, of each table and of each rank; made for many at a time, as `cuda.Sums`."""
-        while True:
-            claimed = torch.zeros(2, SUMMED, dtype=torch.int64, device=self._device)
-            numbers = torch.zeros(
-                2, SUMMED, self._ranks.size, dtype=torch.int32, device=self._device
-            )
-            inputs, outputs, asked, lent = (column.unbind() for column in (*claimed, *numbers))
-            yield from zip(
-                zip(inputs, outputs, strict=True), map(Numbers, asked, lent), strict=True
-            )
-
-    @cached_property
-    def _told_K(self) -> Sequence[Tensor]:
-        """What the CPU is told of a page's numbers, and reads before it is told those of the next one."""
-        shape = self._steps_per_page, 2, self._ranks.size
-        return torch.empty(shape, dtype=torch.int32, pin_memory=self._planning is not None).unbind()
-
-    @cached_property
-    def _stride(self) -> int:
-        return -(-self._rows // self._ranks.size)  # the rows of the longest shard
-
-    @cached_property
-    def _place_TV(self) -> Tensor:
-        """Where each row of the batch at hand is among the weights that were lent for it."""
-        return torch.empty(2, self._rows, dtype=torch.int32, device=self._device)
-
-    def ahead(self, batches: Iterable[Batch]) -> Iterator[Routed]:
-        batches = iter(batches)
-        with streams.on(self._planning):
-            self._ask_for_nothing()
-            self._deal(batches)
-            self._draw(batches)
-            self._deal(batches)
-        yield from super().ahead(batches)
-
-    def step(self, planned: Routed, lr: float) -> StepResult:
-        batch, (rows_U, asked, ids_M, lent, (asked_N, lent_N)) = planned
-        held, dim, capped = self._hold(), self.inputs.dim, self.optimizer.occurrence_cap > 0
-        most = -(-ids_M.shape[0] // ROOM) * ROOM
-        claims = self._work = with_room(
-            self._work, (most, most), self.inputs.rows, dim, self._device
-        )
-        sums = next(self._sums)
-
-        weights_UD = self._ranks.all_to_all(
-            shard.lend(ids_M, self._stride, held, dim, claims, sums.claimed), lent, asked
-        )
-        grad_UD, pairs_U = shard.place(rows_U, self._place_TV, dim, counted=capped)
-        (weights_in, grads_in), (weights_out, grads_out) = (
-            (Held(weights_UD, place_V), shard.Gradients(place_V, grad_UD, pairs_U))
-            for place_V in self._place_TV
-        )
-        cuda.skipgram(batch, weights_in, grads_in, weights_out, grads_out, sums, counted=capped)
-
-        shard.report(sums, self.fault, asked_N, grad_UD)
-        grad_MD = self._ranks.all_to_all(grad_UD, asked, lent)
-        pairs_M = self._ranks.all_to_all(pairs_U, asked, lent) if pairs_U is not None else None
-        shard.collect(ids_M, self._stride, lent_N, grad_MD, pairs_M, claims, sums, self.fault)
-        self._step_rows(held, claims, sums.claimed, sums.loss, lr)
-        return StepResult(sums.loss, sums.pairs)
-
-    def _plan(self, batches: Iterator[Batch]) -> list[Routed]:
-        page = super()._plan(batches)
-        with streams.on(self._planning):
-            self._deal(batches)
-        return page
-
-    def _ask_for_nothing(self) -> None:
-        """Begin with a page without rows, whose ids bring the numbers of the first one."""
-        heads_2N = torch.full((2, self._ranks.size), self._heads, dtype=torch.int32)
-        none_U, steps = (
-            torch.full((self._ranks.size * self._heads,), -1, device=self._device),
-            range(self._steps_per_page),
-        )
-        page = Dealt(
-            [],
-            [(none_U, none_U.int()) for _ in steps],
-            [Numbers(*heads_2N.to(self._device)) for _ in steps],
-        )
-        self._asked = Asked(page, [heads_2N for _ in steps], None)
-
-    def _deal(self, batches: Iterator[Batch]) -> None:
-        """Draw the page after the one that is asked for, and list its rows owner by owner."""
-        (_, lists_before, numbers_before), _, _ = self._asked
-        drawn, lists, numbers = list(islice(batches, self._steps_per_page)), [], []
-        for batch, (_, ids_before), before in zip(
-            drawn, lists_before, numbers_before, strict=False
-        ):  # the last page may be shorter
-            claims = self._asking = with_room(
-                self._asking, most_rows(batch), self._rows, 0, self._device
-            )
-            claimed, tally = next(self._counters)
-            cuda.claim(batch, *claims, claimed)
-            lists.append(
-                shard.deal(
-                    claims, claimed, self._stride, self._heads, tally, (ids_before, before.asked_N)
-                )
-            )
-            numbers.append(tally)
-        self._dealt = Dealt(drawn, lists, numbers)
-
-    def _draw(self, batches: Iterator[Batch]) -> list[Routed]:
-        """The page that was asked for; its ids, which go to the owners of its rows, bring the numbers of the page after it."""
-        (drawn, lists, numbers), told_K, known = self._asked
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        (drawn, lists, counts), host_K, known = self._announced
         if not lists:
             return []
         if known:
             known.synchronize()
-        asked_KN, lent_KN = zip(
-            *(told_2N.tolist() for told_2N in told_K[: len(lists)]), strict=True
-        )
-        came = self._send(
-            [ids_U[: sum(asked)] for (_, ids_U), asked in zip(lists, asked_KN, strict=True)],
-            asked_KN,
-            lent_KN,
-        )
+        send_KN, recv_KN = zip(*(host_2N.tolist() for host_2N in host_K[: len(lists)]), strict=True)
+        ids_KU = [ids_U[: sum(send)] for (_, ids_U), send in zip(lists, send_KN, strict=True)]
+        requested = self._send_ids(ids_KU, send_KN, recv_KN)
         routes = [
-            Route(rows_U[: sum(asked)], asked, ids_M, lent, its)
-            for (rows_U, _), asked, ids_M, lent, its in zip(
-                lists, asked_KN, came, lent_KN, numbers, strict=True
+            Route(rows_U[: sum(send)], send, ids_M, recv, its)
+            for (rows_U, _), send, ids_M, recv, its in zip(
+                lists, send_KN, requested, recv_KN, counts, strict=True
             )
         ]
-        for route, its_next, told_2N in zip(
-            routes, self._dealt.numbers, self._told_K, strict=False
+        # The headers of these ids have the counts of the page after this one.
+        for route, following, host_2N in zip(
+            routes, self._listed.counts, self._host_K, strict=False
         ):
-            shard.hear(route.ids_M, route.numbers.lent_N, *its_next, told_2N)
-        self._asked = Asked(
-            self._dealt, self._told_K, self._planning.record_event() if self._planning else None
-        )
-        return [
-            Routed(*planned) for planned in zip(drawn, routes, strict=False)
-        ]  # none of the page without rows
+            self._kernels.read_counts(route.ids_M, route.counts.recv_N, *following, host_2N)
+        known = self._planning.record_event() if self._planning else None
+        self._announced = Announced(self._listed, self._host_K, known)
+        return [PlannedBatch(*planned) for planned in zip(drawn, routes, strict=False)]
 
-    def _send(
-        self, ids_KU: list[Tensor], asked_KN: Sequence[list[int]], lent_KN: Sequence[list[int]]
+    def look_further(self, batches: Iterator[Batch]) -> None:
+        before = self._announced.page
+        drawn = list(islice(batches, self._batches_per_page))
+        lists, counts = [], []
+        # The last page may be shorter than the one before it.
+        for batch, (_, ids_before), its_before in zip(
+            drawn, before.lists, before.counts, strict=False
+        ):
+            its, scratch_N = next(self._zero_counts)
+            told = ids_before, its_before.send_N
+            lists.append(self._kernels.list_requests(batch, its.send_N, scratch_N, told))
+            counts.append(its)
+        self._listed = Listed(drawn, lists, counts)
+
+    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+        for planned in page:
+            self._kernels.mark_requested(planned.rows.ids_M, marks_TV)
+
+    def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
+        self._route = rows
+        weights_MD, self._owned = self._kernels.lend(rows.ids_M, page)
+        weights_UD = self._ranks.all_to_all(weights_MD, rows.recv, rows.send)
+        borrowed_page, borrowed = self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
+        return borrowed, borrowed_page
+
+    def reduce(self, grads: Grads) -> Grads:
+        route, owned, fault = self._route, self._owned, self._state.fault
+        self._kernels.write_headers(grads, fault, route.counts.send_N)
+        grad_MD = self._ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
+        pairs_M = None
+        if grads.inputs.pairs_U is not None:
+            pairs_M = self._ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
+        self._kernels.collect(route.ids_M, route.counts.recv_N, grad_MD, pairs_M, owned, fault)
+        return owned
+
+    def _send_ids(
+        self, ids_KU: list[Tensor], send_KN: Sequence[list[int]], recv_KN: Sequence[list[int]]
     ) -> Sequence[Tensor]:
-        """The ids that come for each batch of a page, when those of all batches go to the owners at once, rank by rank."""
+        """Exchange the ids of a page at once; return those of each batch."""
         if len(ids_KU) == 1:
-            return [self._ranks.all_to_all(*ids_KU, *asked_KN, *lent_KN, ahead=True)]
-        dealt_KN = [ids_U.split(asked) for ids_U, asked in zip(ids_KU, asked_KN, strict=True)]
-        asked_NK, lent_NK = (
-            list(zip(*numbers_KN, strict=True)) for numbers_KN in (asked_KN, lent_KN)
-        )
-        sent = torch.cat([ids_u for dealt_K in zip(*dealt_KN, strict=True) for ids_u in dealt_K])
-        came = self._ranks.all_to_all(
-            sent, list(map(sum, asked_NK)), list(map(sum, lent_NK)), ahead=True
-        )
-        parts, steps = came.split([number for lent_K in lent_NK for number in lent_K]), len(ids_KU)
-        in_batches = torch.cat([ids_m for step in range(steps) for ids_m in parts[step::steps]])
-        return in_batches.split(list(map(sum, lent_KN)))
+            return [self._ranks.all_to_all(ids_KU[0], send_KN[0], recv_KN[0], group="prefetch")]
+        # By rank first, then by batch, as the all-to-all wants it; and back.
+        parts_KN = [ids_U.split(send) for ids_U, send in zip(ids_KU, send_KN, strict=True)]
+        send_NK = list(zip(*send_KN, strict=True))
+        recv_NK = list(zip(*recv_KN, strict=True))
+        sent = torch.cat([ids for parts_K in zip(*parts_KN, strict=True) for ids in parts_K])
+        sums = list(map(sum, send_NK)), list(map(sum, recv_NK))
+        received = self._ranks.all_to_all(sent, *sums, group="prefetch")
+        parts = received.split([count for recv_K in recv_NK for count in recv_K])
+        steps = len(ids_KU)
+        by_batch = torch.cat([ids for step in range(steps) for ids in parts[step::steps]])
+        return by_batch.split(list(map(sum, recv_KN)))
 
-    def _marks(self, page: list[Routed]) -> Tensor:
-        marks_TV = torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=self._device)
-        for _, route in page:
-            shard.mark_lent(route.ids_M, self._stride, marks_TV)
-        return marks_TV
+    def _make_zero_counts(self) -> Iterator[tuple[Counts, Tensor]]:
+        """Yield zeros for the counts of each batch, and scratch memory."""
+        while True:
+            size = 3, COUNTS_AT_ONCE, self._ranks.size
+            zeros = torch.zeros(size, dtype=torch.int32, device=self._shape.device)
+            columns = (column.unbind() for column in zeros)
+            for send_N, recv_N, scratch_N in zip(*columns, strict=True):
+                yield Counts(send_N, recv_N), scratch_N

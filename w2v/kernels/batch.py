@@ -1,26 +1,28 @@
-"""The records that travel through a step: what to learn from (`Batch`) and the rows it touches (`Page`).
+"""Records that a training step passes on: batch, page, gradients.
 
-Shapes: n kept words of a chunk, B centers, K negatives, U unique rows, D dimensions, R elements of a record.
+Shapes: n kept words of a chunk of text, B centers, K negatives, V rows of a table, U unique rows,
+D dimensions, S slots of a cache, R elements of a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from w2v.model.table import Table
-
-CHUNK_BATCHES = (
-    32  # about: a chunk of text holds as many raw words as this many batches hold centers
-)
+# What can stop being finite, as bits of a fault. The first fault stops all further writes.
+FAULTS = ("the loss", "rows of the input table", "rows of the output table")
+FAULT_BITS = len(FAULTS)
+# Draws windows and negatives, see `reference.draw`; and a faster `sampler.search`.
+Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]
+Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]
+CHUNK_BATCHES = 32  # about: a chunk of text has as many raw words as this many batches have centers
 
 
 class Position(NamedTuple):
-    """Where a sampler stands: the next batch to draw, by its place in the corpus."""
+    """Position of a sampler: the next batch that it draws."""
 
     epoch: int = 0
     chunk: int = 0
@@ -29,47 +31,153 @@ class Position(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The words of the text after a batch, as far as it is looked ahead at: those of its pieces from `next` on."""
+    """Words of the text after a batch, up to the end of the lookahead window."""
 
-    last_piece_V: Tensor  # int32, the last piece that has the word, -1 for none
-    next: int
+    last_piece_V: Tensor  # int32, the last piece of text that has the word, -1 for none
+    next: int  # the first piece after the batch
 
 
 class Batch(NamedTuple):
-    """Some words of a text as centers, each with the size of its window and its noise words; words are rows of the vocabulary."""
+    """Centers of a text with their windows and negatives; words are row ids."""
 
-    words_n: Tensor  # int32, the text: what subsampling has kept of a chunk
-    sentences_n: Tensor  # int32, the sentence that each word is in
-    first: int  # the centers are words_n[first : first + B]; their context words may lie beyond
+    words_n: Tensor  # int32, the text: the words of a chunk that subsampling has kept
+    sentences_n: Tensor  # int32, the sentence of each word
+    first: int  # the centers are words_n[first : first + B]; context words may lie outside
     windows_B: Tensor  # int32, from 1 to `window`
-    negatives_BK: Tensor  # int32; one that is the center itself does not count
+    negatives_BK: Tensor  # int32; a negative that is the center itself does not count
     window: int
-    epochs_done: float  # passes over the corpus that are done with this batch
+    epochs_done: float  # passes over the corpus that are done after this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
-    pool: int = 0  # of how many words, drawn before, the noise words are picked; 0: each was drawn by itself
+    pool: int = 0  # size of the pool that negatives are picked from; 0: each is drawn by itself
     ahead: Ahead | None = None
 
 
-@dataclass
-class Page:
-    """Records of some rows of a table, on the compute device, between fetch and write-back."""
-
-    table: Table
-    rows_U: Tensor  # int64, sorted and unique
-    records_UR: Tensor
-    columns: Mapping[str, slice]
-    grad_UD: Tensor | None = None
-    pairs_U: Tensor | None = None  # of how many pairs each gradient is the sum
-    slots_U: Tensor | None = None  # where an engine that keeps records on the GPU has these
-    parts: tuple[Page, Page] | None = None  # of weights and of states, where these are hosted apart
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A view of one field, "weight" or an optimizer state, of all rows: [U, D], or [U, 1] for a state kept once a row."""
-        return self.records_UR[:, self.columns[name]]
-
-
-class Held(NamedTuple):
-    """Where the records of a table lie on the compute device, for kernels that work on them in place."""
+class View(NamedTuple):
+    """Where the records of one table are on the compute device."""
 
     records_SR: Tensor
-    slot_of_V: Tensor | None  # int32, the slot of each row that was asked for; None: the row itself
+    slot_of_V: Tensor | None  # int32, the slot of each row; None: a row is its own slot
+
+    def slots(self, rows_U: Tensor) -> Tensor:
+        """Return the slot of each row: int64 [U]."""
+        return rows_U if self.slot_of_V is None else self.slot_of_V[rows_U].long()
+
+
+class Page(NamedTuple):
+    """Records of the rows that the current steps use, in place."""
+
+    inputs: View
+    outputs: View
+
+
+class TableGrads(NamedTuple):
+    """Unique rows of one table that a batch touches, with a gradient for each.
+
+    Buffers may be longer than the number of unique rows, `row_count`.
+    """
+
+    number_V: Tensor  # int32, the number of each touched row
+    rows_U: Tensor | None  # int32, the row of each number; None: rows borrowed from other ranks
+    grad_UD: Tensor
+    pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
+    row_count: Tensor | None  # int64 scalar on the device
+
+
+class Grads(NamedTuple):
+    """Unique rows of both tables, their gradients, and the loss.
+
+    All are zero until skip-gram adds to them.
+    """
+
+    inputs: TableGrads
+    outputs: TableGrads
+    loss: Tensor  # float64, summed over the positive pairs and their negatives
+    pairs: Tensor  # int64, the number of positive pairs
+
+
+class StepShape(NamedTuple):
+    """What kernels are made for: both tables have this shape on every rank."""
+
+    rows: int  # of a whole table, whichever rank owns them
+    dim: int
+    dtype: torch.dtype  # of the records
+    device: torch.device
+    count_pairs: bool = False  # whether to count the pairs of each row, for a cap on occurrences
+    world_size: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Rows of the longest shard."""
+        return -(-self.rows // self.world_size)
+
+    @property
+    def header_rows(self) -> int:
+        """Rows of gradients that a header takes: loss, pairs and fault."""
+        return -(-6 // self.dim)
+
+
+class Hyper(NamedTuple):
+    """Constants of an optimizer step, as in struct Hyper of cu/optim.cu.
+
+    rest is 1 - beta.
+    """
+
+    lr: float
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    lr_decay: float = 0.0
+    beta1: float = 0.0
+    rest1: float = 1.0
+    log_beta1: float = float("-inf")
+    beta2: float = 0.0
+    rest2: float = 1.0
+    log_beta2: float = float("-inf")
+
+
+class StepState:
+    """What steps leave on the device, to be read when it is waited for.
+
+    fault: int64 scalar, 0 or the first step that was not finite, shifted by FAULT_BITS, and its
+    bits; rows_updated: int64 scalar, the unique rows of all steps so far; step: this step's number.
+    """
+
+    def __init__(self, device: torch.device):
+        self.step = 0
+        self.fault = torch.zeros((), dtype=torch.int64, device=device)
+        self.rows_updated = torch.zeros((), dtype=torch.int64, device=device)
+
+    def mark_fault(self, bit: int, is_sound: Tensor) -> None:
+        """Note a fault of this step unless `is_sound` or one is known."""
+        fault = torch.full_like(self.fault, (self.step << FAULT_BITS) + bit)
+        self.fault.copy_(torch.where((self.fault == 0) & ~is_sound, fault, self.fault))
+
+
+class TableLike(Protocol):
+    """What kernels use of a `w2v.model.table.Table`."""
+
+    columns: dict[str, slice]
+    scalars: dict[str, Tensor]
+
+    def decode(self, records_UR: Tensor) -> Tensor: ...
+    def encode(self, rows_U: Tensor, records_UR: Tensor) -> Tensor: ...
+    def next_noise(self) -> int: ...
+
+
+class OptimizerLike(Protocol):
+    """What kernels use of a `w2v.model.RowOptimizer`."""
+
+    occurrence_cap: int
+    formula: str  # name of the fused kernel's formula; empty: only the torch.optim class has it
+
+    @property
+    def state_count(self) -> int: ...
+    def hyper(self, lr: float) -> Hyper: ...
+    def count_step(self, table: TableLike) -> tuple[float, int]: ...
+    def step_rows(
+        self,
+        table: TableLike,
+        records_UR: Tensor,
+        grad_UD: Tensor,
+        pairs_U: Tensor | None,
+        lr: float,
+    ) -> None: ...

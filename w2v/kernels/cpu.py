@@ -1,171 +1,259 @@
-"""The CPU's kernels: what numba compiles (compiled.py), called with torch's tensors from as many threads as there are.
+"""Kernels of the CPU: the numba loops of cpu_loops.py on all threads.
 
-Needs numba. Each thread keeps the gradients of its own centers, and each row is stepped by one thread with the gradients of all, so
-that nothing is locked and the same number of threads gives the same bits.
+Each thread keeps the gradients of its own centers, and each row is stepped by one thread with the
+gradients of all: nothing is locked, and the same number of threads gives the same bits.
+
+Shapes: n threads, V rows of a table, U unique rows of a thread, D dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.kernels import cpu_loops as compiled
-from w2v.kernels.batch import Batch, Held
-from w2v.kernels.cuda import Hyper
+from w2v.kernels import cpu_loops
+from w2v.kernels.batch import (
+    Batch,
+    Draw,
+    Inversion,
+    OptimizerLike,
+    Page,
+    StepShape,
+    StepState,
+    TableLike,
+    View,
+)
+from w2v.kernels.reference import ReferenceKernels
 
 
 class Threads:
-    """So many threads, to call a function with the number of each."""
+    """Pool of threads that calls a function once on each."""
 
     def __init__(self, count: int):
         self.count = count
         self._pool = ThreadPoolExecutor(count)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        return (
-            list(self._pool.map(function, range(self.count))) if self.count > 1 else [function(0)]
-        )
+        if self.count == 1:
+            return [function(0)]
+        return list(self._pool.map(function, range(self.count)))
 
 
-class Claims:
-    """The rows of a table that the centers of each of n threads touch, `most` at most, and the gradients of these rows.
+class ThreadGrads:
+    """Unique rows of one table by thread, with a gradient for each.
 
-    number_nV: int32, the number of each row, or -1; rows_nU: int32, the row of each number; grad_nUD: its gradient;
-    pairs_nU: int32, how many pairs a gradient sums; count_n: how many rows.
+    number_nV: int32, the number of each row, or -1; rows_nU: int32, the row of each number;
+    grad_nUD: its gradient; pairs_nU: int32, how many pairs it sums; count_n: unique rows.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
         most = min(rows, most)
         self.number_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
-        self.grad_nUD = np.empty(
-            (threads, most, dim), np.float32
-        )  # takes memory only where it is touched
+        # np.empty takes memory only where it is written.
+        self.grad_nUD = np.empty((threads, most, dim), np.float32)
         self.pairs_nU = np.empty((threads, most), np.int32)
         self.count_n = np.zeros(threads, np.int64)
 
-    def hold(self, most: int) -> bool:
-        """Whether there is room for so many rows."""
-        return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], most)
+    def has_room(self, rows: int) -> bool:
+        return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], rows)
 
-    def of(self, thread: int) -> tuple[np.ndarray, ...]:
-        return *(
-            part[thread] for part in (self.number_nV, self.rows_nU, self.grad_nUD, self.pairs_nU)
-        ), self.count_n[thread : thread + 1]
+    def of_thread(self, thread: int) -> tuple[np.ndarray, ...]:
+        arrays = self.number_nV, self.rows_nU, self.grad_nUD, self.pairs_nU
+        return *(array[thread] for array in arrays), self.count_n[thread : thread + 1]
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The sorted unique rows (int64), the gradient of each and how many pairs it sums (int64), which ends the claims."""
-        rows, grads, pairs = (
-            torch.from_numpy(
-                np.concatenate(
-                    [
-                        of_thread[:count]
-                        for of_thread, count in zip(parts, self.count_n, strict=True)
-                    ]
-                )
-            )
-            for parts in (self.rows_nU, self.grad_nUD, self.pairs_nU)
-        )
-        rows_U, slots = torch.unique(rows.long(), return_inverse=True)
+        """Return the sorted unique rows, gradients and pairs; reset."""
+
+        def all_threads(array_nU: np.ndarray) -> Tensor:
+            parts = zip(array_nU, self.count_n, strict=True)
+            return torch.from_numpy(np.concatenate([part[:count] for part, count in parts]))
+
+        rows, grads, pairs = map(all_threads, (self.rows_nU, self.grad_nUD, self.pairs_nU))
+        rows_U, places = torch.unique(rows.long(), return_inverse=True)
         self.number_nV[:, rows_U.numpy()] = -1
         self.count_n[:] = 0
-        grad_UD = grads.new_zeros(len(rows_U), grads.shape[1]).index_add_(0, slots, grads)
-        return rows_U, grad_UD, torch.zeros_like(rows_U).index_add_(0, slots, pairs.long())
+        grad_UD = grads.new_zeros(len(rows_U), grads.shape[1]).index_add_(0, places, grads)
+        return rows_U, grad_UD, torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
+
+
+class CpuGrads(NamedTuple):
+    """As `w2v.kernels.batch.Grads`, by thread."""
+
+    inputs: ThreadGrads
+    outputs: ThreadGrads
+    loss: Tensor
+    pairs: Tensor
+
+
+class CpuKernels:
+    """The operations of `w2v.kernels.Kernels` by numba."""
+
+    rows_ahead = False
+    draw: Draw | None = None
+
+    def __init__(self, shape: StepShape, threads: int):
+        self.shape = shape
+        self.threads = Threads(threads)
+        self.inversion: Inversion | None = inversion
+        self._rows: tuple[ThreadGrads, ThreadGrads] | None = None
+
+    def mark(self, batch: Batch, marks_TV: Tensor) -> None:
+        ReferenceKernels(self.shape).mark(batch, marks_TV)
+
+    def unique_rows(self, batch: Batch) -> Any:
+        """Return room for the rows, which skip-gram finds in its own pass."""
+        centers, negatives = batch.negatives_BK.shape
+        share = -(-centers // self.threads.count)
+        most = share + 2 * batch.window, share * (1 + negatives)
+        fits = self._rows and all(map(ThreadGrads.has_room, self._rows, most))
+        if not fits:
+            rows, dim = self.shape.rows, self.shape.dim
+            inputs, outputs = (ThreadGrads(rows, n, dim, self.threads.count) for n in most)
+            self._rows = inputs, outputs
+        inputs, outputs = self._rows
+        return CpuGrads(inputs, outputs, torch.zeros(()), torch.zeros(()))
+
+    def skipgram(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
+        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, rows)
+        return rows._replace(loss=loss, pairs=pairs)
+
+    def optimizer_step(
+        self,
+        optimizer: OptimizerLike,
+        tables: Sequence[TableLike],
+        page: Page,
+        grads: Any,
+        lr: float,
+        state: StepState,
+    ) -> None:
+        state.mark_fault(1, grads.loss.isfinite())
+        for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
+            if state.fault:
+                its.take()
+            elif optimizer.formula:
+                is_finite = step_rows(self.threads, optimizer, table, view, its, lr)
+                state.mark_fault(2 << number, torch.tensor(is_finite))
+            else:
+                self._step_by_torch(optimizer, table, view, its, lr, state, number)
+
+    def finish(self) -> None:
+        self._rows = None
+
+    def _step_by_torch(
+        self,
+        optimizer: OptimizerLike,
+        table: TableLike,
+        view: View,
+        grads: ThreadGrads,
+        lr: float,
+        state: StepState,
+        number: int,
+    ) -> None:
+        """Step the rows by the torch.optim class, where no formula is compiled."""
+        rows_U, grad_UD, pairs_U = grads.take()
+        records_UR = view.records_SR.index_select(0, rows_U)
+        optimizer.step_rows(table, records_UR, grad_UD, pairs_U, lr)
+        is_finite = records_UR.isfinite().all()
+        state.mark_fault(2 << number, is_finite)
+        if is_finite:
+            view.records_SR.index_copy_(0, rows_U, records_UR)
+
+
+class SequentialSgdKernels(CpuKernels):
+    """Plain SGD with a step at each center, as word2vec.c and gensim make it.
+
+    Threads write to the tables without locks (Niu et al. 2011, Hogwild, arXiv 1106.5730): with more
+    than one, the result depends on their timing. Rows have been written when the loss shows that
+    they are not finite.
+    """
+
+    def unique_rows(self, batch: Batch) -> Any:
+        return None
+
+    def skipgram(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
+        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, None, lr)
+        return CpuGrads(None, None, loss, pairs)
+
+    def optimizer_step(
+        self,
+        optimizer: OptimizerLike,
+        tables: Sequence[TableLike],
+        page: Page,
+        grads: Any,
+        lr: float,
+        state: StepState,
+    ) -> None:
+        state.mark_fault(1, grads.loss.isfinite())
 
 
 def skipgram(
     threads: Threads,
     batch: Batch,
-    inputs: Held,
-    input_claims: Claims,
-    outputs: Held,
-    output_claims: Claims,
-) -> tuple[Tensor, Tensor]:
-    """Add the gradients of the batch's summed loss to the claims; give that loss (float64) and its number of positive pairs (int64)."""
-    dim = input_claims.grad_nUD.shape[2]
-    return _pass_over(
-        threads,
-        batch,
-        inputs,
-        outputs,
-        dim,
-        None,
-        lambda thread: (*input_claims.of(thread), *output_claims.of(thread)),
-    )
-
-
-def descend(
-    threads: Threads, batch: Batch, inputs: Held, outputs: Held, dim: int, lr: float
-) -> tuple[Tensor, Tensor]:
-    """A step of gradient descent for each center, straight into the tables; threads overtake each other as they come (Niu et al. 2011,
-    Hogwild, arXiv 1106.5730), one thread takes the centers in their order. Gives what `skipgram` gives."""
-    nothing = Claims(0, 0, dim, 1).of(0)
-    return _pass_over(threads, batch, inputs, outputs, dim, lr, lambda _: (*nothing, *nothing))
-
-
-def _pass_over(
-    threads: Threads,
-    batch: Batch,
-    inputs: Held,
-    outputs: Held,
+    page: Page,
     dim: int,
-    lr: float | None,
-    claims: Callable[[int], tuple],
+    grads: CpuGrads | None,
+    lr: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Have each thread take an equal share of the centers, to descend by `lr` where one is given."""
-    kernel = compiled.skipgram(dim, 1 + batch.negatives_BK.shape[1], lr is not None)
-    size, scale = len(batch.windows_B), np.float32(1 if lr is None else lr)
-    text = (
-        batch.words_n.numpy(),
-        batch.sentences_n.numpy(),
-        batch.first,
-        batch.windows_B.numpy(),
-        batch.negatives_BK.numpy(),
-        batch.window,
-    )
-    records = inputs.records_SR.numpy(), outputs.records_SR.numpy()
+    """Run skip-gram, an equal share of the centers on each thread.
 
-    def share(thread: int) -> tuple[float, int]:
-        begin, end = (size * part // threads.count for part in (thread, thread + 1))
-        return kernel(*text, begin, end, *records, scale, *claims(thread))
+    Adds the gradients to `grads`; with an `lr` instead, makes a step of SGD at each center.
+    Returns the summed loss (float64) and the number of positive pairs (int64).
+    """
+    is_sgd = lr is not None
+    kernel = cpu_loops.skipgram(dim, 1 + batch.negatives_BK.shape[1], is_sgd)
+    size = len(batch.windows_B)
+    scale = np.float32(lr if is_sgd else 1)
+    text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+    drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
+    records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
+    no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
 
-    losses, pairs = zip(*threads.run(share), strict=True)
+    def run_share(thread: int) -> tuple[float, int]:
+        begin = size * thread // threads.count
+        end = size * (thread + 1) // threads.count
+        inputs = grads.inputs.of_thread(thread) if grads else no_rows
+        outputs = grads.outputs.of_thread(thread) if grads else no_rows
+        return kernel(*text, *drawn, begin, end, *records, scale, *inputs, *outputs)
+
+    losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
 
 
 def step_rows(
     threads: Threads,
-    formula: str,
-    held: Held,
-    claims: Claims,
-    step: float,
-    step_column: int,
-    hyper: Hyper,
-    cap: int,
+    optimizer: OptimizerLike,
+    table: TableLike,
+    view: View,
+    grads: ThreadGrads,
+    lr: float,
 ) -> bool:
-    """One optimizer step of the claimed rows, the table's `step`th, which ends the claims. Gives whether all rows stayed finite; those
-    that would not are left as they were.
+    """Step the touched rows by a compiled formula and reset `grads`.
 
-    A row's own count of steps is at `step_column` of its record, if that is not negative. A gradient that sums more than `cap` pairs is
-    scaled by cap / pairs, if cap is not 0.
+    Returns whether all rows stay finite; a row that would not is left as it was.
     """
-    number, constants = getattr(compiled, formula.upper()), np.array([*hyper, step], np.float64)
-    claimed = claims.number_nV, claims.rows_nU, claims.grad_nUD, claims.pairs_nU, claims.count_n
-    arguments = number, held.records_SR.numpy(), step_column, constants, *claimed, cap
-    faults = threads.run(lambda thread: compiled.step_rows(thread, threads.count, *arguments))
-    claims.count_n[:] = 0
+    step, step_column = optimizer.count_step(table)
+    constants = np.array([*optimizer.hyper(lr), step], np.float64)
+    formula = getattr(cpu_loops, optimizer.formula.upper())
+    arrays = grads.number_nV, grads.rows_nU, grads.grad_nUD, grads.pairs_nU, grads.count_n
+    cap = optimizer.occurrence_cap
+    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays, cap
+    faults = threads.run(lambda thread: cpu_loops.step_rows(thread, threads.count, *arguments))
+    grads.count_n[:] = 0
     return not any(faults)
 
 
 def inversion(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
-    """`sampler.search` by a table of where to begin looking, which leaves a step or two for each number.
+    """Return `sampler.search` with a table of where to begin.
 
-    It has a power of two of entries, so that rounding cannot lead past the word.
+    That leaves a step or two for each number.
+
+    The table has a power of two of entries, so that rounding cannot lead past the word.
     """
     cdf = cdf_V.numpy()
     entries = 1 << len(cdf).bit_length()
@@ -173,7 +261,7 @@ def inversion(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
 
     def invert(uniform: Tensor) -> Tensor:
         words = torch.empty(uniform.shape, dtype=torch.int32)
-        compiled.invert(cdf, starts, uniform.numpy().reshape(-1), words.numpy().reshape(-1))
+        cpu_loops.invert(cdf, starts, uniform.numpy().reshape(-1), words.numpy().reshape(-1))
         return words
 
     return invert

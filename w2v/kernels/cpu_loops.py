@@ -1,10 +1,12 @@
-"""What numba compiles for cpu.py, when it is first called; kept on disk for the next process where there is a folder to write to.
+"""Loops that numba compiles for cpu.py.
 
-A function runs on one thread's share of the work, and lets Python go on meanwhile. Arrays are named in full and not cut into views, whose
-references numba would count, and what a loop does not change is read before it, or it would not become vector instructions.
+Each function works on one thread's share without the interpreter's lock. The machine code is kept
+on disk if a folder for it can be written. Arrays are passed whole with an index, as numba would
+count references to views; parts of a loop are small functions, which the compiler inlines.
 
-Shapes: n words of a text, B centers, K negatives, T = 1 + K targets, V rows of a table, U rows that a thread has claimed, C places
-of a window, D dimensions, P the same padded to whole vectors, N logits of a window.
+Shapes: n words of a text, B centers, K negatives, T = 1 + K targets, V rows of a table, U unique
+rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors, N logits of
+a window.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -22,30 +25,34 @@ from numba.extending import intrinsic
 from w2v.system.jit import compiled as jit
 
 LANES = 16  # float32 numbers of the widest vectors, and of a cache line
-JAMMED = 3  # targets that one pass over a context serves
-AHEAD = 2  # centers by which rows are brought to the cache before they are needed
-OWNED = 64  # neighbouring rows that one thread steps, so that no two write to one cache line of what is kept for each row
-# Sums may be reordered and products fused, as vectors need; NaN and infinity stay what they are.
+TARGETS_PER_PASS = 3  # dot products computed while a context row is read once
+PREFETCH = 2  # centers by which rows are fetched into the CPU's cache early
+ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
-compiled = jit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy")
+# Vectors need sums in any order and fused products. NaN and infinity stay what they are.
+FAST: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+compiled = jit(**FAST)
+inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
 
 @intrinsic
 def _prefetch(typing_context, matrix, row, column):
-    """Have the cache line of matrix[row, column] brought."""
+    """Fetch the cache line of matrix[row, column], to be written."""
 
     def generate(context, builder, signature, arguments):
-        kind, place, number = signature.args[0], arguments[1:], ir.IntType(32)
+        kind = signature.args[0]
         array = context.make_array(kind)(context, builder, arguments[0])
-        line = builder.bitcast(
-            get_item_pointer(context, builder, kind, array, place), ir.IntType(8).as_pointer()
+        address = builder.bitcast(
+            get_item_pointer(context, builder, kind, array, arguments[1:]),
+            ir.IntType(8).as_pointer(),
         )
-        prefetch = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
-        to_write, in_every_cache, data = (ir.Constant(number, value) for value in (1, 3, 1))
+        int32 = ir.IntType(32)
+        prefetch = ir.FunctionType(ir.VoidType(), [address.type, int32, int32, int32])
+        write, all_caches, data = (ir.Constant(int32, value) for value in (1, 3, 1))
         builder.call(
-            builder.module.declare_intrinsic("llvm.prefetch", [line.type], prefetch),
-            [line, to_write, in_every_cache, data],
+            builder.module.declare_intrinsic("llvm.prefetch", [address.type], prefetch),
+            [address, write, all_caches, data],
         )
         return context.get_dummy_value()
 
@@ -53,62 +60,166 @@ def _prefetch(typing_context, matrix, row, column):
 
 
 @compiled
-def _bring(matrix, row, dim):
+def _prefetch_row(matrix, row, dim):
     for d in range(0, dim, LANES):
         _prefetch(matrix, row, d)
 
 
 @compiled
-def _sigmoids(count, logits_N, errors_N, factors_N, bits_N):
-    """The logistic function of each logit, and 1 + exp(-|logit|), whose logarithm is softplus(-|logit|).
+def _sigmoids(count, logits_N, sigmoids_N, factors_N, bits_N):
+    """Compute sigmoid(logit) and the factor 1 + exp(-|logit|).
 
-    exp is 2 ** n * exp(rest), by the polynomial of Cephes' expf, in operations that become vectors; `bits_N` is the memory of
-    `factors_N`, where 2 ** n is put together.
+    The logarithm of the factor is softplus(-|logit|). exp(x) is 2 ** n * exp(rest), by the
+    polynomial of Cephes' expf, in operations that become vectors. `bits_N` is the memory of
+    `factors_N`, where 2 ** n is built as a bit pattern.
     """
     for i in range(count):
         x = max(-abs(logits_N[i]), np.float32(-87))
-        bits_N[i] = (
-            np.int32(np.floor(x * np.float32(1.44269504) + half)) + np.int32(127)
-        ) << np.int32(23)
+        n = np.int32(np.floor(x * np.float32(1.44269504) + half))
+        bits_N[i] = (n + np.int32(127)) << np.int32(23)
     for i in range(count):
         x = max(-abs(logits_N[i]), np.float32(-87))
         r = x - np.floor(x * np.float32(1.44269504) + half) * np.float32(0.69314718)
-        p = (
-            (np.float32(1.9875691e-4) * r + np.float32(1.3981999e-3)) * r + np.float32(8.3334519e-3)
-        ) * r + np.float32(4.1665796e-2)
-        e = (((p * r + np.float32(1.6666666e-1)) * r + half) * r * r + r + one) * factors_N[i]
+        p = np.float32(1.9875691e-4) * r + np.float32(1.3981999e-3)
+        p = p * r + np.float32(8.3334519e-3)
+        p = p * r + np.float32(4.1665796e-2)
+        p = p * r + np.float32(1.6666666e-1)
+        e = ((p * r + half) * r * r + r + one) * factors_N[i]
         factors_N[i] = one + e
-        errors_N[i] = (one if logits_N[i] >= 0 else e) / (one + e)
+        sigmoids_N[i] = (one if logits_N[i] >= 0 else e) / (one + e)
 
 
 @compiled
-def _add(row, values_CP, place, dim, pairs, number_V, rows_U, grad_UD, pairs_U, count_1):
-    """Add values[place], the sum over so many pairs, to the gradient of a row, which is claimed if it was not yet."""
-    number = number_V[row]
-    if number >= 0:
-        pairs_U[number] += pairs
+def _window(sentences_n, at, reach):
+    """Return the window [left, right) of `at` inside its sentence."""
+    left, right = max(at - reach, 0), min(at + reach + 1, len(sentences_n))
+    while sentences_n[left] != sentences_n[at]:
+        left += 1
+    while sentences_n[right - 1] != sentences_n[at]:
+        right -= 1
+    return left, right
+
+
+@compiled
+def _add(row, values_CP, place, dim, pairs, unique):
+    """Add values_CP[place] to the gradient of a row, a sum over pairs.
+
+    A row that the thread has not touched yet is added to its unique rows.
+    """
+    index_V, rows_U, grad_UD, pairs_U, count_1 = unique
+    index = index_V[row]
+    if index >= 0:
+        pairs_U[index] += pairs
         for d in range(dim):
-            grad_UD[number, d] += values_CP[place, d]
+            grad_UD[index, d] += values_CP[place, d]
         return
-    number = count_1[0]
+    index = count_1[0]
     count_1[0] += 1
-    number_V[row], rows_U[number], pairs_U[number] = number, row, pairs
+    index_V[row] = index
+    rows_U[index] = row
+    pairs_U[index] = pairs
     for d in range(dim):
-        grad_UD[number, d] = values_CP[place, d]
+        grad_UD[index, d] = values_CP[place, d]
+
+
+@inlined
+def _subtract(records_VR, row, values_CP, place, dim):
+    for d in range(dim):
+        records_VR[row, d] -= values_CP[place, d]
+
+
+@inlined
+def _load_targets(center, word, negatives_BK, dim, output_VR, buffers):
+    """Load a center and its negatives; return how many targets count."""
+    ids_T, counts_T, _, target_TP, grad_target_TP = buffers
+    counted = 0
+    for t in range(len(ids_T)):
+        target = word if t == 0 else negatives_BK[center, t - 1]
+        counts = t == 0 or target != word  # a negative that equals the center does not
+        ids_T[t] = target
+        counts_T[t] = one if counts else zero
+        counted += counts
+        for d in range(dim):
+            target_TP[t, d] = output_VR[target, d]
+        for d in range(target_TP.shape[1]):
+            grad_target_TP[t, d] = zero
+    return counted
+
+
+@inlined
+def _logits(words_n, left, right, at, dim, input_VR, context_CP, target_TP, logits_N):
+    """Load the context words and compute all logits; return their number."""
+    padded_targets, padded = target_TP.shape
+    n = 0
+    for c in range(left, right):
+        if c == at:
+            continue
+        place, word = c % len(context_CP), words_n[c]
+        for d in range(dim):
+            context_CP[place, d] = input_VR[word, d]
+        for t in range(0, padded_targets, TARGETS_PER_PASS):
+            dot0 = dot1 = dot2 = zero
+            for d in range(padded):
+                x = context_CP[place, d]
+                dot0 += x * target_TP[t, d]
+                dot1 += x * target_TP[t + 1, d]
+                dot2 += x * target_TP[t + 2, d]
+            logits_N[n + t] = dot0
+            logits_N[n + t + 1] = dot1
+            logits_N[n + t + 2] = dot2
+        n += padded_targets
+    return n
+
+
+@inlined
+def _add_loss(loss, count, targets, logits_N, factors_N, counts_T):
+    """Return `loss` plus the loss of a center: softplus of its logits."""
+    product = 1.0
+    for n in range(0, count, len(counts_T)):
+        loss -= logits_N[n]  # softplus(-x) of the positive pair is softplus(x) - x
+        for t in range(targets):
+            # softplus(x) is max(0, x) + log(1 + exp(-|x|)); the logarithm is taken of a product.
+            loss += 0.5 * counts_T[t] * (abs(logits_N[n + t]) + logits_N[n + t])
+            product *= factors_N[n + t] if counts_T[t] > 0 else one
+            if product > 1e300:
+                loss += math.log(product)
+                product = 1.0
+    return loss + math.log(product)
+
+
+@inlined
+def _gradients(n, place, lr, errors_N, context_CP, buffers):
+    """Replace a context row by its gradient; add to those of the targets.
+
+    All gradients are times lr. n: the first of its logits, that of the center.
+    """
+    _, counts_T, error_T, target_TP, grad_target_TP = buffers
+    padded_targets, padded = target_TP.shape
+    errors_N[n] -= one  # the label of the center; negatives have 0
+    for t in range(padded_targets):
+        error_T[t] = errors_N[n + t] * counts_T[t] * lr
+    for d in range(padded):
+        x, grad = context_CP[place, d], zero
+        for t in range(padded_targets):
+            grad += error_T[t] * target_TP[t, d]
+            grad_target_TP[t, d] += error_T[t] * x
+        context_CP[place, d] = grad
 
 
 @functools.cache
-def skipgram(dim: int, targets: int, descends: bool) -> Callable:
-    """A pass over a share of the centers, compiled for these sizes: reference.py::skipgram for each center by itself.
+def skipgram(dim: int, targets: int, in_place: bool) -> Callable:
+    """Compile the skip-gram loop of a thread, as in reference.py.
 
-    The function gives the summed loss and the number of positive pairs. If it descends, a center's gradients, times lr, are taken from
-    the rows at once. If not, they are added to the claims; those of a context gather in a ring until the windows have passed it by.
+    The function returns the summed loss and the number of positive pairs. With `in_place`, each
+    center's gradients, times lr, are subtracted from the rows at once. Otherwise they are added to
+    those of the thread's unique rows. Gradients of context words are first summed in a ring, until
+    the windows have passed the word: a word is in many windows, one after another.
     """
     padded = -(-dim // LANES) * LANES
-    jammed = -(-targets // JAMMED) * JAMMED  # with targets that do not count
+    padded_targets = -(-targets // TARGETS_PER_PASS) * TARGETS_PER_PASS
 
     @compiled
-    def pass_over(
+    def loop(
         words_n,
         sentences_n,
         first,
@@ -120,177 +231,116 @@ def skipgram(dim: int, targets: int, descends: bool) -> Callable:
         input_VR,
         output_VR,
         lr,
-        number_in,
-        rows_in,
-        grad_in,
-        pairs_in,
-        count_in,
-        number_out,
-        rows_out,
-        grad_out,
-        pairs_out,
-        count_out,
+        *unique,
     ):
+        # For each table, the thread's index_V, rows_U, grad_UD, pairs_U and count_1.
+        unique_in, unique_out = unique[:5], unique[5:]
+        index_out, _, grad_out, _, _ = unique_out
+        # Targets that pad T, and negatives that equal the center, have counts_T = 0.
+        ids_T = np.zeros(targets, np.int64)
+        counts_T = np.zeros(padded_targets, np.float32)
+        error_T = np.zeros(padded_targets, np.float32)
+        target_TP = np.zeros((padded_targets, padded), np.float32)
+        grad_target_TP = np.zeros((padded_targets, padded), np.float32)
+        buffers = ids_T, counts_T, error_T, target_TP, grad_target_TP
+        # Word c of the text has place c % places among the contexts and in the ring.
         places = 2 * window + 1
-        ids_T, counts_T, error_T = (
-            np.zeros(targets, np.int64),
-            np.zeros(jammed, np.float32),
-            np.zeros(jammed, np.float32),
-        )
-        target_TP, grad_target_TP = (
-            np.zeros((jammed, padded), np.float32),
-            np.zeros((jammed, padded), np.float32),
-        )
-        context_CP, waiting_CP = (
-            np.zeros((places, padded), np.float32),
-            np.zeros((places, padded), np.float32),
-        )
-        waits_C = np.zeros(places, np.int64)  # pairs whose gradients wait
-        logits_N, errors_N = (
-            np.zeros(places * jammed, np.float32),
-            np.zeros(places * jammed, np.float32),
-        )
-        factors_N = np.zeros(places * jammed, np.float32)
+        context_CP = np.zeros((places, padded), np.float32)  # rows, then their gradients
+        ring_CP = np.zeros((places, padded), np.float32)
+        ring_pairs_C = np.zeros(places, np.int64)
+        logits_N = np.zeros(places * padded_targets, np.float32)
+        errors_N = np.zeros(places * padded_targets, np.float32)
+        factors_N = np.zeros(places * padded_targets, np.float32)
         bits_N = factors_N.view(np.int32)
         loss, pairs = 0.0, 0
 
         for center in range(begin, end):
-            at, reach = first + center, windows_B[center]
-            if center + AHEAD < end:
-                _bring(output_VR, words_n[at + AHEAD], dim)
+            at = first + center
+            # Prefetch the rows of a later center, and its new context word.
+            if center + PREFETCH < end:
+                _prefetch_row(output_VR, words_n[at + PREFETCH], dim)
                 for k in range(targets - 1):
-                    word = negatives_BK[center + AHEAD, k]
-                    _bring(output_VR, word, dim)
-                    if not descends and number_out[word] >= 0:
-                        _bring(grad_out, number_out[word], dim)
-                if at + AHEAD + window < len(words_n):
-                    _bring(input_VR, words_n[at + AHEAD + window], dim)
+                    word = negatives_BK[center + PREFETCH, k]
+                    _prefetch_row(output_VR, word, dim)
+                    if not in_place and index_out[word] >= 0:
+                        _prefetch_row(grad_out, index_out[word], dim)
+                if at + PREFETCH + window < len(words_n):
+                    _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim)
+
+            # Take the word from the ring that the windows have passed.
             passed = at - window - 1
             place = passed % places
-            if passed >= 0 and waits_C[place]:
-                _add(
-                    words_n[passed],
-                    waiting_CP,
-                    place,
-                    dim,
-                    waits_C[place],
-                    number_in,
-                    rows_in,
-                    grad_in,
-                    pairs_in,
-                    count_in,
-                )
-                waits_C[place] = 0
+            if passed >= 0 and ring_pairs_C[place]:
+                _add(words_n[passed], ring_CP, place, dim, ring_pairs_C[place], unique_in)
+                ring_pairs_C[place] = 0
 
-            left, right = max(at - reach, 0), min(at + reach + 1, len(words_n))
-            while sentences_n[left] != sentences_n[at]:
-                left += 1
-            while sentences_n[right - 1] != sentences_n[at]:
-                right -= 1
-            if right - left < 2:
+            left, right = _window(sentences_n, at, windows_B[center])
+            contexts = right - left - 1
+            if contexts < 1:
                 continue
-            pairs += right - left - 1
-            counted = 0
-            for t in range(targets):
-                word = words_n[at] if t == 0 else negatives_BK[center, t - 1]
-                counts = t == 0 or word != words_n[at]
-                ids_T[t], counts_T[t] = word, one if counts else zero
-                counted += counts
-                for d in range(dim):
-                    target_TP[t, d] = output_VR[word, d]
-                for d in range(padded):
-                    grad_target_TP[t, d] = zero
+            pairs += contexts
+            counted = _load_targets(center, words_n[at], negatives_BK, dim, output_VR, buffers)
+            n = _logits(words_n, left, right, at, dim, input_VR, context_CP, target_TP, logits_N)
+            _sigmoids(n, logits_N, errors_N, factors_N, bits_N)
+            loss = _add_loss(loss, n, targets, logits_N, factors_N, counts_T)
 
+            # Each context's gradient goes to its row, or to the ring.
             n = 0
             for c in range(left, right):
                 if c == at:
                     continue
-                place, word = c % places, words_n[c]
-                for d in range(dim):
-                    context_CP[place, d] = input_VR[word, d]
-                for t in range(0, jammed, JAMMED):
-                    dot0 = dot1 = dot2 = zero
-                    for d in range(padded):
-                        x = context_CP[place, d]
-                        dot0 += x * target_TP[t, d]
-                        dot1 += x * target_TP[t + 1, d]
-                        dot2 += x * target_TP[t + 2, d]
-                    logits_N[n + t], logits_N[n + t + 1], logits_N[n + t + 2] = dot0, dot1, dot2
-                n += jammed
-            _sigmoids(n, logits_N, errors_N, factors_N, bits_N)
-
-            n, product = 0, 1.0
-            for c in range(left, right):
-                if c == at:
+                place = c % places
+                _gradients(n, place, lr, errors_N, context_CP, buffers)
+                n += padded_targets
+                if in_place:
+                    _subtract(input_VR, words_n[c], context_CP, place, dim)
                     continue
-                errors_N[n] -= one
-                loss -= logits_N[n]
-                for t in range(
-                    targets
-                ):  # softplus is max(0, logit) + log(1 + exp(-|logit|)); the logarithms are taken of a product
-                    loss += 0.5 * counts_T[t] * (abs(logits_N[n + t]) + logits_N[n + t])
-                    product *= factors_N[n + t] if counts_T[t] > 0 else one
-                    if product > 1e300:
-                        loss, product = loss + math.log(product), 1.0
-                for t in range(jammed):
-                    error_T[t] = errors_N[n + t] * counts_T[t] * lr
-                n += jammed
-                place, word = c % places, words_n[c]
+                keep = one if ring_pairs_C[place] else zero  # zero for what an earlier word left
+                ring_pairs_C[place] += counted
                 for d in range(padded):
-                    x, grad = context_CP[place, d], zero
-                    for t in range(jammed):
-                        grad += error_T[t] * target_TP[t, d]
-                        grad_target_TP[t, d] += error_T[t] * x
-                    context_CP[place, d] = grad
-                if descends:
-                    for d in range(dim):
-                        input_VR[word, d] -= context_CP[place, d]
-                    continue
-                keep = one if waits_C[place] else zero
-                waits_C[place] += counted
-                for d in range(padded):
-                    waiting_CP[place, d] = keep * waiting_CP[place, d] + context_CP[place, d]
-            loss += math.log(product)
+                    ring_CP[place, d] = keep * ring_CP[place, d] + context_CP[place, d]
             for t in range(targets):
-                word = ids_T[t]
                 if counts_T[t] == 0:
                     continue
-                if descends:
-                    for d in range(dim):
-                        output_VR[word, d] -= grad_target_TP[t, d]
+                if in_place:
+                    _subtract(output_VR, ids_T[t], grad_target_TP, t, dim)
                 else:
-                    _add(
-                        word,
-                        grad_target_TP,
-                        t,
-                        dim,
-                        right - left - 1,
-                        number_out,
-                        rows_out,
-                        grad_out,
-                        pairs_out,
-                        count_out,
-                    )
+                    _add(ids_T[t], grad_target_TP, t, dim, contexts, unique_out)
 
+        # Empty the ring.
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
             place = c % places
-            if waits_C[place]:
-                _add(
-                    words_n[c],
-                    waiting_CP,
-                    place,
-                    dim,
-                    waits_C[place],
-                    number_in,
-                    rows_in,
-                    grad_in,
-                    pairs_in,
-                    count_in,
-                )
-                waits_C[place] = 0
+            if ring_pairs_C[place]:
+                _add(words_n[c], ring_CP, place, dim, ring_pairs_C[place], unique_in)
+                ring_pairs_C[place] = 0
         return loss, pairs
 
-    return pass_over
+    return loop
+
+
+@inlined
+def _sum_gradients(n, u, row, index_nV, grad_nUD, pairs_nU, count_n, cap, grad_D):
+    """Sum the gradients of a row over the threads from `n` on.
+
+    The sum goes to `grad_D`, scaled by cap / pairs if it sums more than `cap` pairs and cap is not
+    0. The row's indices are reset to -1.
+    """
+    dim = len(grad_D)
+    index_nV[n, row] = -1
+    pairs = pairs_nU[n, u]
+    for d in range(dim):
+        grad_D[d] = grad_nUD[n, u, d]
+    for other in range(n + 1, len(count_n)):
+        index = index_nV[other, row]
+        if index >= 0:
+            index_nV[other, row] = -1
+            pairs += pairs_nU[other, index]
+            for d in range(dim):
+                grad_D[d] += grad_nUD[other, index, d]
+    if 0 < cap < pairs:
+        scale = np.float32(cap / pairs)
+        for d in range(dim):
+            grad_D[d] *= scale
 
 
 @compiled
@@ -301,77 +351,46 @@ def step_rows(
     records_VR,
     step_column,
     constants,
-    number_nV,
+    index_nV,
     rows_nU,
     grad_nUD,
     pairs_nU,
     count_n,
     cap,
 ):
-    """Step the rows that a thread owns by a formula of optim.cu: a row when the first thread that claimed it has its turn, with the
-    gradients of all threads, which ends the claims. The gradients of n threads are summed in the threads' order.
+    """Step the unique rows of which thread `owner` is the owner.
 
-    A row that would not stay finite is left as it was; gives how many such rows there were.
+    The formulas are those of optim.cu. A row is stepped where the first thread that touched it
+    lists it, with the gradients of all threads, summed in their order; its indices are reset to
+    -1. A row that would not stay finite is left as it was; returns the number of such rows.
     """
-    (
-        lr,
-        eps,
-        weight_decay,
-        lr_decay,
-        beta1,
-        rest1,
-        log_beta1,
-        beta2,
-        rest2,
-        log_beta2,
-        table_step,
-    ) = constants
+    lr, eps, weight_decay, lr_decay = constants[:4]
+    beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
-    beta1, rest1, beta2, rest2 = (
-        np.float32(beta1),
-        np.float32(rest1),
-        np.float32(beta2),
-        np.float32(rest2),
-    )
+    beta1, rest1 = np.float32(beta1), np.float32(rest1)
+    beta2, rest2 = np.float32(beta2), np.float32(rest2)
     dim = grad_nUD.shape[2]
-    first, second = dim, 2 * dim  # where a record's states begin
-    grad_D, before_R, width, faults = (
-        np.empty(dim, np.float32),
-        np.empty_like(records_VR[0]),
-        records_VR.shape[1],
-        0,
-    )
+    first, second = dim, 2 * dim  # columns where a record's states begin
+    width = records_VR.shape[1]
+    grad_D = np.empty(dim, np.float32)
+    before_R = np.empty_like(records_VR[0])
+    faults = 0
     for n in range(len(count_n)):
         for u in range(count_n[n]):
             row = rows_nU[n, u]
-            if row // OWNED % owners != owner or number_nV[n, row] < 0:
+            if row // ROWS_PER_OWNER % owners != owner or index_nV[n, row] < 0:
                 continue
-            number_nV[n, row] = -1
-            pairs = pairs_nU[n, u]
-            for d in range(dim):
-                grad_D[d] = grad_nUD[n, u, d]
-            for other in range(n + 1, len(count_n)):
-                number = number_nV[other, row]
-                if number >= 0:
-                    number_nV[other, row] = -1
-                    pairs += pairs_nU[other, number]
-                    for d in range(dim):
-                        grad_D[d] += grad_nUD[other, number, d]
-            if 0 < cap < pairs:
-                scale = np.float32(cap / pairs)
-                for d in range(dim):
-                    grad_D[d] *= scale
-
+            _sum_gradients(n, u, row, index_nV, grad_nUD, pairs_nU, count_n, cap, grad_D)
             for r in range(width):
                 before_R[r] = records_VR[row, r]
+
+            # The count of steps, the row's own or the table's, and what it corrects.
             step = table_step
             if step_column >= 0:
                 step = records_VR[row, step_column] + 1.0
                 records_VR[row, step_column] = step
-            rate = np.float32(
-                lr / -math.expm1(step * log_beta1)
-            )  # over 1 - beta1 ** step, which is 1 for beta1 = 0
-            bias = np.float32(-math.expm1(step * log_beta2))
+            rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
+            bias = np.float32(-math.expm1(step * log_beta2))  # 1 - beta2 ** step
             if formula == ADAMW:
                 for d in range(dim):
                     records_VR[row, d] *= one - lr * weight_decay
@@ -395,25 +414,26 @@ def step_rows(
                     records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
             elif formula == ADAMAX:
                 for d in range(dim):
-                    mean = records_VR[row, first + d] + rest1 * (
-                        grad_D[d] - records_VR[row, first + d]
-                    )
+                    mean = records_VR[row, first + d]
+                    mean += rest1 * (grad_D[d] - mean)
                     largest = max(beta2 * records_VR[row, second + d], abs(grad_D[d]) + eps)
-                    records_VR[row, first + d], records_VR[row, second + d] = mean, largest
+                    records_VR[row, first + d] = mean
+                    records_VR[row, second + d] = largest
                     records_VR[row, d] -= rate * mean / largest
             else:
                 for d in range(dim):
-                    mean = records_VR[row, first + d] + rest1 * (
-                        grad_D[d] - records_VR[row, first + d]
-                    )
+                    mean = records_VR[row, first + d]
+                    mean += rest1 * (grad_D[d] - mean)
                     square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
-                    records_VR[row, first + d], records_VR[row, second + d] = mean, square
+                    records_VR[row, first + d] = mean
+                    records_VR[row, second + d] = square
                     records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
 
-            nothing = zero
+            # Zero times a number is zero, unless that is infinite or NaN.
+            zeros = zero
             for r in range(width):
-                nothing += records_VR[row, r] * zero
-            if nothing != 0:
+                zeros += records_VR[row, r] * zero
+            if zeros != 0:
                 faults += 1
                 for r in range(width):
                     records_VR[row, r] = before_R[r]
@@ -422,7 +442,11 @@ def step_rows(
 
 @compiled
 def invert(cdf_V, starts, uniform_N, words_N):
-    """The first word whose cumulative probability is above each number; at most the last."""
+    """Find the word of each uniform number by its cumulative probability.
+
+    That is the first word whose probability is above the number, or the last word.
+    starts: for equal parts of [0, 1), the word at which the search begins.
+    """
     for i in range(len(uniform_N)):
         word = starts[min(int(uniform_N[i] * len(starts)), len(starts) - 1)]
         while word < len(cdf_V) - 1 and cdf_V[word] <= uniform_N[i]:

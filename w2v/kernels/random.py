@@ -1,4 +1,7 @@
-"""Random bits, a function of a counter and a seed alone: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in kernels/bits.cuh."""
+"""Random bits as a function of a counter and a seed.
+
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); kernels/cu/bits.cuh computes the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from torch import Tensor
 
 
 def splitmix64(counter: Tensor, mixed_seed: int) -> Tensor:
-    """64 bits for each number of the counter, int64."""
+    """Return 64 random bits (int64) for each number of the counter."""
     bits = counter * signed(0x9E3779B97F4A7C15) + signed(mixed_seed)
     bits = (bits ^ shift_right(bits, 30)) * signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ shift_right(bits, 27)) * signed(0x94D049BB133111EB)
@@ -14,16 +17,17 @@ def splitmix64(counter: Tensor, mixed_seed: int) -> Tensor:
 
 
 def shift_right(value: Tensor, by: int) -> Tensor:
-    """Of unsigned numbers, in signed ones."""
+    """Shift the bits of int64 right as if they were unsigned."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
 def mix(seed: int) -> int:
-    """A seed of 64 bits, unsigned, that differs in many of them from those of other seeds."""
+    """Return a 64-bit seed whose bits differ for nearby seeds."""
+    # The products are modulo 2^64, as those of the unsigned integers of a GPU.
     seed = (seed + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64
     return seed ^ (seed >> 32)
 
 
 def signed(value: int) -> int:
-    """Of 64 bits."""
+    """Return the signed 64-bit number with the bits of an unsigned one."""
     return value - 2**64 if value >= 2**63 else value

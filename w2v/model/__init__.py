@@ -1,0 +1,1 @@
+"""Embedding tables, batches of text, and optimizers."""

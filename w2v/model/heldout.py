@@ -1,6 +1,6 @@
-"""A loss that compares across settings: over sentences that are never trained on, with windows and noise words that are always the same.
+"""Loss on held-out sentences, comparable between runs and machines.
 
-Shapes: N ids of the corpus, S sentences, V words, D dimensions.
+Shapes: V words, D dimensions.
 """
 
 from __future__ import annotations
@@ -15,79 +15,84 @@ from w2v.config import ConfigError, ModelConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels import reference
 from w2v.kernels.batch import Batch
-from w2v.model.sampler import Sampler
-from w2v.model.skipgram import expand, find_slots
+from w2v.model.sampler import Sampler, TrainingText
 
-BATCH = 1024  # centers whose rows are looked at together, which bounds the memory
+BATCH_SIZE = 1024  # centers, which bounds the memory for their rows
 SEED = 0
+CPU = torch.device("cpu")
 
 
 def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
-    """The numbers of sentences, evenly spread over the text, that hold about so many of its words; sorted, none for 0.
+    """Return numbers of evenly spread sentences with about `words` words.
 
-    Raises `ConfigError` where that would be half the text or more.
+    Raises:
+        ConfigError: That would be half the text or more.
     """
     sentences, ids = len(offsets_S) - 1, int(offsets_S[-1])
-    count = -(-words * sentences // ids)
-    if 2 * count > sentences:
-        remedy = (
-            f"set it to {ids // 10:,} or less".replace(",", "")
-            if sentences >= 10
-            else "set it to 0, or bring text of more lines"
-        )
+    chosen = -(-words * sentences // ids)
+    if 2 * chosen > sentences:
+        remedy = f"set it to {ids // 10} or less" if sentences >= 10 else "set it to 0"
         raise ConfigError(
-            f"train.held_out_words={words} would leave too little of {ids:,} words in {sentences:,} sentences; {remedy}"
+            f"train.held_out_words={words} would leave too little of {ids:,} words "
+            f"in {sentences:,} sentences; {remedy}, or bring a text of more lines"
         )
-    return (2 * np.arange(count) + 1) * sentences // (2 * max(1, count))
+    return (2 * np.arange(chosen) + 1) * sentences // (2 * max(1, chosen))
 
 
 class HeldOut:
-    """The pairs of the chosen sentences of a text, drawn once, as the settings of the `model` say but for a pool of noise words.
+    """Pairs of a text's held-out sentences, drawn once.
 
-    They are drawn on the CPU whatever the device, so that they are the same on every machine.
+    They are drawn on the CPU without a pool, so that they are the same on every machine.
+
+    Raises:
+        ConfigError: The sentences have no pair of words.
     """
 
-    def __init__(
-        self,
-        ids_N: np.ndarray,
-        offsets_S: np.ndarray,
-        chosen: np.ndarray,
-        keep_V: np.ndarray,
-        noise_V: np.ndarray,
-        model: ModelConfig,
-        device: torch.device,
-    ):
-        sentences = [ids_N[offsets_S[number] : offsets_S[number + 1]] for number in chosen]
+    def __init__(self, text: TrainingText, model: ModelConfig, device: torch.device):
+        spans = [text.offsets_S[number : number + 2] for number in text.held_out]
+        sentences = [text.ids_N[begin:end] for begin, end in spans]
         offsets = np.cumsum([0, *map(len, sentences)])
-        cpu, model = torch.device("cpu"), replace(model, negative_pool=0, negative_pool_steps=1)
-        drawn = list(
-            Sampler(
-                np.concatenate(sentences), offsets, keep_V, noise_V, model, BATCH, SEED, cpu
-            ).epoch()
-        )
-        if not any(bool(expand(batch).context_mask_BC.any()) for batch in drawn):
+        sample = TrainingText(np.concatenate(sentences), offsets, text.keep_V, text.noise_V)
+        model = replace(model, negative_pool=0, negative_pool_steps=1)
+        drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
+        # Subsampling may leave no two words beside each other.
+        if not any(reference.expand(batch).context_mask_BC.any() for batch in drawn):
             raise ConfigError(
-                f"train.held_out_words chose {offsets[-1]} words that make no pair; raise it, or model.sample={model.sample}"
+                f"train.held_out_words chose {offsets[-1]} words that make no pair; "
+                f"raise it, or model.sample={model.sample}"
             )
+        # Only the draws are on the CPU; the loss is computed on the device.
+        self._device = device
+        self._words = len(text.keep_V)
         self._batches = [
             Batch._make(part.to(device) if isinstance(part, Tensor) else part for part in batch)
             for batch in drawn
         ]
-        self._device, self._words = device, len(keep_V)
 
     def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = SINGLE) -> float:
-        """The mean loss of a positive pair and its noise words, for vectors that may lie on any device, and may be dealt to ranks."""
-        loss: Tensor | float = 0.0
-        pairs: Tensor | float = 0.0
+        """Return the mean loss of a pair and its negatives.
+
+        Args:
+            input_VD: This rank's input vectors, on any device.
+            output_VD: This rank's output vectors, on any device.
+            ranks: The ranks that the vectors are divided between.
+        """
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        pairs = torch.zeros((), dtype=torch.int64, device=self._device)
+        # The sums stay on the device, to wait for it only once.
         for batch in self._batches:
-            slots = find_slots(expand(batch), self._words)
+            drawn = reference.expand(batch)
+            masks = drawn.context_mask_BC, drawn.target_mask_BT
+            inputs_U, contexts_BC = reference.unique_rows(drawn.contexts_BC, masks[0], self._words)
+            outputs_U, targets_BT = reference.unique_rows(drawn.targets_BT, masks[1], self._words)
             result = reference.skipgram(
-                ranks.fetch_rows(input_VD, slots.input_rows_U).to(self._device),
-                ranks.fetch_rows(output_VD, slots.output_rows_V).to(self._device),
-                slots.context_slots_BC,
-                slots.context_mask_BC,
-                slots.target_slots_BT,
-                slots.target_mask_BT,
+                ranks.fetch_rows(input_VD, inputs_U).to(self._device),
+                ranks.fetch_rows(output_VD, outputs_U).to(self._device),
+                contexts_BC,
+                masks[0],
+                targets_BT,
+                masks[1],
             )
-            loss, pairs = loss + result.loss, pairs + result.pairs
-        return float(loss) / float(pairs)
+            loss += result.loss
+            pairs += result.pairs
+        return float(loss / pairs)

@@ -1,7 +1,6 @@
-"""Rows in a file that is mapped into memory: the records of a table with their description beside them, or a plain .npy file.
+"""Rows in a memory-mapped file: records of a table, or a plain .npy file.
 
-A new file is written aside and gets its name at the first flush, so that a file of that name is always whole; without a flush it is
-removed.
+Shapes: V rows, D dimensions, R elements of a record.
 """
 
 from __future__ import annotations
@@ -11,20 +10,31 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-NPY_TYPES = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
+from w2v.system.files import atomic_path, atomic_write, sync
+
+NPY_TYPES: dict[torch.dtype, np.dtype] = {
+    torch.float64: np.dtype("float64"),
+    torch.float32: np.dtype("float32"),
+    torch.float16: np.dtype("float16"),
+}
 
 
 class RowFile:
-    """V records of R elements in the file `path`; `<path>.json` holds rows, dtype and fields, and the table's scalars.
+    """Memory-mapped records [V, R] of a table.
 
-    With the ending .npy: rows of D elements without padding, in the one file. An existing file is continued, and `scalars` are set to
-    what it holds; raises `ValueError` where it is of another layout, `OSError` where the disk has no room for a new one.
+    Their layout and the table's scalars are in `<path>.json`. An .npy file has weights [V, D]
+    without padding, and no .json. An existing file is continued, and `scalars` are set from it. A
+    new file has a temporary name until the first `flush`, and is removed if there is none.
+
+    Raises:
+        ValueError: The existing file has another layout.
+        OSError: The disk has no room for a new file.
     """
 
     def __init__(
@@ -36,132 +46,124 @@ class RowFile:
         dtype: torch.dtype,
         scalars: Mapping[str, Tensor],
     ):
-        self.path, self.continued = path, path.exists()
+        self.path = path
+        self.continued = path.exists()
+        self._is_npy = path.suffix == ".npy"
+        self._layout_path = Path(f"{path}.json")
+        self._temporary = Path(f"{path}.part")
         self._scalars = scalars
-        self._aside = Path(f"{path}.partial")
-        self._about = None if path.suffix == ".npy" else Path(f"{path}.json")
-        self._layout = {
-            "rows": rows,
-            "dtype": str(dtype),
-            "fields": {name: part.stop - part.start for name, part in columns.items()},
-        }
-        if self._about:
-            self._mapped = self._map_records(rows * width * dtype.itemsize)
-            self.records_VR = torch.from_numpy(self._mapped).view(dtype).view(rows, width)
+        fields = {name: part.stop - part.start for name, part in columns.items()}
+        self._layout = {"rows": rows, "dtype": str(dtype), "fields": fields}
+        if self._is_npy:
+            self._mapped = self._map_npy((rows, fields["weight"]), NPY_TYPES[dtype])
         else:
-            self._mapped = self._map_npy((rows, columns["weight"].stop), np.dtype(NPY_TYPES[dtype]))
-            self.records_VR = torch.from_numpy(self._mapped)
+            # As bytes, because NumPy has no bfloat16.
+            self._mapped = self._map_records((rows, width * dtype.itemsize))
+        self.records_VR = torch.from_numpy(self._mapped).view(dtype)
         if not self.continued:
-            self._discard = weakref.finalize(self, self._aside.unlink, missing_ok=True)
+            self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
             if hasattr(os, "posix_fallocate"):  # Linux
                 self._reserve()
 
     def flush(self) -> None:
         """Return when rows and scalars are on disk."""
         self._mapped.flush()
-        if self._about:
-            aside = f"{self._about}.partial"
-            with open(aside, "w", encoding="utf-8") as file:
-                json.dump(
-                    self._layout
-                    | {"scalars": {name: value.item() for name, value in self._scalars.items()}},
-                    file,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, self._about)
-        if not self.continued:  # last, so that there are no records without what they are
-            os.replace(self._aside, self.path)
+        if not self._is_npy:
+            scalars = {name: value.item() for name, value in self._scalars.items()}
+            atomic_write(self._layout_path, json.dumps(self._layout | {"scalars": scalars}))
+        if not self.continued:
+            # The records get their name last, so that they are never there without a layout.
+            os.replace(self._temporary, self.path)
             self._discard.detach()
             self.continued = True
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new names too
-        os.close(folder)
+            sync(self.path.parent)
 
-    def _map_records(self, nbytes: int) -> np.memmap:
+    def _map_records(self, shape: tuple[int, int]) -> np.memmap:
+        """Map a file of records as bytes; check its layout if it exists."""
         if not self.continued:
-            return np.memmap(self._aside, np.uint8, "w+", shape=(nbytes,))
+            return np.memmap(self._temporary, np.uint8, "w+", shape=shape)
         try:
-            found: dict[str, Any] = json.loads(self._about.read_text(encoding="utf-8"))
-            scalars = dict(found.pop("scalars"))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            found = json.loads(self._layout_path.read_text(encoding="utf-8"))
+            scalars = found["scalars"]
+            found["scalars"] = sorted(scalars)  # their names belong to the layout
+        except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(
-                f"{self.path} exists, but {self._about} does not say what it holds; remove it or take another path"
+                f"{self.path} exists, but {self._layout_path} does not say what it holds; "
+                "remove it or take another path"
             ) from None
-        have, want = (
-            found | {"scalars": sorted(scalars)},
-            self._layout | {"scalars": sorted(self._scalars)},
-        )
-        if have != want:
+        expected = self._layout | {"scalars": sorted(self._scalars)}
+        if found != expected:
             raise ValueError(
-                f"{self.path} holds {json.dumps(have)}, but the table is {json.dumps(want)}; use the settings it was made with, "
-                "or another path"
+                f"{self.path} holds {json.dumps(found)}, but the table is {json.dumps(expected)}; "
+                "use the settings it was made with, or another path"
             )
-        if (size := self.path.stat().st_size) != nbytes:
+        size, nbytes = self.path.stat().st_size, shape[0] * shape[1]
+        if size != nbytes:
             raise ValueError(
-                f"{self.path} has {size:,} bytes instead of {nbytes:,}; it is damaged: restore it from a copy"
+                f"{self.path} has {size:,} bytes instead of {nbytes:,}; "
+                "it is damaged: restore it from a copy"
             )
+        # The file is accepted, so the table continues it.
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
-        return np.memmap(self.path, np.uint8, "r+", shape=(nbytes,))
+        return np.memmap(self.path, np.uint8, "r+", shape=shape)
 
     def _map_npy(self, shape: tuple[int, int], dtype: np.dtype) -> np.memmap:
+        """Map an .npy file; check its shape and dtype if it exists."""
         if not self.continued:
-            return np.lib.format.open_memmap(self._aside, "w+", dtype, shape)
-        rows_VD = open_npy(self.path, writable=True)
-        if rows_VD.shape != shape or rows_VD.dtype != dtype:
-            raise ValueError(
-                f"{self.path} holds {rows_VD.shape} {rows_VD.dtype}, but the table is {shape} {dtype}; take another path"
-            )
-        return rows_VD
+            return np.lib.format.open_memmap(self._temporary, "w+", dtype, shape)
+        return open_npy(self.path, "r+", shape, dtype)
 
     def _reserve(self) -> None:
-        """Take the room on disk now: when it runs out later, a write to mapped memory kills the process."""
-        nbytes = os.path.getsize(self._aside)
+        """Allocate the blocks of a new file, or raise `OSError`."""
+        # Later, a write to mapped memory on a full disk would kill the process.
+        nbytes = self._temporary.stat().st_size
         try:
-            with open(self._aside, "r+b") as file:
+            with open(self._temporary, "r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}: {self.path} needs {nbytes:,} bytes"
-            ) from None
+            message = f"{error.strerror}: {self.path} needs {nbytes:,} bytes"
+            raise OSError(error.errno, message) from None
 
 
-def open_npy(path: str | Path, writable: bool = False) -> np.memmap:
-    """Map an .npy file of rows [V, D], float64, float32 or float16; raises `ValueError` for a file of anything else."""
+def open_npy(
+    path: str | Path,
+    mode: Literal["r", "r+"] = "r",
+    shape: tuple[int, int] | None = None,
+    dtype: np.dtype | None = None,
+) -> np.memmap:
+    """Map an .npy file of rows [V, D] in float64, float32 or float16.
+
+    Raises:
+        ValueError: The file holds something else, or not rows of this shape and dtype.
+    """
     try:
-        rows_VD = np.load(path, mmap_mode="r+" if writable else "r")
+        rows_VD = np.load(path, mmap_mode=mode)
     except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path} cannot be read as an .npy file of numbers: {' '.join(str(error).split())}"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read as an .npy file of numbers: {reason}") from None
     if not isinstance(rows_VD, np.memmap):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")
-    if (
-        rows_VD.ndim != 2
-        or 0 in rows_VD.shape
-        or rows_VD.dtype not in map(np.dtype, NPY_TYPES.values())
-    ):
-        raise ValueError(
-            f"{path} holds {rows_VD.shape} {rows_VD.dtype}; rows are [V, D] in floating point: array.astype('float32')"
-        )
+    holds = f"{path} holds {rows_VD.shape} {rows_VD.dtype}"
+    if rows_VD.ndim != 2 or 0 in rows_VD.shape or rows_VD.dtype not in NPY_TYPES.values():
+        raise ValueError(f"{holds}; rows are [V, D] in floating point: array.astype('float32')")
+    if shape and (rows_VD.shape, rows_VD.dtype) != (shape, dtype):
+        raise ValueError(f"{holds}, but the table is {shape} {dtype}; take another file")
     return rows_VD
 
 
 def save_npy(path: str | Path, rows_VD: Tensor, chunk_rows: int = 1 << 14) -> None:
-    """Write rows [V, D] as an .npy file, bfloat16 as float32; aside and then renamed, a chunk of rows at a time."""
-    file = np.lib.format.open_memmap(
-        f"{path}.partial", "w+", NPY_TYPES.get(rows_VD.dtype, np.float32), tuple(rows_VD.shape)
-    )
-    for start in range(0, len(rows_VD), chunk_rows):
-        chunk = rows_VD[start : start + chunk_rows].cpu()
-        file[start : start + chunk_rows] = (
-            chunk if chunk.dtype in NPY_TYPES else chunk.float()
-        ).numpy()
-    file.flush()
-    os.replace(f"{path}.partial", path)
+    """Write rows [V, D] to an .npy file; bfloat16 becomes float32."""
+    dtype = NPY_TYPES.get(rows_VD.dtype, np.dtype("float32"))
+    header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(rows_VD.shape)}
+    with atomic_path(Path(path)) as temporary, open(temporary, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        # In chunks, because a copy of all rows might not fit into memory.
+        for chunk in rows_VD.split(chunk_rows):
+            chunk = chunk if chunk.dtype in NPY_TYPES else chunk.float()
+            file.write(chunk.cpu().contiguous().numpy().data)
 
 
-def rows_of(rows_VD: np.ndarray) -> Callable[[Tensor], Tensor]:
-    """An initialiser for tables that reads runs of rows from an array."""
+def copy_rows(rows_VD: np.ndarray) -> Callable[[Tensor], Tensor]:
+    """Return an initialiser for tables that copies the rows of an array."""
     return lambda rows_n: torch.from_numpy(np.array(rows_VD[int(rows_n[0]) : int(rows_n[-1]) + 1]))

@@ -1,6 +1,8 @@
-"""One embedding matrix with its row-aligned optimizer state: one contiguous record per row, 128-byte aligned where a GPU reads it.
+"""Embedding tables: one contiguous record per row.
 
-Shapes: V rows, D dimensions, U unique rows, R elements of a record (weight, then each state, padded to 128 bytes if aligned).
+A record is the weight of a row, followed by its optimizer state.
+
+Shapes: V rows, D dimensions, U unique rows, R elements of a record, padding included.
 """
 
 from __future__ import annotations
@@ -21,47 +23,48 @@ from torch import Tensor
 from w2v.kernels.random import mix, shift_right, splitmix64
 from w2v.model.row_file import NPY_TYPES, RowFile
 
-ALIGNMENT = 128  # bytes: the unit in which a GPU reads host memory
-CHUNK = {
-    "cuda": 1 << 21,
-    "cpu": 1 << 15,
-}  # numbers initialised at a time: few kernels to launch, or all in a core's cache
-TOUCH_BYTES = 64 << 20  # memory that one thread makes exist at a time
-FILE_BYTES = (
-    1 << 30
-)  # of records at most in a file of a checkpoint, which is copied whole or not at all
+ALIGNMENT = 128  # bytes that a GPU reads from host memory at a time
+FILE_BYTES = 1 << 30  # records in one file of a checkpoint, at most
+# Elements initialised at a time: many on a GPU, for few launches; few on a CPU, to stay in cache.
+INIT_CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}
+TOUCH_BYTES = 64 << 20  # memory that one thread allocates at a time
 
 Storage = Literal["cpu", "cuda", "pinned", "mmap"]
-Init = Callable[[Tensor], Tensor]  # row numbers [n] -> weights [n, D]
+Init = Callable[[Tensor], Tensor]  # row ids [n] -> weights [n, D]
 
 
 class RowState(NamedTuple):
-    """A per-row optimizer state: how many elements a row has of it, and their first value."""
+    """Number of elements and initial value of an optimizer state."""
 
     width: int
     initial: float
 
 
 class Table:
-    """V rows of D weights with optimizer state, in ordinary CPU memory, on the GPU, in pinned CPU memory, or in a file ("mmap").
+    """V records of a D-dimensional weight and its optimizer state.
 
-    Elements are float64, float32, bfloat16 or float16; pages of those with 16 bits are float32, others as the table. float16 has no room
-    for squared gradients under 6e-8, so optimizers that keep them want bfloat16. `scalars` holds what is kept once for the whole table:
-    the optimizer's, such as Adam's step, and the count of writes that seeds the rounding to bfloat16.
+    With storage="mmap" the records are in the file `path`, and their layout and the scalars in
+    `<path>.json`; a table without state may also be an .npy file [V, D]. An existing file of the
+    same layout is continued. A new file gets its name at the first `flush`, so it is never
+    incomplete. Only one process may open it. After `flush` everything is on disk. If the process is
+    killed later, each row is as of the last flush or a later write, and the scalars are as of the
+    last flush. If the machine crashes, rows written since the flush may be damaged.
 
-    storage="mmap" keeps the records in the file `path`, and their layout and the scalars in `<path>.json`; rows without state may also
-    be an .npy file [V, D], which needs no .json. An existing file is continued (`continued` is then True), if it is of this layout. A
-    new one is written aside and gets its name at the first `flush`, so a file of that name is always whole. What is promised: after
-    `flush` all is on disk, and survives a crash of the machine. Rows written later reach the file when the system chooses. If the
-    process is killed, every row is as of the last flush or as some later write left it (the one row being copied at that moment may be
-    partly new), and the scalars are as of the last flush; the layout is never damaged. After a crash of the machine, rows written
-    since the flush may be partly new. One process at a time may have the file open.
+    Args:
+        name: Name of the table in checkpoints.
+        rows: Number of rows V.
+        dim: Number of dimensions D.
+        states: Optimizer states of each row, in the order of the record.
+        scalars: Optimizer state kept once for the table, such as Adam's step; copied.
+        storage: "cpu", "cuda", "pinned" (CPU memory that a GPU reads in place) or "mmap".
+        dtype: float64, float32, bfloat16 or float16. float16 cannot hold squared gradients below
+            6e-8, so optimizers that keep them need bfloat16.
+        path: The file of storage="mmap".
+        aligned: Whether to pad records to 128 bytes, as a GPU needs them.
+        pinned_VR: Memory from `side_by_side` for storage="pinned"; by default it is allocated.
 
-    aligned: whether records are padded to 128 bytes, as a GPU wants them; bfloat16 counts its rounding by them. pinned_VR: the memory
-    of a pinned table's records, one of `side_by_side`, if it is not to have its own.
-
-    Raises `ValueError` for sizes, types and files that cannot be used, `MemoryError` where memory cannot be pinned, `OSError` where
-    the disk has no room.
+    Raises `ValueError` for an unusable argument or file, `MemoryError` where memory cannot be
+    pinned, and `OSError` where the disk is full.
     """
 
     def __init__(
@@ -78,76 +81,80 @@ class Table:
         pinned_VR: Tensor | None = None,
     ):
         _check(rows, dim, states, storage, dtype, path)
-        self.name, self.rows, self.dim, self.storage, self.dtype = name, rows, dim, storage, dtype
+        self.name = name
+        self.rows = rows
+        self.dim = dim
+        self.storage = storage
+        self.dtype = dtype
         self.columns = record_columns(dim, states)
         self.width = record_width(dim, states, dtype.itemsize, aligned)
         self.scalars = {key: value.clone() for key, value in scalars.items()}
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16:  # the number of writes seeds the stochastic rounding
             self.scalars["writes"] = torch.zeros((), dtype=torch.int64)
         self._file = None
         if storage == "mmap":
             self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)
             self.records_VR = self._file.records_VR
-            self.width = self.records_VR.shape[1]  # an .npy file has no padding
         elif storage == "pinned":
-            self.records_VR = (
-                side_by_side(1, rows, self.width, dtype)[0] if pinned_VR is None else pinned_VR
-            )
+            if pinned_VR is None:
+                pinned_VR = side_by_side(1, rows, self.width, dtype)[0]
+            self.records_VR = pinned_VR
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
+        self.width = self.records_VR.shape[1]  # an .npy file has no padding
         self.continued = self._file is not None and self._file.continued
-        if not self.continued:
-            for key, state in states.items():
-                if state.initial:
-                    self[key].fill_(state.initial)
+        for key, state in states.items():
+            if state.initial and not self.continued:  # new records are zero
+                self[key].fill_(state.initial)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A view of one field, "weight" or an optimizer state, of all rows: [V, D] or [V, 1]."""
+        """Return a view [V, D] or [V, 1] of "weight" or of an optimizer state."""
         return self.records_VR[:, self.columns[name]]
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.width * self.records_VR.element_size()
+        """Size of all records."""
+        return self.rows * self.width * self.dtype.itemsize
 
     def initialise(self, values: Init, device: torch.device | None = None) -> None:
-        """Set the weights, a chunk of rows at a time: `values` maps row numbers [n] to weights [n, D].
+        """Set the weights, a chunk of rows at a time.
 
-        device: where the row numbers are, and with them the computation; by default where the table is.
+        `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
         """
         device = device or self.records_VR.device
-        chunk_rows = max(1, CHUNK[device.type] // self.dim)
+        chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)
         for start in range(0, self.rows, chunk_rows):
             rows = torch.arange(start, min(start + chunk_rows, self.rows), device=device)
             weights = values(rows)
-            if weights.shape != (len(rows), self.dim):
-                raise ValueError(
-                    f"init gives {list(weights.shape)} for {len(rows)} rows; it must give [{len(rows)}, {self.dim}]"
-                )
+            expected = [len(rows), self.dim]
+            if (shape := list(weights.shape)) != expected:
+                raise ValueError(f"init gives {shape} for {len(rows)} rows; expected {expected}")
             self["weight"][start : start + len(rows)].copy_(weights)
 
     def decode(self, records_UR: Tensor) -> Tensor:
-        """Records of the table as a page has them: in float32, or in float64 where the table is."""
+        """Return records in the dtype of steps: float32, or float64 as stored."""
         return records_UR if self.dtype == torch.float64 else records_UR.float()
 
     def encode(self, rows_U: Tensor, records_UR: Tensor) -> Tensor:
-        """The records of a page as the table is to hold them; one call for each write.
+        """Return decoded records in the table's dtype, once for each write.
 
-        float16 is rounded to nearest. bfloat16 is rounded up or down with the chances that keep the mean, since to nearest would lose
-        every update under 1/512 of its weight; the bits depend on (count of writes, row, column) alone.
+        bfloat16 is rounded up or down at random, which keeps the mean: rounding to nearest would
+        lose every update below 1/512 of its weight. The result depends on the number of writes, the
+        row and the column alone. float16 is rounded to nearest.
         """
         if self.dtype != torch.bfloat16:
             return records_UR.to(self.dtype)
-        counter = rows_U[:, None] * (self.width // 4) + torch.arange(
-            self.width // 4, device=rows_U.device
-        )
-        noise_UR = splitmix64(counter, self.next_noise()).view(torch.int16)  # four from each
-        rounded_UR = (records_UR.view(torch.int32) + (noise_UR.int() & 0xFFFF)) & ~0xFFFF
-        return torch.where(
-            records_UR.isfinite(), rounded_UR.view(torch.float32), records_UR
-        ).bfloat16()
+        fours = torch.arange(self.width // 4, device=rows_U.device)
+        counter = rows_U[:, None] * len(fours) + fours
+        # Each draw of 64 bits rounds four elements.
+        noise_UR = splitmix64(counter, self.next_noise()).view(torch.int16).int() & 0xFFFF
+        rounded_UR = (records_UR.view(torch.int32) + noise_UR) & ~0xFFFF
+        # Adding noise to the bits of an infinity or a NaN would give another value.
+        finite_UR = records_UR.isfinite()
+        return torch.where(finite_UR, rounded_UR.view(torch.float32), records_UR).bfloat16()
 
     def next_noise(self) -> int:
-        """The seed, mixed, that rounds the next write to bfloat16: of 64 bits, unsigned; 0 for other elements."""
+        """Count a write, and return its 64-bit seed for rounding to bfloat16."""
         if self.dtype != torch.bfloat16:
             return 0
         writes = int(self.scalars["writes"]) + 1
@@ -155,68 +162,109 @@ class Table:
         return mix(writes)
 
     def shrink(self, width: int) -> None:
-        """Keep the first `width` elements of each record; the others' memory is given back if it is ordinary CPU memory."""
-        if self.storage == "cpu" and width < self.width:
-            self.records_VR, self.width = (
-                self.records_VR[:, :width].clone(memory_format=torch.contiguous_format),
-                width,
-            )
-            self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
+        """Keep the first `width` elements of each record in storage="cpu"."""
+        if self.storage != "cpu" or width >= self.width:
+            return
+        kept_VR = self.records_VR[:, :width]
+        self.records_VR = kept_VR.clone(memory_format=torch.contiguous_format)
+        self.width = width
+        self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
 
     def is_in(self, path: str | Path) -> bool:
-        """Whether the records lie in this file."""
+        """Return whether this file holds the records."""
         return self._file is not None and self._file.path.resolve() == Path(path).resolve()
 
     def flush(self) -> None:
-        """Return when all rows and scalars are on disk, for a table in a file; otherwise there is nothing to do."""
+        """Return when a table in a file is on disk."""
         if self._file:
             self._file.flush()
 
 
+class SplitTable(Table):
+    """Table of weights, with the optimizer state in other memory.
+
+    `records_VR` holds the weights and the second table `states` the rest. `columns` index the
+    records of both, joined.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        dim: int,
+        states: Mapping[str, RowState],
+        scalars: Mapping[str, Tensor],
+        storage: Storage,
+        dtype: torch.dtype,
+        state_storage: Storage,
+    ):
+        if not states:
+            reason = "this optimizer keeps no state; leave state_storage out"
+            raise ValueError(f"state_storage={state_storage!r}: {reason}")
+        super().__init__(name, rows, dim, {}, scalars, storage, dtype)
+        # In the second table the first state takes the place of the weight.
+        (_, first), *others = states.items()
+        self.states = Table(name, rows, first.width, dict(others), {}, state_storage, dtype)
+        self.states["weight"].fill_(first.initial)
+        self.states.columns = dict(zip(states, self.states.columns.values(), strict=True))
+        self.states.scalars = self.scalars  # both round by the same count of writes
+        for key, column in self.states.columns.items():
+            self.columns[key] = slice(self.width + column.start, self.width + column.stop)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name) if name == "weight" else self.states[name]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the records of both tables."""
+        return super().bytes + self.states.bytes
+
+
 def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]:
-    """Where each field lies in a record: the weight first, then the states in their order."""
-    columns, start = {}, 0
-    for key, width in [("weight", dim), *((key, state.width) for key, state in states.items())]:
-        columns[key] = slice(start, start + width)
-        start += width
+    """Return the elements of a record that hold the weight and each state."""
+    columns = {"weight": slice(0, dim)}
+    start = dim
+    for key, state in states.items():
+        columns[key] = slice(start, start + state.width)
+        start += state.width
     return columns
 
 
 def record_width(
     dim: int, states: Mapping[str, RowState], element_size: int = 4, aligned: bool = True
 ) -> int:
-    """Elements of a record, padding included."""
+    """Return the number of elements of a record."""
     elements = dim + sum(state.width for state in states.values())
     return padded(elements, element_size) if aligned else elements
 
 
 def padded(elements: int, element_size: int) -> int:
-    """So many elements, or as many more as fill the last 128 bytes."""
+    """Round a number of elements up to a multiple of 128 bytes."""
     per_line = ALIGNMENT // element_size
     return -(-elements // per_line) * per_line
 
 
 def uniform(dim: int, bound: float, seed: int) -> Init:
-    """Weights uniform in [-bound, bound), each a function of (seed, row, column) alone.
+    """Return an initialiser with uniform weights in [-bound, bound).
 
-    The bits come from SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), counted by row * dim + column, so they depend neither
-    on chunks or threads nor on the device.
+    A weight depends on (seed, row, column) alone: not on chunks, threads or the device.
     """
 
     def values(rows_n: Tensor) -> Tensor:
-        return ((_bits(rows_n, dim, seed) & 0xFFFFFF).float() / (1 << 23) - 1) * bound
+        return ((_random_bits(rows_n, dim, seed) & 0xFFFFFF).float() / (1 << 23) - 1) * bound
 
     return values
 
 
 def normal(dim: int, std: float, seed: int) -> Init:
-    """Weights normal with mean 0, each a function of (seed, row, column) alone, by Box and Muller (1958) from the bits of `uniform`.
+    """Return an initialiser with normal weights of mean 0.
 
-    Computed in float64, so that devices agree but for a last bit once in some hundred million values.
+    A weight depends on (seed, row, column) alone (Box and Muller, 1958). It is computed in float64,
+    so that devices differ in the last bit of at most one weight in some hundred million.
     """
 
     def values(rows_n: Tensor) -> Tensor:
-        bits = _bits(rows_n, dim, seed)
+        bits = _random_bits(rows_n, dim, seed)
         radius = ((shift_right(bits, 32) + 0.5).double() / 2**32).log_().mul_(-2).sqrt_()
         angle = (bits & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
         return (radius * angle.cos_() * std).float()
@@ -224,11 +272,10 @@ def normal(dim: int, std: float, seed: int) -> Init:
     return values
 
 
-def _bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
-    """64 random bits for each row and column: [n, D]."""
-    return splitmix64(
-        rows_n[:, None] * dim + torch.arange(dim, device=rows_n.device) + 1, mix(seed)
-    )
+def _random_bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
+    """Return 64 random bits for each row and column: [n, D]."""
+    columns = torch.arange(dim, device=rows_n.device)
+    return splitmix64(rows_n[:, None] * dim + columns + 1, mix(seed))
 
 
 def _check(
@@ -239,42 +286,32 @@ def _check(
     dtype: torch.dtype,
     path: str | Path | None,
 ) -> None:
+    """Raise `ValueError` for arguments of a table that cannot be used."""
+    dtypes = [torch.bfloat16, *NPY_TYPES]
+    counter = next((key for key, state in states.items() if state.width == 1), None)
+    reason = None
     if min(rows, dim) < 1:
-        raise ValueError(
-            f"a table of {rows} rows of {dim} dimensions cannot be made; both must be at least 1"
-        )
-    if storage not in get_args(Storage):
-        raise ValueError(
-            f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}"
-        )
-    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"dtype={dtype} cannot be stored; choose torch.float64, torch.float32, torch.bfloat16 or torch.float16"
-        )
-    counters = [key for key, state in states.items() if state.width == 1]
-    if dtype.itemsize == 2 and counters:
-        raise ValueError(
-            f"dtype={dtype} cannot hold the state {counters[0]!r} that counts for each row; use float32, or step=table"
-        )
-    if (storage == "mmap") != (path is not None):
-        raise ValueError(
-            f"storage={storage!r} with path={path}: a path goes with storage='mmap', which needs one"
-        )
-    if path is not None and Path(path).suffix == ".npy" and (states or dtype not in NPY_TYPES):
-        raise ValueError(
-            f"path={path}: an .npy file holds weights alone, in float64, float32 or float16; give the path another ending"
-        )
-    if storage in ("cuda", "pinned") and not torch.cuda.is_available():
-        raise ValueError(
-            f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu' or 'mmap'"
-        )
+        reason = f"a table needs at least 1 row and 1 dimension; it has {rows} and {dim}"
+    elif storage not in get_args(Storage):
+        reason = f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}"
+    elif dtype not in dtypes:
+        reason = f"dtype={dtype} cannot be stored; choose from {' '.join(map(str, dtypes))}"
+    elif dtype.itemsize == 2 and counter:
+        reason = f"dtype={dtype} cannot hold each row's own {counter!r}; use float32, or step=table"
+    elif (storage == "mmap") != (path is not None):
+        reason = f"storage={storage!r} with path={path}: 'mmap' needs a path, the others take none"
+    elif path is not None and Path(path).suffix == ".npy" and (states or dtype not in NPY_TYPES):
+        reason = f"path={path}: an .npy file holds weights alone, not in bfloat16; rename the file"
+    elif storage in ("cuda", "pinned") and not torch.cuda.is_available():
+        reason = f"storage={storage!r} needs an NVIDIA GPU, and torch finds none; use storage='cpu'"
+    if reason:
+        raise ValueError(reason)
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """Zero bytes in anonymous memory, huge pages advised; exactly as many as asked for, rounded up to a page.
+    """Return zeroed, page-aligned CPU memory in huge pages: uint8 [nbytes].
 
-    Making pages exist is what takes the time: a write to each of them, by as many threads as torch uses, has the system zero them in
-    parallel, and touches the memory once.
+    Threads touch the pages, so that the system zeroes them in parallel.
     """
     memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -282,9 +319,8 @@ def host_memory(nbytes: int) -> Tensor:
     content = np.frombuffer(memory, np.uint8)
 
     def touch(start: int) -> None:
-        content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = (
-            0  # numpy lets other threads run meanwhile
-        )
+        # NumPy releases the GIL during the assignment.
+        content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(touch, range(0, nbytes, TOUCH_BYTES)))
@@ -292,21 +328,22 @@ def host_memory(nbytes: int) -> Tensor:
 
 
 def side_by_side(tables: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Pinned memory for the records of so many tables [T, V, R], in which the rows of one number lie beside each other.
+    """Return pinned memory [T, V, R] for tables whose rows interleave.
 
-    A GPU that reads the rows of a word in all tables then looks up one address, which is what limits records that lie far apart.
+    A GPU that reads a row of every table then translates one address, not several; address
+    translation limits the throughput of small records.
     """
     memory = host_memory(tables * rows * width * dtype.itemsize)
-    _register(memory)
+    _pin(memory)
     return memory.view(dtype).view(rows, tables, width).transpose(0, 1)
 
 
 def pinning_is_limited() -> bool:
-    """Whether the driver heeds the limit on locked memory: found by pinning 2 MiB under a limit of 64 KiB. Needs CuPy and a GPU."""
+    """Return whether the limit on locked memory applies to pinning."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, before[1]))
     try:
-        _register(host_memory(2 << 20))
+        _pin(host_memory(2 << 20))  # far more than the limit of 64 KiB
     except MemoryError:
         return True
     finally:
@@ -314,25 +351,26 @@ def pinning_is_limited() -> bool:
     return False
 
 
-def _register(memory: Tensor) -> None:
-    """Pin host memory in place for as long as its storage lives (CUDA runtime API, cudaHostRegister).
+def _pin(memory: Tensor) -> None:
+    """Pin CPU memory in place (cudaHostRegister) until it is freed.
 
-    The memory exists already, which is three times faster than having the driver fault it in.
+    Pinning touched memory is three times faster than having the driver allocate it.
     """
     try:
-        from cupy.cuda import (
-            runtime,
-        )  # unlike torch's binding it clears the error that a failure leaves for the next kernel
+        # torch's binding would leave the error of a failure behind for the next kernel.
+        from cupy.cuda import runtime
     except ImportError:
         raise ValueError(
-            "storage='pinned' needs CuPy, which cannot be imported; install cupy-cuda12x or cupy-cuda13x"
+            "storage='pinned' needs CuPy, which cannot be imported; "
+            "install cupy-cuda12x or cupy-cuda13x"
         ) from None
     nbytes = memory.numel() * memory.element_size()
     try:
         runtime.hostRegister(memory.data_ptr(), nbytes, 0)
     except runtime.CUDARuntimeError as error:
         raise MemoryError(
-            f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise the limit on locked memory (ulimit -l, "
-            "or --ulimit memlock=-1 for a container), make the tables smaller, or set transfer.engine=resident"
+            f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise the limit on "
+            "locked memory (ulimit -l, or --ulimit memlock=-1 for a container), make the tables "
+            "smaller, or set transfer.engine=resident"
         ) from None
     weakref.finalize(memory.untyped_storage(), runtime.hostUnregister, memory.data_ptr())

@@ -1,66 +1,59 @@
-"""A table in a safetensors file of its own, optimizer state included: what `w2v.api.embedding` saves and loads."""
+"""Weights, optimizer state and scalars of a table in a safetensors file."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from w2v.model.table import Table
-from w2v.system.files import apply_umask
-from w2v.training.shards import DTYPES
-
-if TYPE_CHECKING:
-    from w2v.transfer.apart import TableApart
+from w2v.system.files import apply_umask, atomic_path
 
 
-def save(table: Table | TableApart, path: Path) -> None:
-    """Write "weight" [V, D], the optimizer's states [V, D] or [V, 1], and its scalars; in the table's dtype.
-
-    Written aside and renamed, so that no half-written file is ever seen under its name.
-    """
+def save(table: Table, path: Path) -> None:
+    """Write "weight" [V, D], states [V, D] or [V, 1], and scalars."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: table[name].cpu().contiguous() for name in table.columns}
-    aside = Path(f"{path}.partial")
-    save_file(
-        fields | {f"scalar.{name}": value.cpu() for name, value in table.scalars.items()}, aside
-    )
-    apply_umask(aside)
-    os.replace(aside, path)
+    tensors = {name: value.cpu().contiguous() for name, value in _tensors(table).items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+        apply_umask(temporary)  # safetensors allows only the owner to read
 
 
-def load(table: Table | TableApart, path: Path) -> None:
-    """Fill the table from the file that `save` wrote. Raises `ValueError` where its fields, shapes or dtype are not the table's."""
+def load(table: Table, path: Path) -> None:
+    """Fill the table from a file that `save` wrote.
+
+    Raises:
+        ValueError: The file's fields, shapes or dtype differ; the table is unchanged.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            dtype = file.get_slice("weight").get_dtype()
+        found = load_file(path)
     except SafetensorError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a safetensors file of a table: {reason}") from None
+    expected = _tensors(table)
+    if _describe(found) != _describe(expected):
         raise ValueError(
-            f"{path} is not a safetensors file of a table: {' '.join(str(error).split())}"
-        ) from None
-    if dtype != DTYPES[table.dtype]:
-        raise ValueError(
-            f"{path} holds {dtype}, but the table is {table.dtype}; make the table with the dtype of the file"
+            f"{path} holds {_describe(found)}, but the table has {_describe(expected)}; "
+            "make one like the file"
         )
-    fields = load_file(path)
-    expected = {name: table[name].shape for name in table.columns} | {
-        f"scalar.{name}": v.shape for name, v in table.scalars.items()
-    }
-    found = {name: value.shape for name, value in fields.items()}
-    if found != expected:
-        raise ValueError(
-            f"{path} holds {_shape_list(found)}, but the table has {_shape_list(expected)}; make one like the file"
-        )
-    for name in table.columns:
-        table[name].copy_(fields[name])
-    for name, value in table.scalars.items():
-        value.copy_(fields[f"scalar.{name}"])
+    # Nothing has been written so far, so a file that is refused changes nothing.
+    for name, value in expected.items():
+        value.copy_(found[name])
 
 
-def _shape_list(shapes: dict) -> str:
-    return ", ".join(
-        f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in sorted(shapes.items())
-    )
+def _tensors(table: Table) -> dict[str, Tensor]:
+    """Return views of all fields and scalars, by their names in the file."""
+    fields = {name: table[name] for name in table.columns}
+    return fields | {f"scalar.{name}": value for name, value in table.scalars.items()}
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> str:
+    """Return names, shapes and dtypes, such as "weight 9x5 float32"."""
+    parts = []
+    for name, value in sorted(tensors.items()):
+        shape = "x".join(map(str, value.shape))
+        parts.append(f"{name} {shape} {value.dtype}" if shape else name)
+    return ", ".join(parts).replace("torch.", "")

@@ -1,4 +1,4 @@
-"""What the program says: on its standard output, above the progress bar, and in a run's train.log."""
+"""Messages on the console and in train.log."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from tqdm import tqdm
 
 log = logging.getLogger("w2v")
+# Messages of before the run folder exists, which train.log begins with: the plan, for example.
+_early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
 
 def log_to_console(quiet: bool = False) -> None:
-    """Show the program's messages on standard output, above the progress bar where there is one; if `quiet`, only of what fails."""
-    escape_what_it_lacks()
-    handler = _AboveTheBar()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers[:] = [handler] if sys.stdout else []  # who started the program may have closed it
+    """Show messages on standard output; only errors if `quiet`."""
+    escape_unencodable()
+    _early.buffer.clear()
+    log.handlers[:] = [_early]
+    if sys.stdout:  # None if the parent process closed it
+        log.addHandler(_ConsoleHandler())
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
-def escape_what_it_lacks() -> None:
-    """Have characters that standard output's encoding lacks written as escapes; they would be errors."""
+def escape_unencodable() -> None:
+    r"""Escape characters that standard output cannot encode, as \u65e5."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
-    """Keep the program's messages, for as long as the block runs, with the time of each; not at all if `quiet`."""
-    if quiet:
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """Append all messages to a file during the block, unless `quiet`."""
+    handler = logging.FileHandler(os.devnull if quiet else path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _early.setTarget(handler)
+    _early.flush()
+    log.removeHandler(_early)
     log.addHandler(handler)
     try:
         yield
@@ -46,10 +50,13 @@ def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
         handler.close()
 
 
-class _AboveTheBar(logging.Handler):
+class _ConsoleHandler(logging.Handler):
+    """Print through tqdm, so that a message does not break the progress bar."""
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record))
-            sys.stdout.flush()  # into a file or a pipe at once, too
-        except OSError:  # who read it has ended, or its disk is full, which is no reason to end training; train.log has it all
+            sys.stdout.flush()  # at once, into files and pipes too
+        except OSError:
+            # The reader has ended or its disk is full. Training goes on; train.log has everything.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever ends the process or the machine."""
+"""Atomic writes, locks and error messages of files."""
 
 from __future__ import annotations
 
@@ -6,105 +6,137 @@ import contextlib
 import errno
 import fcntl
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+
+TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path whose file or folder replaces `path` on success.
+
+    The temporary path has the same name, in a new folder beside `path`. When the block succeeds,
+    its content is synced and renamed to `path`; the new folder is removed in any case.
+    """
+    path = Path(path)
+    prefix = f".{path.name}."
+    with tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, prefix, path.parent) as folder:
+        temporary = Path(folder, path.name)
+        yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            sync(written)
+        if path.is_dir():  # os.replace() cannot replace a folder that has content
+            os.replace(path, Path(folder, "replaced"))
+        os.replace(temporary, path)
+    sync(path.parent)
+
+
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """Write text (as UTF-8) or bytes: the file is complete or unchanged."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a new file, and return when it is on disk with the CRC-32 of it; the name is on disk after `sync_folder`."""
+    """Write a large new file, wait until it is on disk, and return its CRC-32."""
     crc32 = 0
     with open(path, "wb") as file:
         for part in parts:
             file.write(part)
             crc32 = zlib.crc32(part, crc32)
-            _let_go(file)
+            _start_writeback(file.fileno())
         file.flush()
         os.fsync(file.fileno())
-        _let_go(file)
+        _start_writeback(file.fileno())
     return crc32
 
 
-def _let_go(file: BinaryIO) -> None:
-    """Have the system begin to write what it keeps of a file to disk, and forget what is there: the memory is for other things, and
-    the disk idle meanwhile: 6 GiB were there after 3.5 s in place of 8."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _start_writeback(descriptor: int) -> None:
+    """Start writing a file's cached pages to disk, and free written ones."""
+    if hasattr(os, "posix_fadvise"):  # keeps the disk busy: 6 GiB took 3.5 s instead of 8
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Write a text aside, and give it its name once it is on disk; what fails leaves nothing."""
-    aside = Path(f"{path}.part")
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        write_synced(aside, [text.encode()])
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file the permissions that new files have; safetensors gives its files to their owner alone."""
+    """Give a file default permissions; safetensors makes it private."""
     mask = os.umask(0o077)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
-def sync_folder(path: Path) -> None:
-    """Return when the names in it are on disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def newest_file(folder: Path, name: str) -> Path | None:
-    """Of the files of that name in the folders of a folder the one that was written last; None without any."""
-    return max(
-        folder.glob(f"*/{name}"), key=lambda path: (path.stat().st_mtime_ns, path), default=None
-    )
+    """Return the newest file <folder>/*/<name>, or None without any."""
+    found = folder.glob(f"*/{name}")
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """Lets one process at a time into the block, of those that name the same folder; `waits` is called where another is in."""
-    opened = os.open(folder, os.O_RDONLY)
+def exclusive(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Lock a folder during the block; call `on_wait` if it is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waits()
-            fcntl.flock(opened, fcntl.LOCK_EX)
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def naming_file(path: str | Path) -> Iterator[None]:
-    """An `OSError` in the block that names no file names this one."""
+    """Add this path to an `OSError` in the block that names no file."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
             raise
-        raise OSError(
-            error.errno or errno.EIO, error.strerror or f"{error}; is the disk full?", str(path)
-        ) from None
+        reason = error.strerror or f"{error}; is the disk full?"
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from None
+
+
+def hash_file(path: Path, digest: Any) -> str:
+    """Return the hash of a file by one of hashlib's digests, as hex digits."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]:
+    """Raise any error of the block as this kind: "problem (reason); remedy"."""
+    try:
+        yield
+    except kind:
+        raise  # it has a message of its own
+    except Exception as error:  # damaged files may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise kind(f"{problem} ({reason}); {remedy}") from error
 
 
 def error_message(error: Exception) -> str:
-    """What went wrong, on one line; and where and what to do, which an `OSError` does not say itself."""
+    """Return the error on one line; an `OSError` with its file and a remedy."""
     if not isinstance(error, OSError):
         return " ".join(str(error).split())
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = (
-        "make room there" if full else "check the folder and its permissions, or take another one"
-    )
-    place = (
-        "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "
-    )  # standard output has no name
+    remedy = "check the folder and its permissions, or take another one"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "make room there"
+    # Errors of standard output have no file name.
+    place = "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "
     return f"{place}{error.strerror or error}; {remedy}"

@@ -1,268 +1,207 @@
-"""Kernels that turn UTF-8 text into numbers, one for each distinct word; they run without the interpreter's lock.
-
-Words are kept as four arrays: their bytes end to end (`letters`), where each begins (`starts`), a digest of each, which up to eight
-bytes is the word itself, and a table of their numbers, -1 where free and at most half full, in which a word stands at or after the
-place that its digest names. T words.
-"""
+"""Split UTF-8 text into words and number them, without the GIL."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from w2v.system.jit import compiled
 
-END = -1  # of a line in `Tokens.codes`, of a sentence among the numbers
-WORD, SPACE, NEWLINE, WIDE = range(
-    4
-)  # what a byte is; WIDE may begin a white space of two or three bytes
-KIND = np.zeros(256, np.uint8)
-KIND[[*b"\t\v\f\r\x1c\x1d\x1e\x1f "]] = SPACE
-KIND[ord("\n")] = NEWLINE
-KIND[[0xC2, 0xE1, 0xE2, 0xE3]] = WIDE
-ONES = np.int64(0x0101010101010101)
-PADDING = b" " * 8  # after a text, so that eight bytes can be read anywhere in it
-MIX = np.int64(-7046029254386353131)  # 2**64 over the golden ratio; products wrap around
-SIZE, WORDS, PENDING, LEAST = range(
-    4
-)  # of a lexicon's state: distinct words, words read, words of the open sentence, next count to prune
+FREE = -1  # an unused slot of the hash table
+LINE_END = -1  # among word numbers
+NEWLINE = ord("\n")
+IS_SPACE = np.array([chr(point).isspace() for point in range(0x3001)])  # none is beyond U+3000
+PADDING = b" " * 2  # ends the last word, and lets three bytes be read at any position before it
+HASH_FACTOR = np.int64(-7046029254386353131)  # 2**64 / golden ratio; products wrap around
+
+
+class Tokens(NamedTuple):
+    """Words and line feeds of a text; a line feed is an empty token."""
+
+    text: np.ndarray  # uint8
+    starts: np.ndarray  # int32 [T], token t is text[starts[t]:ends[t]]
+    ends: np.ndarray  # int32 [T]
+    digests: np.ndarray  # int64 [T], exact for words of up to eight bytes of the same length
+
+
+class WordTable:
+    """Distinct words, numbered by first appearance, and their counts."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._letters = np.empty(0, np.uint8)  # all words end to end
+        self._starts = np.zeros(1, np.int64)  # word w is letters[starts[w]:starts[w + 1]]
+        self._digests = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.int64)
+        self._slots = np.empty(0, np.int32)  # hash table of word numbers, at most half full
+
+    def word(self, number: int) -> str:
+        """Return a word by its number."""
+        letters = self._letters[self._starts[number] : self._starts[number + 1]]
+        return str(letters, "utf-8")
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How often each word occurred, int64."""
+        return self._counts[: self._size]
+
+    def add(self, tokens: Tokens) -> np.ndarray:
+        """Count words; return their numbers, LINE_END for line feeds, int32."""
+        most = self._size + len(tokens.starts)  # words there may be afterwards
+        letters = int(self._starts[self._size]) + len(tokens.text)
+        words: list[np.ndarray] = [self._letters, self._starts, self._digests, self._counts]
+        for array, size in zip(words, [letters, most + 1, most, most], strict=True):
+            if len(array) < size:
+                array.resize(2 * size, refcheck=False)  # in place, filled with zeros
+        if 2 * most > len(self._slots):
+            self._slots = np.full(1 << (2 * most).bit_length(), FREE, np.int32)
+            _fill(self._slots, self._digests, self._size)
+        numbers, self._size = _number(*tokens, *words, self._slots, self._size)
+        return numbers
+
+
+def split(text: bytes) -> Tokens:
+    """Split valid UTF-8 at whitespace, as str.split does."""
+    letters = np.frombuffer(text + PADDING, np.uint8)
+    return Tokens(letters, *_split(letters, len(text)))
 
 
 @compiled
-def _white(text, i):
-    """How many bytes the white space at `text[i]` takes, as str.split knows it; 0 where a word goes on."""
-    kind = KIND[text[i]]
-    if kind != WIDE:
-        return 0 if kind == WORD else 1
-    if i + 1 >= len(text):
-        return 0
-    first, second = text[i], text[i + 1]
-    if first == 0xC2:
-        return 2 if second == 0x85 or second == 0xA0 else 0
-    if i + 2 >= len(text):
-        return 0
-    third = text[i + 2]
-    if first == 0xE1:
-        wide = second == 0x9A and third == 0x80
-    elif first == 0xE3:
-        wide = second == 0x80 and third == 0x80
-    elif second == 0x80:
-        wide = 0x80 <= third <= 0x8A or third == 0xA8 or third == 0xA9 or third == 0xAF
-    else:
-        wide = second == 0x81 and third == 0x9F
-    return 3 if wide else 0
+def _split(text, size):
+    starts = np.empty(size, np.int32)
+    ends = np.empty(size, np.int32)
+    digests = np.empty(size, np.int64)
+    count = 0
+    i = 0
+    while i < size:
+        start = i
+        space = _space_bytes(text, i)
+        if space:
+            i += space
+            if text[start] != NEWLINE:
+                continue
+            ends[count] = start
+        else:
+            digest = 0
+            while not _space_bytes(text, i):
+                digest = digest << 8 ^ (digest >> 56 & 0xFF) ^ text[i]  # rotate, and add a byte
+                i += 1
+            ends[count] = i
+            digests[count] = digest
+        starts[count] = start
+        count += 1
+    return starts[:count], ends[:count], digests[:count]
 
 
 @compiled
-def last_break(text):
-    """Where the bytes after the last white space of `text` begin; 0 when it has none."""
-    for i in range(len(text) - 1, -1, -1):
-        width = _white(text, i)
-        if width:
-            return i + width
+def _space_bytes(text, i):
+    """Return the bytes of the whitespace character at text[i], else 0."""
+    first = text[i]
+    if first < 0x80:
+        return 1 if IS_SPACE[first] else 0
+    if first == 0xC2:  # U+0080 to U+00BF
+        return 2 if IS_SPACE[text[i + 1]] else 0
+    if first & 0xF0 == 0xE0:  # a character of three bytes
+        point = (first & 0x0F) << 12 | (text[i + 1] & 0x3F) << 6 | text[i + 2] & 0x3F
+        return 3 if point < len(IS_SPACE) and IS_SPACE[point] else 0
     return 0
 
 
 @compiled
-def _end(text, eights, i):
-    """Where the word at `text[i]` ends; a white space follows it."""
-    while True:
-        suspects = ((eights[i] - ONES * 0x21) | eights[i]) & (
-            ONES << 7
-        )  # bytes that are no visible ASCII; the first is certain
-        if suspects == 0:
-            i += 8
+def _first_slot(digest, slots):
+    """Return where the search for a word begins in the hash table."""
+    mixed = digest * HASH_FACTOR
+    return ((mixed ^ (mixed >> 32)) * HASH_FACTOR) >> 32 & (len(slots) - 1)
+
+
+@compiled
+def _fill(slots, digests, size):
+    """Enter the first `size` words into an empty hash table."""
+    for word in range(size):
+        slot = _first_slot(digests[word], slots)
+        while slots[slot] != FREE:
+            slot = (slot + 1) & (len(slots) - 1)
+        slots[slot] = word
+
+
+@compiled
+def _number(text, starts, ends, digests, letters, word_starts, word_digests, counts, slots, size):
+    """Number and count tokens by a hash table; add new words."""
+    numbers = np.empty(len(starts), np.int32)
+    for token in range(len(starts)):
+        start = starts[token]
+        end = ends[token]
+        if start == end:
+            numbers[token] = LINE_END
             continue
-        first = suspects & -suspects
-        i += ((((first - 1) & ONES) * ONES) >> 56) - 1
-        if _white(text, i):
-            return i
-        i += 1
-
-
-@compiled
-def _digest(eights, begin, end):
-    """A word of up to eight bytes itself; of a longer one its eights mixed, and a lowest byte that no word begins with."""
-    digest, long = np.int64(0), end - begin > 8
-    while end - begin >= 8:
-        digest, begin = digest * MIX ^ eights[begin], begin + 8
-    if end > begin:
-        digest = digest * MIX ^ (eights[begin] & ((np.int64(1) << 8 * (end - begin)) - 1))
-    return (digest & ~0xFF) | 0x20 if long else digest
-
-
-@compiled
-def _scattered(digest):
-    """A number whose low bits depend on all bytes of a word."""
-    mixed = digest * MIX
-    return ((mixed ^ (mixed >> 32)) * MIX) >> 32
-
-
-@compiled
-def _same(text, begin, end, letters, first, last):
-    """Whether the word `text[begin:end]` is `letters[first:last]`."""
-    if last - first != end - begin:
-        return False
-    while begin < end and text[begin] == letters[first]:
-        begin, first = begin + 1, first + 1
-    return begin == end
-
-
-@compiled
-def _append(text, begin, end, digest, letters, starts, digests, size):
-    """Add the word `text[begin:end]` as number `size` to all but the table."""
-    at = starts[size]
-    for i in range(begin, end):
-        letters[at] = text[i]
-        at += 1
-    starts[size + 1], digests[size] = at, digest
-
-
-@compiled
-def enter(table, digests, size):
-    """Enter the first `size` words into a table that has room for them; they are known to differ."""
-    table[:] = -1
-    mask = len(table) - 1
-    for number in range(size):
-        place = _scattered(digests[number]) & mask
-        while table[place] >= 0:
-            place = (place + 1) & mask
-        table[place] = number
-
-
-@compiled
-def split(text, eights):
-    """The codes of a text's words and lines, and its distinct words in order of appearance: codes, letters, starts, digests.
-
-    `text` is padded; `eights[i]` are the eight bytes from `text[i]` on.
-    """
-    codes, letters = np.empty(len(text) + 1, np.int32), np.empty(len(text), np.uint8)
-    starts, digests = np.empty(len(text) // 2 + 2, np.int64), np.empty(len(text) // 2 + 1, np.int64)
-    table = np.full(1 << 16, -1, np.int32)
-    starts[0] = count = size = i = 0
-    while i < len(eights) - 1:
-        width = _white(text, i)
-        if width:
-            if text[i] == 10:
-                codes[count] = END
-                count += 1
-            i += width
-            continue
-        begin, i = i, _end(text, eights, i)
-        digest = _digest(eights, begin, i)
-        place = _scattered(digest) & (len(table) - 1)
-        while table[place] >= 0:
-            number = table[place]
-            if digests[number] == digest and (
-                i - begin <= 8 or _same(text, begin, i, letters, starts[number], starts[number + 1])
+        digest = digests[token]
+        slot = _first_slot(digest, slots)
+        while slots[slot] != FREE:
+            word = slots[slot]
+            first = word_starts[word]
+            if (
+                word_digests[word] == digest
+                and word_starts[word + 1] - first == end - start
+                and (end - start <= 8 or _same(text, start, end, letters, first))
             ):
                 break
-            place = (place + 1) & (len(table) - 1)
-        if table[place] < 0:
-            _append(text, begin, i, digest, letters, starts, digests, size)
-            table[place] = size
-            codes[count] = size
+            slot = (slot + 1) & (len(slots) - 1)  # linear probing
+        if slots[slot] == FREE:
+            first = word_starts[size]
+            letters[first : first + end - start] = text[start:end]
+            word_starts[size + 1] = first + end - start
+            word_digests[size] = digest
+            slots[slot] = size
             size += 1
-            if 2 * size > len(table):
-                table = np.empty(2 * len(table), np.int32)
-                enter(table, digests, size)
-        else:
-            codes[count] = table[place]
-        count += 1
-    return codes[:count], letters[: starts[size]], starts[: size + 1], digests[:size]
+        word = slots[slot]
+        counts[word] += 1
+        numbers[token] = word
+    return numbers, size
 
 
 @compiled
-def _prune(letters, starts, digests, counts, table, state):
-    """Forget the words that occurred less often than the least count, which rises by one; the others move up, in their order."""
-    size, at = 0, 0
-    for number in range(state[SIZE]):
-        if counts[number] >= state[LEAST]:
-            for i in range(starts[number], starts[number + 1]):
-                letters[at] = letters[i]
-                at += 1
-            digests[size], counts[size] = digests[number], counts[number]
-            size += 1
-            starts[size] = at
-    enter(table, digests, size)
-    state[SIZE], state[LEAST] = size, state[LEAST] + 1
+def _same(text, start, end, letters, first):
+    """Return whether text[start:end] stands in `letters` from `first` on."""
+    while start < end and text[start] == letters[first]:
+        start += 1
+        first += 1
+    return start == end
 
 
 @compiled
-def settle(codes, words, lexicon, counts, table, state, longest, limit, closed, numbers):
-    """Count the words of a text and write their numbers in the lexicon, END after each sentence; returns how many were written.
+def kept_sentences(numbers, row_of, max_length, sentence, ids, lengths):
+    """Replace word numbers by rows; drop words of row -1.
 
-    A closed lexicon takes no more words: its size stands for all others. With a limit it is pruned after a sentence that exceeds it.
+    Sentences of fewer than two kept words are dropped. Fills `ids`, and `lengths` of the sentences
+    that end in this block. `sentence` is the open one between blocks: its words, its kept words,
+    and the row of a single one. Returns how many ids, lengths and words of the text there were.
     """
-    letters, starts, digests = lexicon
-    new_letters, new_starts, new_digests = words
-    known = np.full(len(new_digests), -1, np.int32)
-    written = 0
-    for code in codes:
-        if code != END:
-            if known[code] < 0:
-                begin, end, digest = new_starts[code], new_starts[code + 1], new_digests[code]
-                place = _scattered(digest) & (len(table) - 1)
-                while table[place] >= 0:
-                    number = table[place]
-                    if digests[number] == digest and (
-                        end - begin <= 8
-                        or _same(
-                            new_letters, begin, end, letters, starts[number], starts[number + 1]
-                        )
-                    ):
-                        break
-                    place = (place + 1) & (len(table) - 1)
-                number = table[place]
-                if number < 0:
-                    number = state[SIZE]
-                    if not closed:
-                        _append(new_letters, begin, end, digest, letters, starts, digests, number)
-                        table[place], counts[number] = number, 0
-                        state[SIZE] += 1
-                known[code] = number
-            number = known[code]
-            counts[number] += 1
-            numbers[written] = number
-            written += 1
-            state[WORDS] += 1
-            state[PENDING] += 1
-        if state[PENDING] == longest or (code == END and state[PENDING]):
-            numbers[written] = END
-            written += 1
-            state[PENDING] = 0
-            if 0 < limit < state[SIZE]:
-                _prune(letters, starts, digests, counts, table, state)
-                known[:] = -1
-    return written
-
-
-@compiled
-def rows(numbers, row_of, state, ids, lengths):
-    """Ids of the words that have a row, in sentences that have two of them, and the lengths of these sentences.
-
-    Returns how many ids, sentences and words there are. `state` holds the open sentence's length and its first id, which is written
-    when a second follows.
-    """
-    length, first = state
-    written = sentences = words = 0
+    words = sentence[0]
+    kept = sentence[1]
+    ids[0] = sentence[2]
+    id_count = 1 if kept == 1 else 0
+    length_count = 0
+    word_count = 0
     for number in numbers:
-        if number == END:
-            if length > 1:
-                lengths[sentences] = length
-                sentences += 1
-            length = 0
-            continue
-        words += 1
-        row = row_of[number]
-        if row >= 0:
-            if length == 0:
-                first = row
-            else:
-                if length == 1:
-                    ids[written] = first
-                    written += 1
-                ids[written] = row
-                written += 1
-            length += 1
-    state[0], state[1] = length, first
-    return written, sentences, words
+        if number != LINE_END:
+            word_count += 1
+            words += 1
+            if row_of[number] >= 0:
+                ids[id_count] = row_of[number]
+                id_count += 1
+                kept += 1
+        if number == LINE_END or words == max_length:
+            if kept > 1:
+                lengths[length_count] = kept
+                length_count += 1
+            elif kept == 1:  # a single word has no context
+                id_count -= 1
+            words = 0
+            kept = 0
+    sentence[0] = words
+    sentence[1] = kept
+    if kept == 1:  # it is passed on, as it may be the only one
+        id_count -= 1
+        sentence[2] = ids[id_count]
+    return id_count, length_count, word_count

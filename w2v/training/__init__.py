@@ -1,0 +1,1 @@
+"""Plan and run training: step, loop, checkpoints, metrics."""

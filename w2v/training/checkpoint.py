@@ -1,12 +1,12 @@
-"""The state of a run on disk: its tables in shards and a manifest that says the rest. safetensors and JSON, nothing that unpickles.
+"""Checkpoints: the tables in shards, and a manifest in JSON.
 
     checkpoints/step-00001234/
-        input-00000-of-00002.safetensors    and others of `w2v/training/shards.py`; where several ranks train, each writes its own
-        ...
-        manifest.json                       where training stood, the fields of a record, the tables' scalars, each file's size and CRC-32
+        input-00000-of-00002.safetensors    and the other files of `w2v.training.shards`
+        manifest.json                       where training stood, fields and scalars of the tables,
+                                            size and CRC-32 of each file
 
-A checkpoint is written aside, synced, and gets its name when it is whole; the last two are kept. Hosts without a disk in common have a
-folder each, with the files of their ranks and the same manifest.
+Nothing is pickled. A checkpoint is written to a folder `*.partial`, synced and then renamed. The
+last two are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,89 +27,140 @@ from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system.files import sync_folder, write_synced
+from w2v.system.files import sync, write_synced
 from w2v.training import shards
 
-FORMAT = 2
+log = logging.getLogger("w2v")
+FORMAT = 3
 KEPT = 2
+LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
+MOST_SHARE = 0.1  # of wall time that longer waits may take
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message is one line that names the file and the remedy."""
+    """A checkpoint that cannot be used; names the file and the remedy."""
+
+
+class SaveTimer:
+    """Time-based checkpointing; blocking saves take at most 10 % of wall time.
+
+    minutes: between two checkpoints; 0 for none by time.
+    """
+
+    def __init__(self, minutes: float):
+        self.saves = 0
+        self._minutes, self._last = minutes, time.monotonic()
+        self._waited = 0.0  # seconds for the last save, if that was long
+        self._waited_in_all = 0.0
+        self._reported = LONG_SECONDS / 2
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next checkpoint."""
+        pause = max(60 * self._minutes, self._waited / MOST_SHARE)
+        return self._minutes > 0 and time.monotonic() - self._last >= pause
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time the save in the block, and log a long one."""
+        began = time.monotonic()
+        yield
+        self.saves += 1
+        self._last = time.monotonic()
+        seconds = self._last - began
+        self._waited_in_all += seconds
+        self._waited = seconds if seconds > LONG_SECONDS else 0.0
+        # Log again when it takes twice as long, not each time.
+        if self._waited > 2 * self._reported:
+            self._reported = seconds
+            minutes = seconds / MOST_SHARE / 60
+            later = f"; the next by time comes {minutes:.1f} minutes later"
+            later = later if minutes > self._minutes else ""
+            log.info(f"saving    training waited {seconds:.1f} s for this checkpoint{later}")
+
+    def log_total(self) -> None:
+        """Log how long training waited for all checkpoints, if that was long."""
+        if self._waited_in_all > LONG_SECONDS:
+            log.info(f"training waited {self._waited_in_all:.1f} s for checkpoints in all")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run into `folder`, one at a time; all ranks make the same calls.
+    """Writes the checkpoints of a run, one at a time.
 
-    room: bytes of CPU memory for copies of records. `save` copies as many files' records as find room there, has the others written
-    meanwhile, and returns when the tables may change again; a thread then writes the copies. As training changes every row within
-    seconds, what is not copied has to be on disk before it goes on. What failed in the thread, or in that of another rank, is raised by
-    the next call.
+    All ranks make the same calls. `save` returns when the tables may change again. A thread then
+    writes what was copied, while training goes on; what could not be copied is on disk by then, as
+    training changes every row within seconds. An error in the thread, or in that of another rank,
+    is raised by the next call.
+
+    room: bytes of CPU memory for copies; as many of the files are copied as it holds.
     """
 
     def __init__(self, folder: Path, tables: Sequence[Table], room: int, ranks: Ranks = SINGLE):
         self.folder, self._tables, self._ranks = folder, tables, ranks
         folder.mkdir(exist_ok=True)
-        self._leads = ranks.leads(folder)
-        fitting = _fitting(self._files(), room)
-        self._copied = list(fitting)
+        self._leads = ranks.rank == 0
+        own_bytes = sum(table.rows * shards.row_bytes(table.records_VR) for table in tables)
+        self._bytes = sum(ranks.all_gather(own_bytes))
+        copied = _that_fit(self._files(), room)
+        self._copied = list(copied)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._memory = self._writer.submit(
-            lambda: {name: _memory_like(records_nR) for name, records_nR in fitting.items()}
-        )
+        self._memory = self._writer.submit(_allocate_like, copied)
         self._writing: Future | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether the last one is still being written."""
+        """Whether the last checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
 
     def save(self, state: dict[str, Any], wait: bool = False) -> None:
-        """Write the tables as they are now, and rank 0's `state` (JSON; its "step" names the checkpoint); `wait` until all is on disk."""
+        """Write the tables and rank 0's state.
+
+        Args:
+            state: what JSON can hold; its "step" names the checkpoint.
+            wait: return only when all is on disk.
+        """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
-        if all(self._ranks.all_gather(path.exists())):
-            self._remove_old()  # as who wrote it may have been killed before that
+        if self._ranks.all_gather(path.exists())[0]:
+            self._remove_old()  # a process killed before it did so may have written it
             return
-        manifest = {"format": FORMAT, **state, "tables": _describe(self._tables, self._ranks)}
-        if self._ranks.size > 1:
-            manifest["ranks"] = self._ranks.size
-        at_once = self._files()
-        behind = {} if wait else {name: at_once.pop(name) for name in self._copied}
-        with self._undone(path, manifest), self._ranks.reraise():
-            copying = self._writer.submit(self._copy, behind) if behind else None
-            _aside(path).mkdir(exist_ok=True)
-            entries = shards.write(_aside(path), at_once)
-            copies = copying.result() if copying else {}
+        manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
+        manifest["tables"] = _describe(self._tables, self._ranks)
+        # Nothing has to be copied if training waits anyway.
+        files = self._files()
+        to_copy = {} if wait else {name: files.pop(name) for name in self._copied}
+        with self._removed_on_failure(path), self._ranks.reraise():
+            # The thread copies some files while this one writes the others.
+            copying = self._writer.submit(self._copy, to_copy)
+            partial = _partial(path)
+            partial.mkdir(exist_ok=True)
+            entries = shards.write(partial, files)
+            copies = copying.result()
+        self._writing = self._writer.submit(self._finish, path, manifest, entries, copies)
         if wait:
-            self._finish(path, manifest, entries, copies)
-        else:
-            self._writing = self._writer.submit(self._finish, path, manifest, entries, copies)
+            self.wait()
 
     def raise_failure(self) -> None:
-        """Raise what has made the last one fail; as ranks look at times of their own, each has to say it."""
+        """Raise the error of the last checkpoint, if it has failed by now."""
         try:
             if not self.busy:
                 self.wait()
         except OSError as error:
             failed: Any = error
-            failed.of = None
+            failed.failed_rank = None  # ranks call this at different times, so each reports it
             raise
 
     def wait(self) -> None:
-        """Return when the last one is on disk."""
+        """Return when the last checkpoint is on disk."""
         if self._writing is not None:
-            done, self._writing = self._writing, None
-            done.result()
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def _files(self) -> dict[str, Tensor]:
         return shards.files({table.name: table.records_VR for table in self._tables}, self._ranks)
 
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: self._memory.result()[name].copy_(records_nR)
-            for name, records_nR in files.items()
-        }
+        return {name: self._memory.result()[name].copy_(files[name]) for name in files}
 
     def _finish(
         self,
@@ -116,51 +169,55 @@ class Checkpoints:
         entries: shards.Entries,
         copies: Mapping[str, Tensor],
     ) -> None:
-        """Write the copies too, give the checkpoint its name when the files of all ranks are whole, and remove those that are too old."""
-        aside, ranks = _aside(path), self._ranks
-        with self._undone(path, manifest):
-            with ranks.reraise(behind=True):
-                entries = {**entries, **shards.write(aside, copies)}
-                sync_folder(aside)
-            given = ranks.all_gather((entries, manifest), behind=True)
-            sealed = _sealed(
-                given[0][1]
-                | {"files": {name: entry for files, _ in given for name, entry in files.items()}}
-            )
-            with ranks.reraise(behind=True):
+        """Write the copies and, when all ranks are done, the manifest."""
+        partial, ranks = _partial(path), self._ranks
+        with self._removed_on_failure(path):
+            with ranks.reraise(group="background"):
+                entries = {**entries, **shards.write(partial, copies)}
+                sync(partial)
+            of_ranks = ranks.all_gather(entries, group="background")
+            # The manifest is written last: a folder with a manifest is complete.
+            with ranks.reraise(group="background"):
                 if self._leads:
-                    write_synced(aside / "manifest.json", [sealed.encode()])
-                    sync_folder(aside)
-                    _remove(
-                        path
-                    )  # what other hosts do not have: they had failed when it was written
-                    os.replace(aside, path)
-                    sync_folder(path.parent)
+                    files = {name: entry for part in of_ranks for name, entry in part.items()}
+                    sealed = _sealed(manifest | {"files": files})
+                    write_synced(partial / "manifest.json", [sealed.encode()])
+                    sync(partial)
+                    os.replace(partial, path)
+                    sync(path.parent)
         self._remove_old()
 
     def _remove_old(self) -> None:
         for old in _saved(self.folder)[:-KEPT] if self._leads else []:
-            _remove(old)
+            # What has the name of a checkpoint is whole, also while it is removed.
+            removed = Path(f"{old}.old.partial")
+            os.replace(old, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _undone(self, path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-        """Where the disk fails in the block, nothing of the checkpoint is left, and the error says what it would have taken."""
+    def _removed_on_failure(self, path: Path) -> Iterator[None]:
+        """Remove the checkpoint if the disk fails, and say how much it needs."""
         try:
             yield
         except OSError as error:
             if self._leads:
-                shutil.rmtree(_aside(path), ignore_errors=True)
-            needed = sum(
-                manifest["tables"][table.name]["rows"] * shards.row_bytes(table.records_VR)
-                for table in self._tables
+                shutil.rmtree(_partial(path), ignore_errors=True)
+            error.strerror = (
+                f"{error.strerror or error}, so that a checkpoint of {self._bytes:,} bytes cannot "
+                "be written; --resume goes on from the last"
             )
-            said = f"{error.strerror or error}, so that a checkpoint of {needed:,} bytes cannot be written; --resume goes on from the last"
-            error.strerror, error.filename = said, str(path.parent)
+            error.filename = str(path.parent)
             raise
 
 
 class Checkpoint:
-    """One that was written: `state` is what `Checkpoints.save` was given, on rank 0 where there were several."""
+    """A checkpoint on disk.
+
+    ranks: how many wrote it; state: what rank 0 gave to `Checkpoints.save`.
+
+    Raises:
+        CheckpointError: if the manifest is damaged or of another format.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -169,53 +226,53 @@ class Checkpoint:
             text = file.read_text(encoding="utf-8")
             manifest = json.loads(text)
             version = manifest["format"]
-            whole = text == _sealed(manifest)
+            sealed = _sealed(manifest)
+        # A damaged file may hold any JSON, or none.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                self._damaged(file, " ".join(f"{type(error).__name__}: {error}".split())[:100])
-            ) from None
-        if whole and version != FORMAT:
-            raise CheckpointError(
-                f"{file} is of format {version}, and this version reads {FORMAT}; go on with the version that wrote it"
-            )
-        if not whole:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+            raise CheckpointError(self._damaged(file, reason)) from None
+        if text != sealed:
             raise CheckpointError(self._damaged(file, "its checksum differs"))
-        self._files, self._tables, self.checksum = (
-            manifest["files"],
-            manifest["tables"],
-            manifest["checksum"],
-        )
-        self.ranks: int = manifest.get("ranks", 1)  # how many wrote it
-        about = {"format", "tables", "files", "checksum", "ranks"}
-        self.state: dict[str, Any] = {key: manifest[key] for key in manifest.keys() - about}
+        # Only an undamaged manifest tells its format.
+        if version != FORMAT:
+            raise CheckpointError(
+                f"{file} is of format {version}, and this version reads format {FORMAT}; "
+                "go on with the version that wrote it"
+            )
+        self.ranks: int = manifest.pop("ranks")
+        self._tables = manifest.pop("tables")
+        self._files = manifest.pop("files")
+        del manifest["format"], manifest["checksum"]
+        self.state: dict[str, Any] = manifest
 
     def load(self, tables: Sequence[Table], ranks: Ranks = SINGLE) -> None:
-        """Fill the tables, whose rows, fields and dtype must be those saved, by however many ranks; on a `CheckpointError` they hold
-        nothing of use."""
+        """Fill the tables, on any number of ranks.
+
+        Raises:
+            CheckpointError: if rows, fields or dtype differ from those saved, or a file is
+                damaged; then the tables hold nothing of use.
+        """
         wanted = _describe(tables, ranks)
         with ranks.reraise():
             for name, here in wanted.items():
                 saved = self._tables.get(name)
-                if saved is None or _fields(saved) != _fields(here):
-                    told = f"{self.path} holds the table {saved}, but this run's is {here}"
-                    raise CheckpointError(f"{told}; resume with the settings of the run")
+                if saved is None or _layout(saved) != _layout(here):
+                    raise CheckpointError(
+                        f"{self.path} holds the table {saved}, but this run's is {here}; "
+                        "resume with the settings of the run"
+                    )
+            records = {
+                table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables
+            }
             try:
-                records = {
-                    table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables
-                }
                 shards.read(self.path, self._files, records, self.ranks, ranks)
             except shards.Damaged as error:
-                raise CheckpointError(self._unreadable(error)) from None
+                raise CheckpointError(self._damaged(error.file, error.why)) from None
+        # Ranks that were not there before take the scalars of one that was.
         for table in tables:
-            scalars = _of_each_rank(self._tables[table.name]["scalars"])
-            for name, value in scalars[ranks.rank % self.ranks].items():
+            of_ranks = self._tables[table.name]["scalars"]
+            for name, value in of_ranks[ranks.rank % self.ranks].items():
                 table.scalars[name].fill_(value)
-
-    def _unreadable(self, error: shards.Damaged) -> str:
-        if self.ranks == 1 or not error.missing:
-            return self._damaged(error.file, error.why)
-        again = f"copy the files of all hosts into {self.path}, or start {self.ranks} ranks on the hosts where they were, in the same order"
-        return f"{error.file} is missing here: each of {self.ranks} ranks wrote files of its own; {again}"
 
     def _damaged(self, file: Path, why: str) -> str:
         older = [path.name for path in _saved(self.path.parent) if path != self.path]
@@ -224,97 +281,72 @@ class Checkpoint:
 
 
 def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
-    """The newest one in a folder that all ranks have, and None where there is none. Raises `CheckpointError` where it cannot be used."""
-    seen = ranks.all_gather([path.name for path in _saved(folder)])
-    common = [name for name in seen[0] if all(name in others for others in seen)]
-    if not common and any(seen):
-        have, lack = seen.index(max(seen, key=len)), seen.index(min(seen, key=len))
-        held = [", ".join(seen[rank]) or "none" for rank in (have, lack)]
-        raise CheckpointError(
-            f"{folder} holds {held[0]} for rank {have} but {held[1]} for rank {lack}; bring it to all hosts"
-        )
-    if not common:
-        return None
+    """Return the newest checkpoint in a folder, or None without any.
+
+    All ranks must share the folder.
+
+    Raises:
+        CheckpointError: if it cannot be used.
+        RanksDiffer: if the ranks do not see the same one.
+    """
+    path = next(reversed(_saved(folder)), None)
+    seen = {f"the newest checkpoint in {folder}": path.name if path else None}
+    ranks.require_equal(seen, "put run.dir on storage that all hosts share")
     with ranks.reraise():
-        found = Checkpoint(folder / common[-1])
-    ranks.require_equal(
-        {f"the checksum of {found.path.name}": found.checksum},
-        "bring all hosts the folder that rank 0 has",
-    )
-    return found
-
-
-def clean(folder: Path) -> None:
-    """Remove what a process that was killed left half-written."""
-    for path in folder.glob("*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        return Checkpoint(path) if path else None
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
+    """Return the checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def _remove(path: Path) -> None:
-    """Give a checkpoint another name first, so that what bears the name of one is whole."""
-    if path.exists():
-        gone = Path(f"{path}.old.partial")
-        os.replace(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+def _partial(path: Path) -> Path:
+    return Path(f"{path}.partial")
 
 
 def _sealed(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest, with the checksum of all else that it says."""
+    """Return the text of a manifest, with a checksum of all else that it says."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
-    checksum = hashlib.blake2b(
-        json.dumps(content, sort_keys=True).encode(), digest_size=16
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True)
+    checksum = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return json.dumps(content | {"checksum": checksum}, indent=1, sort_keys=True) + "\n"
 
 
 def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """What the tables are by name, all ranks' shards together; scalars are those of each rank, where there are several."""
+    """Return the layout of each whole table, and the scalars of each rank."""
     described = {}
     for table in tables:
-        parts = ranks.all_gather(
-            (table.rows, {name: value.item() for name, value in table.scalars.items()})
-        )
-        rows, scalars = zip(*parts, strict=True)
-        fields = [
-            [name, part.stop - part.start] for name, part in table.columns.items()
-        ]  # in the order of a record
+        scalars = {name: value.item() for name, value in table.scalars.items()}
+        of_ranks = ranks.all_gather((table.rows, scalars))
         described[table.name] = {
-            "rows": sum(rows),
+            "rows": sum(rows for rows, _ in of_ranks),
             "dtype": shards.DTYPES[table.dtype],
-            "fields": fields,
+            "fields": [[name, part.stop - part.start] for name, part in table.columns.items()],
+            "scalars": [scalars for _, scalars in of_ranks],
         }
-        described[table.name]["scalars"] = list(scalars) if ranks.size > 1 else scalars[0]
     return described
 
 
-def _fields(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for a table to be loaded: all but the values of its scalars."""
-    return {**described, "scalars": sorted(_of_each_rank(described["scalars"])[0])}
+def _layout(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for a table to be loaded."""
+    # The names of the scalars belong to the layout, their values do not.
+    return {**described, "scalars": sorted(described["scalars"][0])}
 
 
-def _of_each_rank(scalars: Any) -> list[dict[str, Any]]:
-    return scalars if isinstance(scalars, list) else [scalars]
-
-
-def _aside(path: Path) -> Path:
-    return Path(f"{path}.partial")
-
-
-def _fitting(files: Mapping[str, Tensor], room: int) -> dict[str, Tensor]:
-    """Those of the files, in their order, that find room together in so many bytes."""
+def _that_fit(files: Mapping[str, Tensor], room: int) -> dict[str, Tensor]:
+    """Return the first files that fit into that many bytes together."""
     fitting = {}
     for name, records_nR in files.items():
         if records_nR.nbytes <= room:
-            fitting[name], room = records_nR, room - records_nR.nbytes
+            fitting[name] = records_nR
+            room -= records_nR.nbytes
     return fitting
 
 
-def _memory_like(records_VR: Tensor) -> Tensor:
-    nbytes = records_VR.numel() * records_VR.element_size()
-    return host_memory(nbytes).view(records_VR.dtype).view(records_VR.shape)
+def _allocate_like(files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: host_memory(records_nR.nbytes).view(records_nR.dtype).view(records_nR.shape)
+        for name, records_nR in files.items()
+    }

@@ -1,4 +1,4 @@
-"""What happened, while it happens: a progress bar or plain lines, and one JSON object per log in metrics.jsonl."""
+"""Progress of a run: on the console and in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,54 +20,72 @@ from tqdm import tqdm
 from w2v.training.loggers import Logger
 
 log = logging.getLogger("w2v")
-TOGETHER = 64  # numbers that one kernel gathers, since one for each step would cost the CPU as much as a kernel that trains
-TRIAL_SECONDS = 2.0  # of training, which tell how long it will take
-REFRESH_SECONDS = 1.0  # of the progress bar; reading the loss waits for the device, so it is not done at every step
+STACKED = 64  # numbers gathered by one kernel; one for each step would cost as much as training
+ESTIMATE_SECONDS = 2.0  # of training, after which the time of the run is estimated
+REFRESH_SECONDS = 1.0  # of the progress bar, as reading the loss waits for the device
 
 
 class Diverged(ValueError):
-    """Numbers are no longer finite; the message says at which step, where, and what to try."""
+    """Numbers are no longer finite; names the step, the place and remedies."""
 
 
 class Total:
-    """A sum, from `start` on, of numbers on the device, which lie there, 8 bytes each, until it is read.
+    """Sum of numbers that stay on the device, 8 bytes each, until it is read.
 
-    They are added one after the other, in float64, so that the sum is the same whenever it has been read.
+    They are added one by one in float64, so that the sum does not depend on when it was read.
     """
 
     def __init__(self, start: float = 0):
         self._sum = start
-        self._latest: list[Tensor] = []
-        self._waiting: list[Tensor] = []
+        self._numbers: list[Tensor] = []
+        self._stacks: list[Tensor] = []
 
     def add(self, number: Tensor) -> None:
-        self._latest.append(number)
-        if len(self._latest) == TOGETHER:
-            self._put_together()
+        """Add a number without waiting for the device."""
+        self._numbers.append(number)
+        if len(self._numbers) == STACKED:
+            self._stack()
 
     def read(self) -> float:
-        """The sum so far; waits for the device."""
-        if self._latest:
-            self._put_together()
-        if self._waiting:
-            for number in torch.cat(self._waiting).tolist():
+        """Return the sum so far; waits for the device."""
+        if self._numbers:
+            self._stack()
+        if self._stacks:
+            for number in torch.cat(self._stacks).tolist():
                 self._sum += number
-            self._waiting = []
+            self._stacks = []
         return self._sum
 
-    def _put_together(self) -> None:
-        self._waiting.append(torch.stack(self._latest))
-        self._latest = []
+    def _stack(self) -> None:
+        self._stacks.append(torch.stack(self._numbers))
+        self._numbers = []
+
+
+class LinkUse(NamedTuple):
+    """Use of the link between CPU and GPU so far."""
+
+    bytes: int = 0  # both ways
+    wait_seconds: float = 0.0  # in which the computation stood still for them
 
 
 class Metrics:
-    """Keeps losses on the device and sums them only when they are shown or logged.
+    """Counts steps and, once in a while, reports the mean loss.
 
-    The loss shown is the mean over the positive pairs since the last line of metrics.jsonl. Words are raw words of the corpus, those
-    outside the vocabulary included. Whenever the device has been waited for, `look` is called, which may raise what stops the run.
-    `moved` gives the bytes that have crossed the link to the GPU, both ways, of `link_rate` a second that it can carry, and `waited` the
-    seconds for which the computation stood still for them. With a `state`, the curve goes on from there, and lines of the file that came
-    later are cut off; without one it begins anew. Without a path nothing is shown or written.
+    The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
+    Words are raw words of the corpus, those outside the vocabulary included. Once a step:
+
+        metrics.update(loss, pairs, words)
+        if metrics.due:                 # seldom, as reading the loss waits for the device
+            metrics.report(lr)
+
+    Args:
+        path: metrics.jsonl; with None nothing is shown or written.
+        total_words: of all epochs.
+        log_seconds: between two lines.
+        loggers: get every line too.
+        link: returns the use of the link so far.
+        link_rate: bytes a second that the link can carry, both ways together; 0 if unknown.
+        state: what `state` returned when the run was saved; lines written later are cut off.
     """
 
     def __init__(
@@ -75,115 +93,105 @@ class Metrics:
         path: Path | None,
         total_words: int,
         log_seconds: float,
-        look: Callable[[], None] = lambda: None,
-        state: dict[str, float] | None = None,
         loggers: Sequence[Logger] = (),
-        moved: Callable[[], int] = lambda: 0,
-        waited: Callable[[], float] = lambda: 0.0,
+        link: Callable[[], LinkUse] = LinkUse,
         link_rate: float = 0.0,
+        state: dict[str, float] | None = None,
     ):
-        self._file = (
-            path.open("a", encoding="utf-8")
-            if path
-            else tempfile.TemporaryFile("a", encoding="utf-8")
-        )  # noqa: SIM115
-        self._total_words, self._log_seconds, self._look = total_words, log_seconds, look
+        state = state or {}
+        self.step = int(state.get("step", 0))
+        self.words = int(state.get("words", 0))
+        self.loss: float = state.get("mean_loss", math.nan)
+        self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
+        self._total_words, self._log_seconds, self._loggers = total_words, log_seconds, loggers
+        self._loss, self._pairs = Total(state.get("loss", 0)), Total(state.get("pairs", 0))
+
+        # What the next line is measured from.
+        self._logged_words = int(state.get("logged_words", 0))
+        self._link, self._link_rate, self._logged_link = link, link_rate, link()
+        self._link_values: dict[str, float] = {}
+
+        # Points in time.
+        self._shown = time.monotonic()
+        self._start = self._shown - self.seconds
+        self._logged = self._start + state.get("logged_seconds", 0.0)
+        self._warm: tuple[float, int] | None = None  # seconds and words of the first step
+        self._estimate_at = math.inf
+
+        self._file: Any = tempfile.TemporaryFile("a")  # noqa: SIM115 - closed by __exit__
+        if path:
+            self._file = path.open("a", encoding="utf-8")
+        size, saved_size = self._file.tell(), int(state.get("bytes", 0))
+        if path and size < saved_size:
+            log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
+        self._file.truncate(min(size, saved_size))
         self._bar = tqdm(
             total=total_words,
             unit="w",
             unit_scale=True,
             dynamic_ncols=True,
-            disable=None if path else True,
+            disable=None if path else True,  # None: only on a terminal
             mininterval=0.5,
         )
-        state = state or dict.fromkeys(
-            (
-                "step",
-                "words",
-                "seconds",
-                "loss",
-                "pairs",
-                "logged_words",
-                "logged_seconds",
-                "bytes",
-            ),
-            0,
-        )
-        if path and self._file.tell() < state["bytes"]:
-            log.warning(
-                f"{path} has lost lines since the checkpoint; the curve goes on after a gap"
-            )
-        self._file.truncate(min(self._file.tell(), int(state["bytes"])))
-        self.step, self.words, self._logged_words = (
-            int(state["step"]),
-            int(state["words"]),
-            int(state["logged_words"]),
-        )
-        self._loss, self._pairs = Total(state["loss"]), Total(state["pairs"])
-        self._loggers, self._moved, self._logged_bytes = loggers, moved, moved()
-        self._waited, self._logged_wait, self._link_rate = waited, waited(), link_rate
-        self._link: dict[str, float] = {}  # what crossed it since the last line
-        self.loss = state.get("mean_loss", math.nan)
-        self.seconds = state["seconds"]  # of training, at the last look
-        self._shown = time.monotonic()
-        self._start = self._shown - self.seconds
-        self._paced: tuple[float, int] | None = (
-            None  # seconds and words after the first step, which may wait for what is compiled once
-        )
-        self._timed = False
-        self._logged = self._start + state["logged_seconds"]
 
-    def update(self, loss: Tensor, pairs: Tensor, words: int, lr: float) -> None:
-        """Count one step, after which `words` raw words are done."""
+    def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
+        """Count a step, after which `words` raw words are done, without waiting."""
         self._loss.add(loss)
         self._pairs.add(pairs)
-        self.step, self.words = self.step + 1, words
+        self.step += 1
+        self.words = words
+        if self._warm is None:
+            # The first step may wait for compilation, so estimates begin after it.
+            now = time.monotonic()
+            self._warm = now - self._start, words
+            self._estimate_at = now + ESTIMATE_SECONDS
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for `report`."""
+        refresh_at = math.inf if self._bar.disable else self._shown + REFRESH_SECONDS
+        return time.monotonic() >= min(self._line_at, refresh_at, self._estimate_at)
+
+    def report(self, lr: float) -> None:
+        """Refresh the bar, and write a line if it is time for one."""
         now = time.monotonic()
-        self._paced = self._paced or (now - self._start, words)
-        took = now - self._start - self._paced[0]
-        if not self._timed and took >= TRIAL_SECONDS:
-            self._timed, rate = True, (words - self._paced[1]) / took
-            log.info(
-                f"time      about {self._total_words / rate:.0f} s of training: {rate / 1e6:.3g} M words/s at its beginning"
-            )
-        if now - self._logged >= self._log_seconds:
+        if now >= self._estimate_at:
+            self._estimate_at = math.inf
+            rate = self._rate(now)
+            seconds = self._total_words / rate
+            speed = f"{rate / 1e6:.3g} M words/s at its beginning"
+            log.info(f"time      about {seconds:.0f} s of training: {speed}")
+        if now >= self._line_at:
             self.log(lr)
-        elif not self._bar.disable and now - self._shown >= REFRESH_SECONDS:
+        else:
             self._read(lr)
 
     def log(self, lr: float) -> None:
-        """Write a line with the mean loss since the last one, and start the mean anew."""
+        """Write a line with the mean loss since the last one, if there was a step."""
         if self.words == self._logged_words:
             return
         self._read(lr)
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        seconds = round(self.seconds, 3)
         self.write(
             step=self.step,
             words=self.words,
-            seconds=seconds,
+            seconds=round(self.seconds, 3),
             words_per_s=round(rate),
             loss=self.loss,
             lr=lr,
-            **self._link,
+            **self._link_values,
         )
         if self._bar.disable:
             share, left = self.words / self._total_words, ""
-            if self._paced and self.words > self._paced[1]:
-                pace = (self.seconds - self._paced[0]) / (self.words - self._paced[1])
-                left = f"  {pace * (self._total_words - self.words):.0f} s left"
-            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._said(lr)}{left}")
+            if since_first_step := self._rate(now):
+                left = f"  {(self._total_words - self.words) / since_first_step:.0f} s left"
+            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._text(lr)}{left}")
         self._loss, self._pairs = Total(), Total()
-        self._logged, self._logged_words, self._logged_bytes, self._logged_wait = (
-            now,
-            self.words,
-            self._moved(),
-            self._waited(),
-        )
+        self._logged, self._logged_words, self._logged_link = now, self.words, self._link()
 
     def state(self, lr: float) -> dict[str, float]:
-        """Where the curve stands, with all lines so far on disk."""
+        """Return where the curve stands, with all lines so far on disk."""
         self._read(lr)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -200,28 +208,26 @@ class Metrics:
         }
 
     def write(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl, at once."""
+        """Append one JSON object to metrics.jsonl, and send it to the loggers."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        self.tell(**values)
+        self.send(**values)
 
-    def tell(self, **values: float | None) -> None:
-        """Add a point to the loggers' curves, also once the file is closed."""
+    def send(self, **values: float | None) -> None:
+        """Send values to the loggers alone, also after the file is closed."""
         for logger in self._loggers:
             logger.write(values, self.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that passes inside is none of the training's."""
+        """Leave the time of the block out of the training time."""
         began = time.monotonic()
         self.seconds = began - self._start
         yield
         away = time.monotonic() - began
-        self._start, self._logged, self._shown = (
-            self._start + away,
-            self._logged + away,
-            self._shown + away,
-        )
+        self._start += away
+        self._logged += away
+        self._shown += away
 
     def __enter__(self) -> Metrics:
         return self
@@ -230,27 +236,38 @@ class Metrics:
         self._bar.close()
         self._file.close()
 
+    @property
+    def _line_at(self) -> float:
+        return self._logged + self._log_seconds
+
+    def _rate(self, now: float) -> float:
+        """Return the words a second since the first step; 0 before that."""
+        seconds, words = self._warm or (0.0, self.words)
+        return (self.words - words) / (now - self._start - seconds) if self.words > words else 0.0
+
     def _read(self, lr: float) -> None:
+        """Update loss, link and bar."""
         loss, pairs = self._loss.read(), self._pairs.read()
-        self._look()
         self.loss = loss / pairs if pairs else self.loss
         self._shown = time.monotonic()
-        if moved := (self._moved() - self._logged_bytes) / max(self._shown - self._logged, 1e-9):
-            share = {"link_share": round(moved / self._link_rate, 4)} if self._link_rate else {}
-            self._link = {
-                "link_gb_per_s": round(moved / 1e9, 3),
-                **share,
-                "link_wait": round(self._waited() - self._logged_wait, 4),
-            }
-        else:
-            self._link = {}
-        self._bar.set_postfix_str(self._said(lr), refresh=False)
-        self._bar.update(self.words - self._bar.n)
         self.seconds = self._shown - self._start
+        self._link_values = self._link_since_last_line()
+        self._bar.set_postfix_str(self._text(lr), refresh=False)
+        self._bar.update(self.words - self._bar.n)
 
-    def _said(self, lr: float) -> str:
-        link = ""
-        if self._link:
-            share = f" ({self._link['link_share']:.0%} of its most)" if self._link_rate else ""
-            link = f"  link {self._link['link_gb_per_s']:.1f} GB/s{share}, waited for {self._link['link_wait']:.1f} s"
-        return f"loss {self.loss:.4f}  lr {lr:.4g}{link}"
+    def _link_since_last_line(self) -> dict[str, float]:
+        use, before = self._link(), self._logged_link
+        rate = (use.bytes - before.bytes) / max(self._shown - self._logged, 1e-9)
+        values = {"link_gb_per_s": round(rate / 1e9, 3)}
+        if self._link_rate:
+            values["link_share"] = round(rate / self._link_rate, 4)
+        values["link_wait"] = round(use.wait_seconds - before.wait_seconds, 4)
+        return values if rate else {}
+
+    def _text(self, lr: float) -> str:
+        text = f"loss {self.loss:.4f}  lr {lr:.4g}"
+        if link := self._link_values:
+            share = f" ({link['link_share']:.0%} of its peak)" if self._link_rate else ""
+            text += f"  link {link['link_gb_per_s']:.1f} GB/s{share}"
+            text += f", waited for {link['link_wait']:.1f} s"
+        return text

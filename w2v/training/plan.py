@@ -1,77 +1,89 @@
-"""Reads config, machine and corpus, says what the run will use and take, and builds its objects."""
+"""Decide what a run uses, print it, and build it.
+
+Planning decides and changes nothing; `build` allocates the tables. A choice that this machine does
+not have is a `ConfigError` with the remedy; a slower one that takes its place is a warning.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import w2v
-from w2v.config import Config, ConfigError, ModelConfig, flat_config
-from w2v.distributed import launcher as torchrun
-from w2v.distributed.exchange import ShardedPipeline
+from w2v.config import Config, ConfigError
+from w2v.distributed import launcher
+from w2v.distributed.exchange import Exchange, RankExchange, SingleProcess
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
-from w2v.kernels import cuda
-from w2v.kernels.batch import CHUNK_BATCHES
+from w2v.kernels import Kernels, ShardKernels
+from w2v.kernels.batch import CHUNK_BATCHES, StepShape, StepState
+from w2v.kernels.cuda import CudaKernels
+from w2v.kernels.cuda_shard import CudaShardKernels
+from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Inversion, Sampler
+from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
-from w2v.system import versions as environment
-from w2v.system.process import cores, return_freed_memory
-from w2v.text import opening
+from w2v.system.process import cores, git_commit, return_freed_memory
+from w2v.system.resources import format_bytes, free_disk_bytes
+from w2v.text import open_together
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training import memory as budget
-from w2v.training.backends import (
-    LINKS,
-    PRODUCTS,
-    ROWS,
-    aligned,
-    choose_device,
-    choose_engine,
-    choose_kernels,
-    link_rates,
-)
-from w2v.training.machine import Machine, why_no_numba
-from w2v.training.memory import GPU_RESERVE, Budget, Job
-from w2v.training.paging import MOST_STEPS, Paging, Spectrum, Traffic
-from w2v.training.step import FusedPipeline, Pipeline
-from w2v.transfer.cache import Cached
-from w2v.transfer.cache_mapped import CachedMapped
-from w2v.transfer.engine import Engine
-from w2v.transfer.mapped import Mapped
-from w2v.transfer.paged import Paged
-from w2v.transfer.resident import Resident
-from w2v.transfer.sharded import Sharded
+from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows
+from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
+from w2v.training.step import TrainingStep
+from w2v.training.trainer import TrainingLoop
+from w2v.transfer.cache import MappedCache, RowCache, TorchCache
+from w2v.transfer.engine import Engine, Paged, Resident
+from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate, measure_rates
 
 log = logging.getLogger("w2v")
-FEWEST_STEPS = 100
+# Type of rows by precision, float32 where it is not named; and of matrix products in plain torch.
+ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}
+LINKS: dict[str, tuple[type[Link], Storage]] = {
+    "mapped": (MappedLink, "pinned"),
+    "staged": (StagedLink, "cpu"),
+}
+FEWEST_STEPS = 100  # of a run that learns anything
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
-NOISE_WORDS, NOISE_STEPS = (
-    1 << 16,
-    8,
-)  # a pool, and for how many steps of as many centers, with which Adam and AdamW learn as much
-LIGHTER = ("RMSprop", "Adagrad", "SGD")  # of less state than Adam's and Adamax's, in that order
-IDS_SHARE, IDS_AT_ONCE = (
-    16,
-    1 << 26,
-)  # of the GPU's free memory, at most that part is for the corpus
+# A pool of negatives, and how often it is shared, with which Adam and AdamW learn as much.
+SHARED_POOL = "model.negative_pool=65536 model.negative_pool_steps=8"
+LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
+IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
+IDS_AT_ONCE = 1 << 26  # ids copied to the GPU at a time
+Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do: the chosen device and engine, and why; bytes of both tables with their optimizer state."""
+    """What a run will use, and why.
+
+    Attributes:
+        config: The settings.
+        machine: This rank's share of the machine.
+        vocab: The words.
+        corpus: The text as ids.
+        optimizer: The row optimizer.
+        device: Where steps are computed.
+        kernels: "reference", "cpu", "sequential" (CPU, SGD center by center) or "cuda".
+        engine: "resident", "mapped" or "staged".
+        reason: Why this engine.
+        table_bytes: Both tables of this rank with their optimizer state.
+        slots: Rows of paged tables that the GPU has room for.
+        budget: Bytes by purpose and place, and what is free.
+        ranks: The processes that train together.
+    """
 
     config: Config
     machine: Machine
@@ -79,134 +91,119 @@ class Plan:
     corpus: Corpus
     optimizer: RowOptimizer
     device: torch.device
+    kernels: str
     engine: str
     reason: str
     table_bytes: int
-    fused: bool  # whether kernels made for it compute the step, rather than plain torch
-    slots: int  # rows of paged tables for which there is room on the GPU
+    slots: int
     budget: Budget
-    ranks: Ranks = SINGLE  # those that train together; bytes and slots are of this one
+    ranks: Ranks = SINGLE
 
     def __str__(self) -> str:
-        states = self.optimizer.states(self.config.model.vector_size)
-        words, size = len(self.vocab.words), self.config.model.vector_size
-        fields = " + ".join(["weight", *states])
-        room = (
-            f"; room for {self.slots:,} rows there, steps_per_page={self.paging.steps}"
-            if self.engine in LINKS
-            else ""
+        config, words = self.config, len(self.vocab.words)
+        size = config.model.vector_size
+        record = " + ".join(["weight", *self.optimizer.states(size)])
+        lines = [
+            f"machine   {self.machine}",
+            f"corpus    {config.corpus.path}: {self.corpus.raw_words:,} words in "
+            f"{len(self.corpus.offsets) - 1:,} sentences",
+            f"words     {words:,} kept of {self.vocab.raw_types:,} "
+            f"(min_count {config.vocab.min_count})",
+            f"tables    2 x {words:,} x {size}, {config.optimizer.name}: {record}: "
+            f"{format_bytes(self.table_bytes)}",
+            f"kernels   {self._kernels_in_words()}, precision {config.train.precision}",
+            f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
+        ]
+        if self.ranks.size > 1:
+            shard = self.ranks.shard_rows(words)
+            lines.insert(3, f"ranks     {self.ranks.size}, each with {shard:,} rows of a table")
+        if self.is_paged and not config.model.negative_pool:
+            lines.append(f"hint      fewer rows cross the link with {SHARED_POOL}")
+        return "\n".join([*lines, str(self.budget), f"saving    {self.budget.saving}"])
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether some rows have no room on the GPU."""
+        return self.engine in LINKS and self.slots < 2 * self.shape.stride
+
+    @property
+    def shape(self) -> StepShape:
+        """Shape of the whole tables."""
+        return StepShape(
+            rows=len(self.vocab.words),
+            dim=self.config.model.vector_size,
+            dtype=row_type(self.config),
+            device=self.device,
+            count_pairs=self.optimizer.occurrence_cap > 0,
+            world_size=self.ranks.size,
         )
-        if self.paging.lookahead:
-            room += f", those stay that the next {self.paging.lookahead * CHUNK_BATCHES * self._centers:,} words use"
-        return "\n".join(
-            [
-                f"machine   {self.machine}",
-                f"corpus    {self.config.corpus.path}: {self.corpus.raw_words:,} words in {len(self.corpus.offsets) - 1:,} sentences",
-                f"words     {words:,} kept of {self.vocab.raw_types:,} (min_count {self.config.vocab.min_count})",
-                *(
-                    [
-                        f"ranks     {self.ranks.size}, each with {self.ranks.shard_rows(words):,} rows of a table"
-                    ]
-                    if self.ranks.size > 1
-                    else []
-                ),
-                f"tables    2 x {words:,} x {size}, {self.config.optimizer.name}: {fields}: {budget.size(self.table_bytes)}",
-                f"kernels   {self._kernels()}, precision {self.config.train.precision}",
-                f"engine    {self.engine} on {self.device}: {self.reason}{room}",
-                *self._link(),
-                str(self.budget),
-                f"saving    {self.budget.saving}",
-            ]
-        )
+
+    @property
+    def text(self) -> TrainingText:
+        """The text and the distributions to draw from."""
+        return training_text(self.config, self.vocab, self.corpus)
 
     @cached_property
     def paging(self) -> Paging:
-        """How rows come and stay: as configured, or what suits how many rows have room."""
-        if self.slots in (
-            0,
-            2 * self.ranks.shard_rows(len(self.vocab.words)),
-        ):  # what is true of any text need not be worked out
-            return Paging(self.config.transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
-        return self._paging(self._traffic(self.config.model))
-
-    def _paging(self, traffic: Traffic) -> Paging:
-        transfer = replace(
-            self.config.transfer, lookahead=self.config.transfer.lookahead and self.engine in LINKS
+        """Steps that share a page, and the lookahead window."""
+        transfer, size = self.config.transfer, self.ranks.size
+        if not self.is_paged or not self.slots:
+            return Paging(transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
+        batch_size = self.config.train.batch_size
+        kernels = make_kernels(self)
+        sampler = Sampler(
+            self.text,
+            self.config.model,
+            batch_size,
+            self.config.train.seed,
+            self.device,
+            inversion=kernels.inversion,
+            draw=kernels.draw,
         )
-        return traffic.paging(self._centers, self.slots, self.ranks.size, transfer)
-
-    @property
-    def _centers(self) -> int:
-        """Of a rank's batch."""
-        return -(-self.config.train.batch_size // self.ranks.size)
-
-    @cached_property
-    def _spectrum(self) -> Spectrum:
-        return Spectrum.of(self.vocab.counts, self.corpus.ids)
-
-    def _traffic(self, model: ModelConfig) -> Traffic:
-        return Traffic.of_rank(self._spectrum, model, self.ranks.size)
-
-    def _link(self) -> list[str]:
-        """How many rows are expected to move where not all have room on the GPU, and what would make them fewer."""
-        if self.engine not in LINKS or self.slots == 2 * self.ranks.shard_rows(
-            len(self.vocab.words)
-        ):
-            return []
-        model, steps = self.config.model, NOISE_STEPS * NOISE_WORDS // self.config.train.batch_size
-        rows, hint = self._rows_read(self._traffic(model), self.paging), ""
-        if steps:
-            shared = self._traffic(
-                replace(model, negative_pool=NOISE_WORDS, negative_pool_steps=steps)
-            )
-            if (fewer := self._rows_read(shared, self._paging(shared))) < rows / 2:
-                pool = f"model.negative_pool={NOISE_WORDS} model.negative_pool_steps={steps}"
-                hint = f"; {fewer:.2g} with {pool}, with which Adam learns as much"
-        return [
-            f"link      about {rows:.2g} rows a word of the text come over it, and as many go back{hint}"
-        ]
-
-    def _rows_read(self, traffic: Traffic, paging: Paging) -> float:
-        """By all ranks, for a word of the text."""
-        size = self.ranks.size
-        words = (
-            paging.steps
-            * size
-            * self._centers
-            / traffic.kept
-            * self.corpus.raw_words
-            / self._spectrum.words
+        paging, marks_TV = choose_paging(
+            sampler.epoch(), kernels, self.shape.rows, self.slots, size, transfer.steps_per_page
         )
-        return traffic.read(self._centers, size * self.slots, size, *paging) / words
+        # Several ranks do not look ahead: each would need the others' text.
+        if not transfer.lookahead or size > 1 or marks_TV is None:
+            return paging
+        words = CHUNK_BATCHES * batch_size
+        chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
+        return paging._replace(lookahead=chunks)
 
-    def _kernels(self) -> str:
-        if not self.fused:
-            missing = why_no_numba() if self.device.type == "cpu" else ""
-            return "plain torch" + (f", numba cannot be imported ({missing})" if missing else "")
-        if self.device.type != "cpu":
-            return "fused"
-        return "compiled by numba" + (
-            ", each center a step of its own" if self.optimizer.descends else ""
-        )
+    def _kernels_in_words(self) -> str:
+        return {
+            "reference": "plain torch",
+            "cpu": "compiled by numba",
+            "sequential": "compiled by numba, each center a step of its own",
+            "cuda": "fused",
+        }[self.kernels]
+
+    def _paging_in_words(self) -> str:
+        if self.engine not in LINKS:
+            return ""
+        words = f"; cache of {self.slots:,} rows there, steps_per_page={self.paging.steps}"
+        if self.paging.lookahead:
+            window = self.paging.lookahead * CHUNK_BATCHES * self.config.train.batch_size
+            words += f", lookahead window of {window:,} words"
+        return words
 
 
-def join(config: Config) -> Ranks:
-    """The ranks that torchrun has started, each with its device and its share of the cores; or this process alone."""
-    if not torchrun.started():
+def join_ranks(config: Config) -> Ranks:
+    """Join the ranks that torchrun has started, with a share of the cores."""
+    if not launcher.started():
         return SINGLE
     if torch.cuda.is_available():  # before anything else takes memory of the first GPU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    ranks = ProcessGroup("cpu" if choose_device(config, Machine.here()).type == "cpu" else "cuda")
+    ranks = ProcessGroup(choose_device(config, Machine.here()).type)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
     return ranks
 
 
-def must_be_alike(config: Config) -> dict[str, Any]:
-    """What all ranks have to agree about: program, libraries and settings."""
-    return {
-        "the program's version": f"{w2v.__version__} ({environment.commit()})",
-        "torch": torch.__version__,
-    } | flat_config(config)
+def common_facts(config: Config) -> dict[str, Any]:
+    """Return what all ranks must have in common."""
+    program = f"{w2v.__version__} ({git_commit()})"
+    facts = {"the program's version": program, "torch": torch.__version__}
+    return facts | w2v.config.flat_config(config)
 
 
 def make_plan(
@@ -215,253 +212,293 @@ def make_plan(
     run: Path | None = None,
     ranks: Ranks = SINGLE,
 ) -> Plan:
-    """Decide where and how to train; raises `ConfigError` where the config asks for what this machine cannot do.
+    """Decide where and how to train.
 
-    opened: what `opening.open_corpus` gave for these settings, to spare reading it again; run: the folder of the run that goes on, whose
-    checkpoints will make room.
+    Args:
+        config: The settings.
+        opened: The corpus, if it is open.
+        run: The folder of a run that is resumed, whose checkpoints will make room.
+        ranks: The processes that train together.
+
+    Raises:
+        ConfigError: The machine cannot do what the config asks for.
     """
     machine = Machine.here(ranks)
     device = choose_device(config, machine)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    kernels = choose_kernels(config, machine, device, ranks)
-    optimizer = RowOptimizer(config.optimizer, kernels)
-    vocab, corpus = opened or opening.open_together(config, ranks)
+    optimizer = RowOptimizer(config.optimizer)
+    vocab, corpus = opened or open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
-        many = f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may have"
         raise ConfigError(
-            f"{many}; set vocab.max_final_vocab={MOST_WORDS} or raise vocab.min_count={config.vocab.min_count}"
+            f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may "
+            f"have; set vocab.max_final_vocab={MOST_WORDS} or raise "
+            f"vocab.min_count={config.vocab.min_count}"
         )
-    if not (device.type == "cpu" and optimizer.descends):  # each center a step of its own
-        warn_of_few_steps(config, vocab)
-    warn_of_small_eps(config, optimizer)
     words = ranks.shard_rows(len(vocab.words))
     if not words:
-        raise ConfigError(
-            f"{len(vocab.words)} words are too few for {ranks.size} ranks, of which each holds some; start fewer"
-        )
-    size = config.model.vector_size
-    dtype = ROWS.get(config.train.precision, torch.float32)
-    width = record_width(size, optimizer.states(size), dtype.itemsize, aligned(device, dtype))
-    table_bytes = 2 * words * width * dtype.itemsize
+        few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
+        raise ConfigError(f"{few}, of which each holds some; start fewer")
+    kernels = choose_kernels(config, machine, device, optimizer, ranks)
+    if kernels != "sequential":
+        warn_of_few_steps(config, vocab)
+    warn_of_small_eps(config, optimizer)
+
+    budget = make_budget(config, machine, vocab, corpus, optimizer, device, ranks, run)
+    job = budget.job  # with resident tables
+    width = job.record_bytes // job.element_size
+    besides_tables = sum(job.needs()["gpu"].values()) - job.table_bytes
     engine, reason = choose_engine(
-        config, machine, device, table_bytes, lambda: link_rates(width, config, device)
-    )
-    room = config.transfer.gpu_bytes_of(table_bytes)
-    slots = min(
-        2 * words,
-        max(
-            0,
-            int(
-                2
-                * words
-                * (machine.gpu_free_bytes - GPU_RESERVE if room is None else room)
-                / table_bytes
-            ),
-        ),
-    )
-    fused = (
-        kernels if device.type == "cpu" else optimizer.fused and (engine not in LINKS or slots > 0)
-    )
-    if config.train.kernels == "fused" and not fused:
-        why = (
-            f"optimizer.name={config.optimizer.name} with these args has none"
-            if slots
-            else "transfer.gpu_bytes=0 leaves them no rows"
-        )
-        raise ConfigError(f"train.kernels=fused, but {why}; set train.kernels=auto")
-    budgeted = make_budget(config, machine, words, optimizer, engine, device, run)
-    return Plan(
         config,
         machine,
-        vocab,
-        corpus,
-        optimizer,
         device,
-        engine,
-        reason,
-        table_bytes,
-        fused,
-        slots,
-        budgeted,
-        ranks,
+        job.table_bytes,
+        lambda: measure_links(width, row_type(config), device),
+        besides_tables,
+    )
+    budget = replace(budget, job=replace(job, engine=engine))
+    # All ranks page alike, with the least room that any has.
+    slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
+    return Plan(
+        config=config,
+        machine=machine,
+        vocab=vocab,
+        corpus=corpus,
+        optimizer=optimizer,
+        device=device,
+        kernels=kernels,
+        engine=engine,
+        reason=reason,
+        table_bytes=job.table_bytes,
+        slots=slots,
+        budget=budget,
+        ranks=ranks,
     )
 
 
 def make_budget(
     config: Config,
     machine: Machine,
-    words: int,
+    vocab: Vocab,
+    corpus: Corpus,
     optimizer: RowOptimizer,
-    engine: str,
     device: torch.device,
+    ranks: Ranks,
     run: Path | None,
 ) -> Budget:
-    """What the run takes and what is free for it; `check` says whether it fits."""
-    model, on_gpu, run_dir = config.model, device.type == "cuda", Path(config.run.dir)
-    pairs = 2 * model.window + 1 + model.negative
+    """Return what the run takes with resident tables, and what is free for it."""
+    model = config.model
+    dtype = row_type(config)
     job = Job(
-        words, model.vector_size, optimizer.states, engine, on_gpu, config.train.batch_size, pairs
-    )
-    kept = config.transfer.gpu_bytes_of(job.table_bytes) or 0 if engine in LINKS else 0
-    dtype = ROWS.get(config.train.precision, torch.float32)
-    job = replace(
-        job,
-        kept_bytes=kept,
+        words=len(vocab.words),
+        vector_size=model.vector_size,
+        states=optimizer.states,
+        engine="resident",
+        on_gpu=device.type == "cuda",
+        batch_size=config.train.batch_size,
+        pairs=2 * model.window + 1 + model.negative,
+        ranks=ranks.size,
+        ids_bytes=4 * len(corpus.ids) if fits_on_gpu(corpus.ids, device, machine) else 0,
         checkpoints=config.run.checkpoint_minutes > 0,
         element_size=dtype.itemsize,
         in_files=bool(config.transfer.table_dir),
-        aligned=aligned(device, dtype),
+        aligned=is_aligned(device, dtype),
     )
-    written = (
-        sum(file.stat().st_size for file in (run / "checkpoints").rglob("*.safetensors"))
-        if run
-        else 0
-    )
+    job = replace(job, cache_bytes=config.transfer.gpu_bytes_of(job.table_bytes))
+    # A resumed run removes its old checkpoints as it writes new ones.
+    saved = (run / "checkpoints").rglob("*.safetensors") if run else ()
     free = {
         "host": machine.host_free_bytes,
         "locked": machine.lockable_bytes,
-        "disk": budget.free_disk_bytes(run_dir) + written,
+        "disk": free_disk_bytes(Path(config.run.dir)) + sum(file.stat().st_size for file in saved),
     }
+    if job.on_gpu:
+        free["gpu"] = machine.gpu_free_bytes
 
     def lighter() -> dict[str, Callable]:
-        return {
-            name: RowOptimizer(replace(config.optimizer, name=name, args={})).states
-            for name in LIGHTER
-        }
+        others = (replace(config.optimizer, name=name, args={}) for name in LIGHTER)
+        return {other.name: RowOptimizer(other).states for other in others}
 
-    return Budget(
-        job, free | ({"gpu": machine.gpu_free_bytes} if on_gpu else {}), config.run.dir, lighter
-    )
+    return Budget(job, free, config.run.dir, lighter)
 
 
 def expected_centers(config: Config, vocab: Vocab) -> float:
-    """How many centers a run will have, in the mean."""
-    return (
-        float((vocab.counts * vocab.keep_probabilities(config.model.sample)).sum())
-        * config.train.epochs
-    )
+    """Return how many centers a run has, in the mean."""
+    kept = vocab.counts * vocab.keep_probabilities(config.model.sample)
+    return float(kept.sum()) * config.train.epochs
 
 
 def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
-    """Say so when the text is too small for the batch size to be learned from."""
-    train = config.train
+    """Warn if the text is too small for the batch size."""
+    size = config.train.batch_size
     centers = expected_centers(config, vocab)
-    if centers < FEWEST_STEPS * train.batch_size:
+    if centers < FEWEST_STEPS * size:
         smaller = max(1, int(centers / (10 * FEWEST_STEPS)))
-        remedy = (
-            f"try train.batch_size={smaller} with a smaller optimizer.lr"
-            if smaller < train.batch_size
-            else "more text is needed"
-        )
-        steps = centers / train.batch_size
+        remedy = "more text is needed"
+        if smaller < size:
+            remedy = f"try train.batch_size={smaller} with a smaller optimizer.lr"
         log.warning(
-            f"train.batch_size={train.batch_size} leaves {steps:.0f} optimizer steps, too few to learn from; {remedy}"
+            f"train.batch_size={size} leaves {centers / size:.0f} optimizer steps, too few to "
+            f"learn from; {remedy}"
         )
 
 
 def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
-    """Say so when squares that float16 keeps as 0 leave a step nothing else to divide by."""
-    if (
-        config.train.precision == "fp16"
-        and optimizer.eps is not None
-        and optimizer.eps < FLOAT16_EPS
-    ):
+    """Warn if float16 leaves an optimizer too small an eps to divide by."""
+    is_small = optimizer.eps is not None and optimizer.eps < FLOAT16_EPS
+    if config.train.precision == "fp16" and is_small:
         log.warning(
-            f"train.precision=fp16 keeps squares of gradients under 6e-8 as 0, and {config.optimizer.name} then divides by its eps, "
-            f"{optimizer.eps:g}; set optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
+            "train.precision=fp16 rounds squared gradients under 6e-8 to 0, and "
+            f"{config.optimizer.name} then divides by its eps, {optimizer.eps:g}; set "
+            f"optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
 
 
-def build(plan: Plan) -> tuple[Sampler, Pipeline]:
-    """The objects of the run, tables initialised as word2vec does it: inputs uniform in +-0.5 / D, outputs zero."""
-    model, train = plan.config.model, plan.config.train
-    resident: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
-    link, storage = LINKS.get(plan.engine, (None, resident))
-    size, states, scalars = (
-        model.vector_size,
-        plan.optimizer.states(model.vector_size),
-        plan.optimizer.scalars,
+def build(plan: Plan) -> TrainingLoop:
+    """Allocate the tables and make the objects of a run.
+
+    Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, outputs zero.
+    """
+    config = plan.config
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    inputs, outputs = make_tables(plan)
+    loss_scale = None
+    if plan.kernels == "reference" and config.train.precision == "fp16":
+        loss_scale = LossScale(inputs.scalars, plan.device)
+    kernels = make_kernels(plan, loss_scale)
+    sampler = Sampler(
+        replace(plan.text, ids_N=ids_on_device(plan)),
+        config.model,
+        config.train.batch_size,
+        config.train.seed,
+        plan.device,
+        rank=plan.ranks.rank,
+        world_size=plan.ranks.size,
+        lookahead=plan.paging.lookahead,
+        inversion=kernels.inversion,
+        draw=kernels.draw,
     )
-    ranks, rows, dtype = (
-        plan.ranks,
-        plan.ranks.shard_rows(len(plan.vocab.words)),
-        ROWS.get(train.precision, torch.float32),
-    )
+    planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
+    state = StepState(plan.device)
+    exchange: Exchange = SingleProcess(kernels, plan.paging.steps)
+    if plan.ranks.size > 1:
+        steps = plan.paging.steps
+        shards = cast(ShardKernels, kernels)
+        exchange = RankExchange(plan.ranks, shards, plan.shape, steps, state, planning)
+    engine = make_engine(plan, [inputs, outputs])
+    parts = kernels, engine, exchange, plan.optimizer, state, planning
+    return_freed_memory()
+    return TrainingLoop(config, sampler, TrainingStep(inputs, outputs, *parts))
+
+
+def make_tables(plan: Plan) -> tuple[Table, Table]:
+    """Return this rank's rows of both tables, initialised."""
+    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, row_type(plan.config)
+    states = plan.optimizer.states(size)
+    rows = ranks.shard_rows(len(plan.vocab.words))
+    padded = is_aligned(plan.device, dtype)
+    storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
+    if plan.engine in LINKS:
+        _, storage = LINKS[plan.engine]
     files: list[Path | None] = [None, None]
     if folder := plan.config.transfer.table_dir:
-        storage, files = (
-            "mmap",
-            [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")],
-        )
+        storage = "mmap"
+        files = [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
         Path(folder).mkdir(parents=True, exist_ok=True)
-    padded = aligned(plan.device, dtype)
-    pinned: Sequence[Tensor | None] = (None, None)
-    together = (
-        plan.paging.lookahead > 0
-    )  # both rows of a word, which then come and go at much the same time
-    if storage == "pinned" and together:
-        pinned = side_by_side(
-            2, rows, record_width(size, states, dtype.itemsize, padded), dtype
-        ).unbind()
+    pinned: list[Tensor | None] = [None, None]
+    if storage == "pinned" and plan.paging.lookahead:
+        # Both rows of a word then move at much the same time, so they lie side by side.
+        width = record_width(size, states, dtype.itemsize, padded)
+        pinned = list(side_by_side(2, rows, width, dtype).unbind())
     inputs, outputs = (
-        Table(name, rows, size, states, scalars, storage, dtype, file, padded, pinned_VR)
-        for name, file, pinned_VR in zip(("input", "output"), files, pinned, strict=True)
+        Table(
+            name,
+            rows,
+            size,
+            states,
+            plan.optimizer.scalars,
+            storage,
+            dtype,
+            path=file,
+            aligned=padded,
+            pinned_VR=memory_VR,
+        )
+        for name, file, memory_VR in zip(("input", "output"), files, pinned, strict=True)
     )
-    values = uniform(size, 0.5 / size, train.seed)
+    values = uniform(size, 0.5 / size, plan.config.train.seed)
     inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
-    on_gpu = ShardedPipeline if ranks.size > 1 else FusedPipeline
-    make, inversion = (
-        _compiled()
-        if plan.fused and plan.device.type == "cpu"
-        else (on_gpu if plan.fused else Pipeline, None)
-    )
-    vocab, offsets = plan.vocab, plan.corpus.offsets
-    sampler = Sampler(
-        corpus_ids(plan),
-        offsets,
-        vocab.keep_probabilities(model.sample),
-        vocab.noise_distribution(model.ns_exponent),
-        model,
-        train.batch_size,
-        train.seed,
-        plan.device,
-        heldout.choose(offsets, train.held_out_words),
-        inversion,
-        cuda.draw if plan.fused and plan.device.type == "cuda" else None,
-        ranks,
-        plan.paging.lookahead,
-    )
-    engine: Engine
-    if link is None:
-        engine = Resident()
-    elif plan.slots:
-        held = [inputs, outputs], plan.slots, plan.device, expected_uses(plan, apart=not together)
-        engine = CachedMapped(*held) if link is Mapped else Cached(link(), *held)
+    return inputs, outputs
+
+
+def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:
+    """Return the kernels of the plan."""
+    several = plan.ranks.size > 1
+    if plan.kernels == "cuda":
+        return CudaShardKernels(plan.shape) if several else CudaKernels(plan.shape)
+    if plan.kernels == "reference":
+        product = PRODUCT_TYPES.get(plan.config.train.precision)
+        return ReferenceKernels(plan.shape, product, loss_scale, plan.ranks.all_reduce)
+    from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
+
+    # Threads overtake each other in sequential SGD, which is deterministic on one alone.
+    sequential = plan.kernels == "sequential"
+    one = sequential and plan.config.train.deterministic
+    threads = 1 if one else torch.get_num_threads()
+    return (SequentialSgdKernels if sequential else CpuKernels)(plan.shape, threads)
+
+
+def make_engine(plan: Plan, tables: list[Table]) -> Engine:
+    """Return the engine of the plan."""
+    if plan.engine not in LINKS:
+        return Resident(tables)
+    link, _ = LINKS[plan.engine]
+    if not plan.slots:
+        return Paged(link(), tables, plan.device)
+    uses_TV = expected_uses(plan)
+    cache: RowCache
+    if link is MappedLink:
+        cache = MappedCache(tables, plan.slots, plan.device, uses_TV)
     else:
-        engine = Paged(link())
-    if ranks.size > 1 and not plan.fused:
-        engine = Sharded(engine, ranks)
-    product = None if plan.fused else PRODUCTS.get(train.precision)
-    return_freed_memory()
-    return sampler, make(
-        inputs,
-        outputs,
-        engine,
-        plan.optimizer,
-        plan.device,
-        plan.paging.steps,
-        product,
-        ranks,
-        len(vocab.words),
+        cache = TorchCache(link(), tables, plan.slots, plan.device, uses_TV)
+    return cache
+
+
+def expected_uses(plan: Plan) -> Tensor:
+    """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
+    model, vocab, ranks = plan.config.model, plan.vocab, plan.ranks
+    kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
+    noise_V = np.zeros_like(kept_V)
+    if not plan.paging.lookahead:
+        # With lookahead, both rows of a word move together, and negatives are not foreseen.
+        noise_V = model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
+    uses_TV = np.stack([kept_V, kept_V + noise_V])
+    return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
+
+
+def training_text(config: Config, vocab: Vocab, corpus: Corpus) -> TrainingText:
+    """Return the text and the distributions that batches are drawn from."""
+    return TrainingText(
+        ids_N=corpus.ids,
+        offsets_S=corpus.offsets,
+        keep_V=vocab.keep_probabilities(config.model.sample),
+        noise_V=vocab.noise_distribution(config.model.ns_exponent),
+        held_out=heldout.choose(corpus.offsets, config.train.held_out_words),
     )
 
 
-def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
-    """The ids on the GPU, if they take little of it, else where they are: they then come chunk by chunk."""
+def row_type(config: Config) -> torch.dtype:
+    """Return the type of the tables' elements."""
+    return ROW_TYPES.get(config.train.precision, torch.float32)
+
+
+def fits_on_gpu(ids_N: np.ndarray, device: torch.device, machine: Machine) -> bool:
+    """Whether the ids of the text take little enough GPU memory to be there."""
+    return device.type == "cuda" and IDS_SHARE * ids_N.nbytes <= machine.gpu_free_bytes
+
+
+def ids_on_device(plan: Plan) -> np.ndarray | Tensor:
+    """Return the ids on the GPU if they fit, else where they are."""
     ids_N = plan.corpus.ids
-    if plan.device.type == "cpu" or IDS_SHARE * ids_N.nbytes > plan.machine.gpu_free_bytes:
+    if not fits_on_gpu(ids_N, plan.device, plan.machine):
         return ids_N
     on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
     for start in range(0, len(ids_N), IDS_AT_ONCE):
@@ -470,36 +507,143 @@ def corpus_ids(plan: Plan) -> np.ndarray | Tensor:
     return on_gpu
 
 
-def expected_uses(plan: Plan, apart: bool) -> Tensor:
-    """How often an epoch uses each row of this rank's shards of both tables: float64 [2, V] on the compute device.
+def make_heldout(plan: Plan) -> HeldOut | None:
+    """Return the held-out sentences; None if there are none."""
+    text = plan.text
+    return HeldOut(text, plan.config.model, plan.device) if len(text.held_out) else None
 
-    apart: whether to count noise words too, so that a word's rows differ.
+
+def measure_link(plan: Plan) -> float:
+    """Return the link's roofline in bytes/s, both ways; 0 if it is not used."""
+    on_link = plan.device.type == "cuda" and plan.engine in LINKS
+    return measure_copy_rate(plan.device) if on_link else 0.0
+
+
+def choose_device(config: Config, machine: Machine) -> torch.device:
+    """Return where steps are computed."""
+    wanted = config.train.device
+    if wanted == "cuda" and not machine.gpu:
+        why = (
+            "no usable NVIDIA GPU was found" if machine.cuda_torch else "this torch is a CPU build"
+        )
+        remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
+        raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
+    torch_major, cupy_major = (
+        version.split(".")[0] for version in (machine.cuda_torch, machine.cuda_cupy)
+    )
+    if machine.gpu and cupy_major and cupy_major != torch_major:
+        log.warning(
+            f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
+            f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
+        )
+    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
+
+
+def is_aligned(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether records are padded: for a GPU, and for 16-bit elements."""
+    return device.type != "cpu" or dtype != torch.float32
+
+
+def choose_engine(
+    config: Config,
+    machine: Machine,
+    device: torch.device,
+    table_bytes: int,
+    measured: Callable[[], Rates] = dict,
+    besides_tables: int = GPU_RESERVE,
+) -> tuple[str, str]:
+    """Return the engine's name and the reason for it.
+
+    `measured` returns what each link moves; it is called only if that decides. `besides_tables` are
+    the bytes of GPU memory that resident tables leave no room for.
     """
-    model, vocab = plan.config.model, plan.vocab
-    kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
-    noise_V = apart * model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
-    uses_TV = np.stack([kept_V, kept_V + noise_V])
-    return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
-
-
-def held_out(plan: Plan) -> HeldOut | None:
-    """What the sampler that `build` makes leaves out, for its loss; None where that is nothing."""
-    corpus, vocab, model = plan.corpus, plan.vocab, plan.config.model
-    chosen = heldout.choose(corpus.offsets, plan.config.train.held_out_words)
-    keep_V, noise_V = (
-        vocab.keep_probabilities(model.sample),
-        vocab.noise_distribution(model.ns_exponent),
+    wanted = config.transfer.engine
+    if device.type == "cpu":
+        if wanted in LINKS:
+            pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
+            raise ConfigError(f"{pages}; set transfer.engine=resident")
+        return "resident", "the CPU computes where the tables are"
+    install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
+    if not machine.cuda_cupy:
+        if wanted == "mapped":
+            missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
+            raise ConfigError(f"{missing}; {install}, or set transfer.engine=staged")
+        log.warning(
+            "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped "
+            f"can be used; {install}"
+        )
+    if config.transfer.table_dir:
+        if wanted in ("mapped", "resident"):
+            remedy = "set transfer.engine=staged or transfer.table_dir="
+            raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
+        return "staged", f"tables in files in {config.transfer.table_dir}"
+    lockable = format_bytes(machine.lockable_bytes)
+    few = f"only {lockable} of memory may be locked"
+    raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
+    is_lockable = table_bytes <= machine.lockable_bytes
+    if wanted == "mapped" and not is_lockable:
+        needs = f"transfer.engine=mapped needs {format_bytes(table_bytes)}, and {few}"
+        log.warning(f"{needs} ({raise_limit}): using transfer.engine=staged, which is slower")
+        return "staged", "too little memory may be locked for mapped"
+    if wanted != "auto":
+        return wanted, "as configured"
+    free = format_bytes(machine.gpu_free_bytes)
+    fit = f"tables of {format_bytes(table_bytes)}, {free} free on the GPU"
+    if table_bytes <= machine.gpu_free_bytes - besides_tables:
+        return "resident", f"{fit}; force paging with transfer.engine=mapped"
+    if not machine.cuda_cupy:
+        return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
+    if not is_lockable:
+        log.warning(f"{few} ({raise_limit}), so rows are copied through the CPU, which is slower")
+        return "staged", f"{fit}, and {few}"
+    rates = measured()
+    # The link that moves a record there and back in the least time.
+    best = min(rates, key=lambda name: sum(1 / rate for rate in rates[name]), default="mapped")
+    found = ", ".join(
+        f"{name} {to / 1e9:.1f} / {back / 1e9:.1f}" for name, (to, back) in rates.items()
     )
-    return (
-        HeldOut(corpus.ids, corpus.offsets, chosen, keep_V, noise_V, model, plan.device)
-        if len(chosen)
-        else None
-    )
+    return best, f"{fit}, so rows are paged; GB/s of a trial to and from the GPU: {found}"
 
 
-def _compiled() -> tuple[type[Pipeline], Inversion]:
-    """What numba compiles for the CPU; imported here, since that takes half a second."""
-    from w2v.kernels.cpu import inversion
-    from w2v.training.step_cpu import CompiledPipeline
+def measure_links(width: int, dtype: torch.dtype, device: torch.device) -> Rates:
+    """Measure the links that can be used, for records of `width` elements."""
+    rates: Rates = {}
+    for name, (link, storage) in LINKS.items():
+        try:
+            rates[name] = measure_rates(link(), storage, width, dtype, device)
+        except MemoryError as error:
+            log.warning(f"transfer.engine={name} cannot be used: {error}")
+    return rates
 
-    return CompiledPipeline, inversion
+
+def choose_kernels(
+    config: Config,
+    machine: Machine,
+    device: torch.device,
+    optimizer: RowOptimizer,
+    ranks: Ranks = SINGLE,
+) -> str:
+    """Return the name of the kernels: see `Plan.kernels`.
+
+    Fused kernels are numba's on the CPU, for one rank and float32; and CUDA's on a GPU, which add
+    gradients in no fixed order, so not where bits must repeat.
+    """
+    train = config.train
+    obstacle = ""
+    if device.type == "cpu":
+        if ranks.size > 1:
+            obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
+        elif train.precision != "float32":
+            obstacle = f"train.precision={train.precision} is plain torch's on the CPU"
+        fused = "sequential" if optimizer.is_plain_sgd else "cpu"
+    else:
+        if not machine.cuda_cupy:
+            obstacle = "CuPy cannot be imported"
+        elif train.deterministic:
+            obstacle = "they sum in no fixed order, which train.deterministic=true forbids"
+        elif not optimizer.formula:
+            obstacle = f"optimizer.name={config.optimizer.name} with these args has none"
+        fused = "cuda"
+    if train.kernels == "fused" and obstacle:
+        raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
+    return "reference" if obstacle or train.kernels == "reference" else fused

@@ -1,10 +1,11 @@
-"""The files of a checkpoint: the records of each rank in safetensors files, checked as they are read, and dealt to any number of ranks.
+"""Files of a checkpoint: records of each rank as safetensors.
 
-    input-00000-of-00002.safetensors              "records" [n, P]: n rows of weight, states, and zeros up to 128 bytes
-    input-rank-1-of-4-00000-of-00002.safetensors  those of rank 1 of 4: row j of its shard is row 1 + 4 * j of the table
+    input-00000-of-00002.safetensors              "records" [n, P]: n rows, padded to 128 bytes
+    input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
 
-What is read is checked: CRC-32 finds every flip of a bit and misses other damage once in four billion times, at 4 GB/s a core where
-blake2b makes 0.8.
+Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
+finds every flipped bit and misses other damage once in four billion times, at 4 GB/s a core where
+blake2b reaches 0.8.
 """
 
 from __future__ import annotations
@@ -27,26 +28,22 @@ from w2v.model.table import FILE_BYTES, padded
 from w2v.system.files import write_synced
 
 CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
-WRITERS = 4  # files written or read at once
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}  # names in safetensors
+THREADS = 4  # files written or read at once
+# Names in safetensors.
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
 
 
 class Damaged(ValueError):
-    """A file that is missing, or holds something else than was written."""
+    """A file that is missing or does not hold what was written."""
 
-    def __init__(self, file: Path, why: str, missing: bool = False):
+    def __init__(self, file: Path, why: str):
         super().__init__(f"{file} is damaged ({why})")
-        self.file, self.why, self.missing = file, why, missing
+        self.file, self.why = file, why
 
 
 class Part(NamedTuple):
-    """A file, and which rows of a rank's shard it holds."""
+    """Name of a file, and the rows [first, last) of a shard that it holds."""
 
     file: str
     first: int
@@ -54,18 +51,18 @@ class Part(NamedTuple):
 
 
 def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """What each file is to hold of this rank's records of each table [V, R]: a view [n, R] of some rows."""
-    held = {}
+    """Return by file name the rows that it holds, as views of the tables."""
+    views = {}
     for name, records_VR in tables.items():
-        for part in _parts(name, len(records_VR), row_bytes(records_VR), ranks.rank, ranks.size):
-            held[part.file] = records_VR[part.first : part.last]
-    return held
+        for part in _parts(name, len(records_VR), records_VR, ranks.rank, ranks.size):
+            views[part.file] = records_VR[part.first : part.last]
+    return views
 
 
 def write(folder: Path, files: Mapping[str, Tensor]) -> Entries:
-    """Write the records [n, R] of each file into the folder; they are on disk, and their names after `sync_folder`."""
-    with ThreadPoolExecutor(WRITERS) as pool:
-        entries = pool.map(lambda name: _write_shard(folder / name, files[name]), files)
+    """Write and sync the records [n, R] of each file, but not their names."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        entries = pool.map(lambda name: _write_file(folder / name, files[name]), files)
         return dict(zip(files, entries, strict=True))
 
 
@@ -76,117 +73,107 @@ def read(
     saved: int,
     ranks: Ranks,
 ) -> None:
-    """Fill this rank's records of each table, given as (rows of all ranks, records), from the files of `saved` ranks; raises `Damaged`.
+    """Fill this rank's tables from the files of `saved` ranks.
 
-    Where the number of ranks is another, all files that hold a row of this rank are read through, a chunk at a time.
+    Tables are given by name as (rows of all ranks, records of this one). With another number of
+    ranks, each reads through all files that hold a row of its own.
+
+    Raises:
+        Damaged: the tables then hold nothing of use.
     """
-    wanted = []
-    for name, (rows, records_VR) in tables.items():
-        for rank in range(saved):
-            if (ranks.rank - rank) % math.gcd(
-                saved, ranks.size
-            ) == 0:  # else its rows and ours have no remainder in common
-                shard_rows = -(-(rows - rank) // saved)
-                wanted += [
-                    (part, rank, records_VR)
-                    for part in _parts(name, shard_rows, row_bytes(records_VR), rank, saved)
-                ]
+    common = math.gcd(saved, ranks.size)
+    file_step, shard_step = ranks.size // common, saved // common
 
     def read_part(part: Part, rank: int, records_VR: Tensor) -> None:
-        start = part.first
-        for block_nR in _blocks(
-            folder / part.file, entries.get(part.file, {}), part.last - part.first, records_VR
-        ):
-            end = start + len(block_nR)
-            if saved == ranks.size:
-                records_VR[start:end].copy_(block_nR)
-            else:
-                rows_n = torch.arange(start, end) * saved + rank
-                mine_n = rows_n % ranks.size == ranks.rank
-                places_m = (rows_n[mine_n] // ranks.size).to(records_VR.device)
-                records_VR.index_copy_(0, places_m, block_nR[mine_n].to(records_VR.device))
-            start = end
+        first = part.first
+        for chunk_nR in _read_file(folder, part, entries.get(part.file, {}), records_VR):
+            # Row j of the file's shard is row (j * saved + rank) of the table. Every `file_step`-th
+            # of them is ours, from `skipped` on; they are `shard_step` rows apart in our shard.
+            rows = [(first + skipped) * saved + rank for skipped in range(file_step)]
+            skipped = [row % ranks.size for row in rows].index(ranks.rank)
+            mine_mR = chunk_nR[skipped::file_step]
+            records_VR[rows[skipped] // ranks.size :: shard_step][: len(mine_mR)].copy_(mine_mR)
+            first += len(chunk_nR)
 
-    with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(lambda want: read_part(*want), wanted))
-
-
-def _parts(table: str, rows: int, row_bytes: int, rank: int, ranks: int) -> list[Part]:
-    """The files of a rank's shard of so many rows."""
-    at_once = max(1, FILE_BYTES // row_bytes)
-    starts = range(0, rows, at_once)
-    whose = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
-    return [
-        Part(
-            f"{table}{whose}-{number:05d}-of-{len(starts):05d}.safetensors",
-            start,
-            min(start + at_once, rows),
-        )
-        for number, start in enumerate(starts)
-    ]
+    with ThreadPoolExecutor(THREADS) as pool:
+        reads = []
+        for name, (rows, records_VR) in tables.items():
+            # The shards of other ranks have no row in common with ours.
+            for rank in range(ranks.rank % common, saved, common):
+                shard_rows = -(-(rows - rank) // saved)
+                for part in _parts(name, shard_rows, records_VR, rank, saved):
+                    reads.append(pool.submit(read_part, part, rank, records_VR))
+        for done in reads:
+            done.result()
 
 
-def _write_shard(path: Path, records_nR: Tensor) -> dict[str, int]:
+def row_bytes(records_VR: Tensor) -> int:
+    """Return the bytes of a row in a file, whatever its padding in memory."""
+    return _width(records_VR) * records_VR.element_size()
+
+
+def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
+    """Return the files of a rank's shard of that many rows."""
+    file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
+    owner = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
+    count = -(-rows // file_rows)
+    parts = []
+    for number in range(count):
+        file = f"{table}{owner}-{number:05d}-of-{count:05d}.safetensors"
+        parts.append(Part(file, number * file_rows, min((number + 1) * file_rows, rows)))
+    return parts
+
+
+def _write_file(path: Path, records_nR: Tensor) -> dict[str, int]:
     missing = _width(records_nR) - records_nR.shape[1]
-    blocks = (part_nR.cpu().contiguous() for part_nR in records_nR.split(_rows_at_once(records_nR)))
-    parts = (_bytes(pad(block_nR, (0, missing)) if missing else block_nR) for block_nR in blocks)
-    crc32 = write_synced(path, chain([_header(len(records_nR), records_nR)], parts))
+    chunks = (chunk_nR.cpu().contiguous() for chunk_nR in records_nR.split(_chunk_rows(records_nR)))
+    contents = (_bytes(pad(chunk_nR, (0, missing)) if missing else chunk_nR) for chunk_nR in chunks)
+    crc32 = write_synced(path, chain([_header(len(records_nR), records_nR)], contents))
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
 
-def _blocks(file: Path, entry: Mapping[str, int], rows: int, like_VR: Tensor) -> Iterator[Tensor]:
-    """The records of a file of so many rows, a chunk at a time; what was given is sound if no `Damaged` follows."""
+def _read_file(
+    folder: Path, part: Part, entry: Mapping[str, int], like_VR: Tensor
+) -> Iterator[Tensor]:
+    """Yield the records in chunks; raise `Damaged` at the end if they are."""
+    file, rows = folder / part.file, part.last - part.first
     try:
-        if file.stat().st_size != entry.get("bytes"):
-            raise Damaged(
-                file, f"{file.stat().st_size:,} bytes instead of {entry.get('bytes', 0):,}"
-            )
+        found, expected = file.stat().st_size, entry.get("bytes", 0)
+        if found != expected:
+            raise Damaged(file, f"{found:,} bytes instead of {expected:,}")
         with open(file, "rb") as opened:
-            header = _header(rows, like_VR)
-            if opened.read(len(header)) != header:
-                raise Damaged(file, "its header differs")
-            found = zlib.crc32(header)
-            for start in range(0, rows, _rows_at_once(like_VR)):
-                block_nP = torch.empty(
-                    min(_rows_at_once(like_VR), rows - start), _width(like_VR), dtype=like_VR.dtype
-                )
-                opened.readinto(_bytes(block_nP))
-                found = zlib.crc32(_bytes(block_nP), found)
-                yield block_nP[:, : like_VR.shape[1]]
+            crc32 = zlib.crc32(opened.read(len(_header(rows, like_VR))))
+            for start in range(0, rows, _chunk_rows(like_VR)):
+                count = min(_chunk_rows(like_VR), rows - start)
+                chunk_nP = torch.empty(count, _width(like_VR), dtype=like_VR.dtype)
+                opened.readinto(_bytes(chunk_nP))
+                crc32 = zlib.crc32(_bytes(chunk_nP), crc32)
+                yield chunk_nP[:, : like_VR.shape[1]]
     except OSError as error:
-        raise Damaged(
-            file, error.strerror or str(error), isinstance(error, FileNotFoundError)
-        ) from None
-    if found != entry["crc32"]:
-        raise Damaged(file, f"its CRC-32 is {found:08x} instead of {entry['crc32']:08x}")
+        raise Damaged(file, error.strerror or str(error)) from None
+    if crc32 != entry["crc32"]:
+        raise Damaged(file, f"its CRC-32 is {crc32:08x} instead of {entry['crc32']:08x}")
 
 
 def _header(rows: int, like_VR: Tensor) -> bytes:
-    """How a safetensors file of so many such records begins."""
-    end = rows * row_bytes(like_VR)
-    about = {
-        "records": {
-            "dtype": DTYPES[like_VR.dtype],
-            "shape": [rows, _width(like_VR)],
-            "data_offsets": [0, end],
-        }
+    """Return the beginning of a safetensors file of that many such records."""
+    width = _width(like_VR)
+    tensor = {
+        "dtype": DTYPES[like_VR.dtype],
+        "shape": [rows, width],
+        "data_offsets": [0, rows * row_bytes(like_VR)],
     }
-    text = json.dumps(about).encode()
+    text = json.dumps({"records": tensor}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _width(records_VR: Tensor) -> int:
-    """Elements of a row in a file: as many wherever the records are."""
+    """Return the elements of a row in a file, always padded."""
     return padded(records_VR.shape[1], records_VR.element_size())
 
 
-def row_bytes(records_VR: Tensor) -> int:
-    """Of a row in a file."""
-    return _width(records_VR) * records_VR.element_size()
-
-
-def _rows_at_once(records_VR: Tensor) -> int:
+def _chunk_rows(records_VR: Tensor) -> int:
     return max(1, CHUNK_BYTES // row_bytes(records_VR))
 
 

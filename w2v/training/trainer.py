@@ -1,105 +1,193 @@
-"""A run: epochs, schedule, when to log, score and save; how it goes on from a checkpoint; and what it leaves in its folder."""
+"""The training loop, and a run: log, check, save, score, stop, export."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from w2v.config import Config, ConfigError, flat_config
+from w2v.distributed.lockstep import Decision, Lockstep
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import Batch, Position
+from w2v.kernels.batch import FAULT_BITS, FAULTS, Batch, Position
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import learning_rate
 from w2v.model.sampler import Sampler
-from w2v.model.table import Table
 from w2v.system.files import atomic_write
-from w2v.system.process import return_freed_memory
-from w2v.system.signals import Signals
+from w2v.system.process import Signals, return_freed_memory
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint, loggers
-from w2v.training.checkpoint import CheckpointError, Checkpoints
-from w2v.training.metrics import Diverged, Metrics
-from w2v.training.pace import Pace
-from w2v.training.step import FAULTS, Pipeline
-from w2v.vectors import card, export
-from w2v.vectors import evaluate as evaluation
+from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
+from w2v.training.metrics import Diverged, LinkUse, Metrics
+from w2v.training.step import TrainingStep
+from w2v.vectors import card, evaluate, export
 from w2v.vectors.datasets import ASKED
 from w2v.vectors.evaluate import AnalogyScore, SimilarityScore
 
-if TYPE_CHECKING:
-    from gensim.models import KeyedVectors
-
 log = logging.getLogger("w2v")
-AGREED_AHEAD = 8  # batches for which ranks agree before the first of them is used
+TRIAL_WARMUP = 3  # steps of a trial that do not count
+TRIAL_SECONDS = 3.0
+
+
+@contextlib.contextmanager
+def deterministic_mode(wanted: bool) -> Iterator[None]:
+    """Use only operations that repeat bit for bit; restore torch's mode."""
+    if not wanted or torch.are_deterministic_algorithms_enabled():
+        yield  # setting the mode, even to what it is, imports torch's compiler: 70 MiB
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class StepDone(NamedTuple):
+    """A step that was made, and the learning rate that it used."""
+
+    batch: Batch
+    loss: Tensor  # summed over the positive pairs and their negatives, on the device
+    pairs: Tensor  # number of positive pairs
+    lr: float
+
+
+class TrainingLoop:
+    """Trains epoch by epoch; the caller acts between the steps.
+
+    Args:
+        config: Epochs and the schedule of the learning rate.
+        sampler: Draws the batches.
+        step: Trains on one batch.
+    """
+
+    def __init__(self, config: Config, sampler: Sampler, step: TrainingStep):
+        self.config = config
+        self.sampler = sampler
+        self.step = step
+        self.epochs_done = 0.0
+        self._checked_step = 0
+        self._rates: list[float] = []  # learning rates of the steps since the last check
+
+    @property
+    def progress(self) -> float:
+        """The share of the run that is done, from 0 to 1."""
+        return self.epochs_done / self.config.train.epochs
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self.config.optimizer, self.progress)
+
+    def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepDone]:
+        """Train on the rest of the sampler's epoch, or on these batches of it."""
+        with deterministic_mode(self.config.train.deterministic):
+            batches = self.sampler.epoch() if batches is None else batches
+            for planned in self.step.prefetched(batches):
+                lr = self.lr
+                self._rates.append(lr)
+                result = self.step(planned, lr)
+                self.epochs_done = planned.batch.epochs_done
+                yield StepDone(planned.batch, result.loss, result.pairs, lr)
+
+    def check_finite(self, remedy: Callable[[], str], steps_before: int = 0) -> None:
+        """Raise `Diverged` if loss or rows are not finite; wait for the device.
+
+        Args:
+            remedy: Says what the user can do.
+            steps_before: Steps of the run before this process.
+        """
+        if fault := int(self.step.state.fault):
+            number = fault >> FAULT_BITS
+            parts = [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+            lr = self._rates[number - self._checked_step - 1]
+            raise Diverged(
+                f"training diverged at step {steps_before + number:,} "
+                f"({self.config.optimizer.name}, lr {lr:.4g}): no longer finite: "
+                f"{', '.join(parts)}; no such number was written; {remedy()}"
+            )
+        self._checked_step = self.step.state.step
+        self._rates.clear()
 
 
 class Trainer:
-    """Trains the pipeline on the sampler's batches and leaves the results in a run folder; goes on from its last checkpoint, if any.
+    """Run in a folder, resumed from its last checkpoint if there is one.
 
-    raw_words: words of one pass over the text, those outside the vocabulary included; held_out: what the sampler leaves out, if anything;
-    room: bytes of CPU memory for the copies of `Checkpoints`. Where several `ranks` train together, all of them do the same, and the
-    first alone logs, scores and exports.
+    All ranks make the same calls; rank 0 alone logs, scores and exports.
+
+    Args:
+        loop: What trains.
+        vocab: The words, by falling count.
+        raw_words: Words of one pass over the text, unknown ones included.
+        folder: The run folder.
+        held_out: Sentences that the sampler leaves out, for a loss.
+        signals: What Ctrl-C and other signals ask for.
+        copy_bytes: CPU memory for copies from which checkpoints are written in the background.
+        ranks: The processes that train together.
+        link_rate: Bytes/s that the link between CPU and GPU carries at most; 0 if none is used.
     """
 
     def __init__(
         self,
-        config: Config,
+        loop: TrainingLoop,
         vocab: Vocab,
         raw_words: int,
-        sampler: Sampler,
-        pipeline: Pipeline,
         folder: Path,
         held_out: HeldOut | None = None,
         signals: Signals | None = None,
-        room: int = 0,
+        copy_bytes: int = 0,
         ranks: Ranks = SINGLE,
+        link_rate: float = 0.0,
     ):
-        self.config, self.vocab, self.sampler, self.pipeline, self.folder = (
-            config,
-            vocab,
-            sampler,
-            pipeline,
-            folder,
-        )
-        self.held_out, self._signals, self._ranks = held_out, signals or Signals(), ranks
-        self._total_words = raw_words * config.train.epochs
+        self.loop = loop
+        self.config = loop.config
+        self.vocab = vocab
+        self.folder = folder
+        self.held_out = held_out
+        self._step = loop.step
+        self._signals = signals or Signals()
+        self._ranks = ranks
+        self._link_rate = link_rate
+        self._total_words = raw_words * self.config.train.epochs
         self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint}
-        self._moved_before = [0, 0, 0, 0]
-        self._agreed: deque[tuple[int, int]] = (
-            deque()
-        )  # the wishes of all ranks, for each batch that was drawn
-        self._epochs_done, self._rates = (
-            0.0,
-            [0.0],
-        )  # the learning rate of each step since the last look, and before it
-        run, tables = config.run, [pipeline.inputs, pipeline.outputs]
         ranks.require_equal(self._text)
-        self.checkpoints = Checkpoints(folder / "checkpoints", tables, room, ranks)
-        curve = self._go_on(tables)
-        begun = int(curve["step"]) if curve else 0
-        self._loggers = (
-            loggers.opened(run, folder, begun, flat_config(config)) if ranks.rank == 0 else []
-        )
-        log_to = (
-            folder / "metrics.jsonl" if ranks.rank == 0 else None,
-            self._total_words,
-            run.log_seconds,
-        )
-        self._link_rate = pipeline.link_rate()
-        link = self._bytes_moved, lambda: pipeline.engine.waited, self._link_rate
-        self.metrics = Metrics(*log_to, self._look, curve, self._loggers, *link)
-        self._first_step, self._before = self.metrics.step, self.metrics.seconds
-        self._pace = Pace(run.checkpoint_minutes)
+        tables = [self._step.inputs, self._step.outputs]
+        self.checkpoints = Checkpoints(folder / "checkpoints", tables, copy_bytes, ranks)
+        self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
+        self._lockstep = Lockstep(ranks, self._vote)
+        self._rows_before = [0, 0, 0, 0]  # row counts of the processes before this one
+        self._curve: dict[str, float] | None = None
+        self._loggers: list[loggers.Logger] = []
+        self._final: dict[str, Any] = {}
 
     def __enter__(self) -> Trainer:
+        """Resume from the last checkpoint, if there is one, and open the logs."""
+        self._resume()
+        is_first = self._ranks.rank == 0
+        steps = int(self._curve["step"]) if self._curve else 0
+        if is_first:
+            about = flat_config(self.config)
+            self._loggers = loggers.open_loggers(self.config.run, self.folder, steps, about)
+        self.metrics = Metrics(
+            self.folder / "metrics.jsonl" if is_first else None,
+            self._total_words,
+            self.config.run.log_seconds,
+            loggers=self._loggers,
+            link=self._link_use,
+            link_rate=self._link_rate,
+            state=self._curve,
+        )
+        self._first_step = self.metrics.step
+        self._seconds_before = self.metrics.seconds
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -107,103 +195,134 @@ class Trainer:
             logger.close()
 
     def train(self) -> None:
-        """Train to the end, or until a signal: then what was trained is saved, and `SystemExit` raised."""
-        epochs, run = self.config.train.epochs, self.config.run
-        lr = learning_rate(self.config.optimizer, self._epochs_done / epochs)
-        with self.metrics, self._signals.held():
-            for epoch in range(self.sampler.position.epoch, epochs):
-                for planned in self.pipeline.ahead(self._together(epoch)):
-                    loss, pairs = self.pipeline.step(planned, lr)
-                    self._rates.append(lr)
-                    self._epochs_done = planned.batch.epochs_done
-                    share = self._epochs_done / epochs
-                    self.metrics.update(loss, pairs, round(share * self._total_words), lr)
-                    lr = learning_rate(self.config.optimizer, share)
-                    status, save = self._agreed.popleft() if self._agreed else self._wishes()
-                    if status:
-                        self._stop(lr, planned.batch.after, status)
-                    if save > self._pace.saves:
-                        self._save(lr, planned.batch.after)
+        """Train to the end; at a signal save and raise SystemExit."""
+        epochs = self.config.train.epochs
+        with self.metrics, self._signals.recorded():
+            for epoch in range(self.loop.sampler.position.epoch, epochs):
+                # Steps, and between them what is due once in a while.
+                for done in self.loop.epoch(self._batches(epoch)):
+                    words = round(self.loop.progress * self._total_words)
+                    self.metrics.update(done.loss, done.pairs, words)
+                    if self.metrics.due:
+                        self._check()
+                        self.metrics.report(self.loop.lr)
+                    decision = self._lockstep.decision()
+                    if decision.status:
+                        self._stop(done.batch.after, decision.status)
+                    if decision.save > self._save_timer.saves:
+                        self._save(done.batch.after)
+                # Between two epochs.
                 if epoch + 1 < epochs:
-                    if run.score_epochs or self.held_out:
-                        self._score_epoch(epoch + 1)
-                    if run.checkpoint_minutes:
-                        self._save(lr, self.sampler.position)
-            self.pipeline.engine.flush()
-            self.metrics.log(lr)
-            self._final = self._state(lr, self.sampler.position)
+                    self._score_epoch(epoch + 1)
+                    if self.config.run.checkpoint_minutes:
+                        self._save(self.loop.sampler.position)
+            # The end of the run.
+            self._step.engine.flush()
+            self._check()
+            self.metrics.log(self.loop.lr)
+            self._final = self._state(self.loop.sampler.position)
             if status := max(self._ranks.all_gather(self._signals.status)):
-                self._stop(lr, self.sampler.position, status)
-        seconds = self.metrics.seconds
-        rate = self._total_words / seconds / 1e6
-        log.info(
-            f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, loss {self.metrics.loss:.4f}"
-        )
-        self._pace.sum_up()
-        if self._ranks.size > 1:
-            for rank, carried in enumerate(self._ranks.all_gather(self._carried())):
-                log.info(f"rank {rank}    {carried}")
-        used, read, written, stepped = self._final["rows"]
-        if used:
-            log.info(
-                f"over the link came {read:,} rows, {read / used:.1%} of those used, and {written:,} went back: "
-                f"{read / self._total_words:.3f} a word, against {stepped / self._total_words:.3f} if every step fetched its own"
-            )
+                self._stop(self.loop.sampler.position, status)
+        self._summarize()
 
-    def _carried(self) -> str:
-        """What has gone over this rank's link and to other ranks."""
-        seconds = max(self.metrics.seconds - self._before, 1e-9)
-        link, sent = self._bytes_moved() / seconds, self._ranks.bytes_sent / seconds
-        share = (
-            f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%} of its most), "
-            if self._link_rate
-            else ""
-        )
-        return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
-
-    def _together(self, epoch: int) -> Iterator[Batch]:
-        """This rank's batches of the epoch, as many as any rank has, with what is agreed among them for each."""
-        batches = self.sampler.epoch()
-        drawn: deque[tuple[Batch | None, Callable[[], list[list[float]]]]] = deque()
-        while self._ranks.size > 1:
-            while (
-                len(drawn) < AGREED_AHEAD
-            ):  # what it takes to hear of the other ranks passes beside the steps
-                batch = next(batches, None)
-                done = batch.epochs_done if batch else epoch + 1
-                drawn.append(
-                    (batch, self._ranks.all_gather_async(batch is not None, done, *self._wishes()))
+    def export(self) -> None:
+        """Write the last checkpoint, the vectors and their scores."""
+        self.checkpoints.save(self._final, wait=True)
+        took = self.took()
+        self._step.finish()
+        return_freed_memory()
+        inputs = self._step.inputs
+        kept = ASKED if self._ranks.size > 1 else 0
+        blocks = export.in_order(inputs, self._ranks)
+        with self._ranks.reraise():
+            if self._ranks.rank == 0:
+                words, counts = self.vocab.words, self.vocab.counts
+                most_frequent = export.save_rows(
+                    words, counts, inputs.dim, blocks, self.folder, kept
                 )
-            batch, agreed = drawn.popleft()
-            some, of_ranks, status, save = zip(*agreed(), strict=True)
-            if not any(some):
-                break
-            self._agreed.append((int(max(status)), int(save[0])))
-            yield (batch or self.sampler.no_batch(epoch))._replace(
-                epochs_done=sum(of_ranks) / len(of_ranks)
-            )
-        for _, agreed in drawn:
-            agreed()
-        yield from batches
+                self._report(most_frequent if kept else inputs["weight"], took)
+            else:
+                deque(blocks, 0)
 
-    def _wishes(self) -> tuple[int, int]:
-        """The status to stop with, 0 to go on; and the number of the checkpoint that is due, if one is, counted from 1 in this run."""
-        return self._signals.status, self._pace.saves + 1 if self._pace.due else 0
+    def vectors(self) -> Any:
+        """Return the trained vectors as gensim KeyedVectors."""
+        weights = self._step.inputs["weight"].float().cpu().numpy()
+        return export.keyed_vectors(self.vocab.words, self.vocab.counts, weights)
 
-    def _moved(self) -> list[int]:
-        """How many rows were used, came over the link and went back, and how many steps had; before a resume too."""
-        engine = self.pipeline.engine
-        moved = engine.rows_used, engine.rows_read, engine.rows_written, self.pipeline.rows_stepped
-        return [a + b for a, b in zip(self._moved_before, moved, strict=True)]
+    def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
+        """Return the scores of the trained vectors."""
+        return self._scored(self._step.inputs["weight"])
+
+    def took(self) -> dict[str, Any]:
+        """Return losses, raw words, seconds, and memory of all ranks.
+
+        held_out_loss is None where nothing was held out.
+        """
+        tables = self._step.inputs, self._step.outputs
+        host = sum(table.bytes for table in tables if table.storage != "cuda")
+        memory = self._ranks.all_gather((host, self._step.peak_gpu_bytes))
+        host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
+        return {
+            "loss": self.metrics.loss,
+            "held_out_loss": self._held_out_loss(),
+            "words": self.metrics.words,
+            "seconds": self.metrics.seconds,
+            "bytes_host": host_bytes,
+            "bytes_gpu": gpu_bytes,
+        }
+
+    # Phases of the loop.
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        """Give this rank's batches of the epoch, as many as any rank has."""
+        sampler = self.loop.sampler
+        return self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
+
+    def _vote(self) -> Decision:
+        return Decision(
+            self._signals.status, self._save_timer.saves + 1 if self._save_timer.due else 0
+        )
+
+    def _check(self) -> None:
+        """Raise what has gone wrong, where the device has been waited for anyway."""
+        self.checkpoints.raise_failure()
+        self.loop.check_finite(self._remedy, self._first_step)
+
+    def _remedy(self) -> str:
+        """Return what to do after a divergence."""
+        optimizer = self.config.optimizer
+        self.checkpoints.wait()
+        again = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
+        if saved := checkpoint.latest(self.checkpoints.folder):
+            command = f"python train.py --resume {quote(str(self.folder))}"
+            again = f"the last good checkpoint is {saved.path}: {command} "
+            again += f"optimizer.lr={optimizer.lr / 4:.3g}"
+        return f"{again}, or with some optimizer.warmup or another optimizer.name in a new run"
+
+    def _stop(self, position: Position, status: int) -> None:
+        step = self.metrics.step
+        log.info(f"stopping at step {step:,} after a checkpoint; a second signal ends it at once")
+        self._step.engine.flush()
+        self.checkpoints.save(self._state(position), wait=True)
+        log.info(f"resume with   python train.py --resume {quote(str(self.folder))}")
+        self._ranks.leave()
+        raise SystemExit(status)
+
+    def _save(self, position: Position) -> None:
+        """Write a checkpoint, unless the last one is still being written."""
+        if any(self._ranks.all_gather(self.checkpoints.busy)):
+            return
+        with self._save_timer.saving():
+            self._step.engine.flush()
+            self.checkpoints.save(self._state(position))
 
     def _score_epoch(self, epoch: int) -> None:
-        self.pipeline.engine.flush()
+        if not (self.config.run.score_epochs or self.held_out):
+            return
+        self._step.engine.flush()
         with self.metrics.paused():
-            scores = {
-                "epoch": epoch,
-                "words": self.metrics.words,
-                "seconds": round(self.metrics.seconds, 3),
-            }
+            seconds = round(self.metrics.seconds, 3)
+            scores = {"epoch": epoch, "words": self.metrics.words, "seconds": seconds}
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
@@ -212,179 +331,157 @@ class Trainer:
                 log.info(f"epoch {epoch}: held-out loss {scores['held_out_loss']:.4f}")
             self.metrics.write(**scores)
 
+    def _summarize(self) -> None:
+        """Log the speed of the run and what was transferred."""
+        seconds = self.metrics.seconds
+        rate = self._total_words / seconds / 1e6
+        log.info(
+            f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, "
+            f"loss {self.metrics.loss:.4f}"
+        )
+        self._save_timer.log_total()
+        if self._ranks.size > 1:
+            for rank, sent in enumerate(self._ranks.all_gather(self._rank_traffic())):
+                log.info(f"rank {rank}    {sent}")
+        used, read, written, updated = self._final["rows"]
+        if used:
+            log.info(
+                f"over the link came {read:,} rows, {read / used:.1%} of those used, and "
+                f"{written:,} went back: {read / self._total_words:.3f} a word, against "
+                f"{updated / self._total_words:.3f} if every step fetched its own"
+            )
+
+    # What the phases report.
+
+    def _rank_traffic(self) -> str:
+        """Return what has gone over this rank's link and to other ranks."""
+        seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
+        link = self._link_use().bytes / seconds
+        sent = self._ranks.bytes_sent / seconds
+        share = ""
+        if self._link_rate:
+            share = f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%}), "
+        return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
+
+    def _row_counts(self) -> list[int]:
+        """Return rows used, read, written and updated, resumed runs included."""
+        used, read, written, _ = self._step.engine.stats
+        counts = used, read, written, int(self._step.state.rows_updated)
+        return [a + b for a, b in zip(self._rows_before, counts, strict=True)]
+
+    def _link_use(self) -> LinkUse:
+        """Return the bytes that have crossed the link, and the waits."""
+        _, read, written, wait_seconds = self._step.engine.stats
+        table = self._step.inputs
+        return LinkUse((read + written) * table.width * table.dtype.itemsize, wait_seconds)
+
     def _accuracy(self) -> float:
-        """On the analogies, found by the first rank for all."""
-        inputs, accuracy = self.pipeline.inputs, 0.0
+        """Return the share of analogies that is right, found by rank 0 for all."""
+        inputs, accuracy = self._step.inputs, 0.0
         blocks = export.in_order(inputs, self._ranks, ASKED)
         with self._ranks.reraise():
             if self._ranks.rank == 0:
-                weights = np.concatenate(list(blocks)) if self._ranks.size > 1 else inputs["weight"]
-                accuracy = evaluation.analogies(
-                    self.vocab.words[: len(weights)], weights
-                ).total.accuracy
+                several = self._ranks.size > 1
+                weights = np.concatenate(list(blocks)) if several else inputs["weight"]
+                words = self.vocab.words[: len(weights)]
+                accuracy = evaluate.analogies(words, weights).total.accuracy
             else:
                 deque(blocks, 0)
         return accuracy
 
     def _held_out_loss(self) -> float | None:
-        shards = self.pipeline.inputs["weight"], self.pipeline.outputs["weight"]
-        return self.held_out.loss(*shards, self._ranks) if self.held_out else None
-
-    def vectors(self) -> KeyedVectors:
-        return export.keyed_vectors(
-            self.vocab.words,
-            self.vocab.counts,
-            self.pipeline.inputs["weight"].float().cpu().numpy(),
-        )
-
-    def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        return self._scored(self.pipeline.inputs["weight"])
+        if not self.held_out:
+            return None
+        weights = self._step.inputs["weight"], self._step.outputs["weight"]
+        return self.held_out.loss(*weights, self._ranks)
 
     def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
         words = self.vocab.words[: len(weights)]
-        return evaluation.analogies(words, weights), evaluation.similarities(words, weights)
-
-    def took(self) -> dict[str, Any]:
-        """Losses (held_out_loss is None where nothing was held out), raw words, seconds of training, and bytes of all ranks' memory."""
-        tables, done = (self.pipeline.inputs, self.pipeline.outputs), self.metrics
-        host = sum(table.bytes for table in tables if table.storage != "cuda")
-        host, gpu = (
-            sum(of_ranks)
-            for of_ranks in zip(
-                *self._ranks.all_gather((host, self.pipeline.bytes_gpu)), strict=True
-            )
-        )
-        return {
-            "loss": done.loss,
-            "held_out_loss": self._held_out_loss(),
-            "words": done.words,
-            "seconds": done.seconds,
-            "bytes_host": host,
-            "bytes_gpu": gpu,
-        }
-
-    def export(self) -> None:
-        """Write the last checkpoint, the vectors and their scores."""
-        self.checkpoints.save(self._final, wait=True)
-        took = self.took()
-        self.pipeline.finish()
-        return_freed_memory()
-        inputs, kept = self.pipeline.inputs, ASKED if self._ranks.size > 1 else 0
-        blocks = export.in_order(inputs, self._ranks)
-        with self._ranks.reraise():
-            if self._ranks.rank == 0:
-                most_frequent = export.save_rows(
-                    self.vocab.words, self.vocab.counts, inputs.dim, blocks, self.folder, kept
-                )
-                self._report(most_frequent if kept else inputs["weight"], took)
-            else:
-                deque(blocks, 0)
+        return evaluate.analogies(words, weights), evaluate.similarities(words, weights)
 
     def _report(self, weights: Tensor | np.ndarray, took: dict[str, Any]) -> None:
-        """Write all else that the vectors come with: words, checksums, scores and the model card; and say where it is."""
-        self.vocab.save(self.folder / "vocab.tsv")
-        export.seal(self.folder)
+        """Write words, checksums, scores and the model card; log them."""
+        folder = self.folder
+        self.vocab.save(folder / "vocab.tsv")
+        export.seal(folder)
         scores = self._scored(weights)
-        last = {"analogies": scores[0].total.accuracy} | {
-            similarity.name: similarity.spearman for similarity in scores[1]
-        }
-        self.metrics.tell(held_out_loss=took["held_out_loss"], **last)
-        atomic_write(
-            self.folder / "scores.json", json.dumps(evaluation.as_dict(*scores) | took, indent=1)
-        )
-        card.write(self.folder)
-        held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n" if self.held_out else ""
+        last = {"analogies": scores[0].total.accuracy}
+        last |= {similarity.name: similarity.spearman for similarity in scores[1]}
+        self.metrics.send(held_out_loss=took["held_out_loss"], **last)
+        content = json.dumps(evaluate.as_dict(*scores) | took, indent=1)
+        atomic_write(folder / "scores.json", content)
+        card.write(folder)
+        held_out = ""
+        if self.held_out:
+            held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
         log.info(
-            f"{evaluation.report(*scores)}\n\n"
+            f"{evaluate.report(*scores)}\n\n"
             f"{held_out}"
-            f"run folder   {self.folder}\n"
-            f"model card   {self.folder / 'README.md'}\n"
-            f"in gensim    KeyedVectors.load({str(self.folder / 'vectors.kv')!r})\n"
-            f"ask it       python evaluate.py nn {quote(str(self.folder))} WORD ..."
+            f"run folder   {folder}\n"
+            f"model card   {folder / 'README.md'}\n"
+            f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
+            f"ask it       python evaluate.py nn {quote(str(folder))} WORD ..."
         )
 
-    def _bytes_moved(self) -> int:
-        """Over the link to the GPU, both ways."""
-        engine, table = self.pipeline.engine, self.pipeline.inputs
-        return (engine.rows_read + engine.rows_written) * table.width * table.dtype.itemsize
+    # Checkpoints.
 
-    def _look(self) -> None:
-        """Raise what has gone wrong since the last look; called where the device has been waited for anyway."""
-        self.checkpoints.raise_failure()
-        if fault := int(self.pipeline.fault):
-            raise Diverged(self._what_diverged(fault))
-        del self._rates[:-1]
-
-    def _what_diverged(self, fault: int) -> str:
-        step, parts = (
-            fault >> len(FAULTS),
-            [name for bit, name in enumerate(FAULTS) if fault >> bit & 1],
-        )
-        optimizer, lr = self.config.optimizer, self._rates[step - self.pipeline.steps - 1]
-        remedy = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
-        self.checkpoints.wait()
-        if saved := checkpoint.latest(self.checkpoints.folder):
-            again = f"python train.py --resume {quote(str(self.folder))} optimizer.lr={optimizer.lr / 4:.3g}"
-            remedy = f"the last good checkpoint is {saved.path}: {again}"
-        return (
-            f"training diverged at step {self._first_step + step:,} ({optimizer.name}, lr {lr:.4g}): no longer finite: {', '.join(parts)}; "
-            f"no such number was written; {remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
-        )
-
-    def _stop(self, lr: float, position: Position, status: int) -> None:
-        log.info(
-            f"stopping at step {self.metrics.step:,}, once a checkpoint is written; a second signal ends it at once"
-        )
-        self.pipeline.engine.flush()
-        self.checkpoints.save(self._state(lr, position), wait=True)
-        log.info(f"go on with   python train.py --resume {quote(str(self.folder))}")
-        self._ranks.leave()
-        raise SystemExit(status)
-
-    def _save(self, lr: float, position: Position) -> None:
-        """Write a checkpoint, unless the last one is still being written."""
-        if any(self._ranks.all_gather(self.checkpoints.busy)):
-            return
-        with self._pace.saving():
-            self.pipeline.engine.flush()
-            self.checkpoints.save(self._state(lr, position))
-
-    def _state(self, lr: float, position: Position) -> dict[str, Any]:
-        curve = self.metrics.state(lr)
-        samplers, moved = zip(
-            *self._ranks.all_gather((self.sampler.state(position), self._moved())), strict=True
-        )
-        where = {"step": curve["step"], "samplers": samplers, "epochs_done": self._epochs_done}
-        about = {
+    def _state(self, position: Position) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the tables."""
+        self._check()  # what is not finite is not saved
+        curve = self.metrics.state(self.loop.lr)
+        parts = self._ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
+        samplers, rows = zip(*parts, strict=True)
+        return {
+            "step": curve["step"],
+            "samplers": samplers,
+            "epochs_done": self.loop.epochs_done,
             "metrics": curve,
-            "rows": [sum(counts) for counts in zip(*moved, strict=True)],
+            "rows": [sum(counts) for counts in zip(*rows, strict=True)],
             "text": self._text,
+            "config": flat_config(self.config),
         }
-        return where | about | {"config": flat_config(self.config)}
 
-    def _go_on(self, tables: list[Table]) -> dict[str, float] | None:
-        """Take up the last checkpoint of the folder and give its curve; None where there is none."""
+    def _resume(self) -> None:
+        """Restore the folder's last checkpoint, if there is one."""
         saved = checkpoint.latest(self.checkpoints.folder, self._ranks)
         if saved is None:
-            return None
-        state = saved.state
+            return
+        state, config = saved.state, self.config
         if state["text"] != self._text:
-            text = f"corpus.path={self.config.corpus.path}"
             raise CheckpointError(
-                f"{saved.path} was trained on another text or vocabulary than {text} is now; bring that text back"
+                f"{saved.path} was trained on another text or vocabulary than "
+                f"corpus.path={config.corpus.path} is now; bring that text back"
             )
-        if state["epochs_done"] > self.config.train.epochs:
-            raise ConfigError(
-                f"train.epochs={self.config.train.epochs}, but {state['epochs_done']:.4g} passes are done; give more"
-            )
-        saved.load(tables, self._ranks)
-        self.sampler.go_on(
-            state.get("samplers") or [{"position": state["position"]}]
-        )  # as one rank wrote it when there was but one
-        self._epochs_done = state["epochs_done"]
+        if state["epochs_done"] > config.train.epochs:
+            done = f"{state['epochs_done']:.4g} passes are done"
+            raise ConfigError(f"train.epochs={config.train.epochs}, but {done}; give more")
+        saved.load([self._step.inputs, self._step.outputs], self._ranks)
+        self.loop.sampler.load_state_dict(state["samplers"])
+        self.loop.epochs_done = state["epochs_done"]
         if self._ranks.rank == 0:
-            self._moved_before = state["rows"]
+            self._rows_before = state["rows"]
+        self._curve = state["metrics"]
         log.info(
-            f"going on from {saved.path}, after {state['step']:,} steps and {state['epochs_done']:.3g} passes over the text"
+            f"resuming from {saved.path}, after {state['step']:,} steps and "
+            f"{state['epochs_done']:.3g} passes over the text"
         )
-        return state["metrics"]
+
+
+def estimate_time(loop: TrainingLoop, raw_words: int) -> str:
+    """Train for some seconds; return how long the whole run would take.
+
+    What was trained is to be thrown away.
+    """
+    begun, at_begin, steps = 0.0, 0.0, 0
+    for steps, done in enumerate(loop.epoch(), start=1):
+        float(done.loss)  # waits for the device
+        if steps == TRIAL_WARMUP:
+            begun, at_begin = time.monotonic(), loop.epochs_done
+        if steps > TRIAL_WARMUP and time.monotonic() - begun > TRIAL_SECONDS:
+            break
+    if steps <= TRIAL_WARMUP:
+        return f"time      unknown: an epoch has {steps} steps, too few to tell"
+    rate = (loop.epochs_done - at_begin) * raw_words / (time.monotonic() - begun)
+    seconds = loop.config.train.epochs * raw_words / rate
+    trial = f"{rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"
+    return f"time      about {seconds:.0f} s of training: {trial}"

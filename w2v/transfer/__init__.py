@@ -1,0 +1,1 @@
+"""Engines, links and caches: where rows are, and how they move."""

@@ -1,64 +1,153 @@
-"""Engines that bring rows of a table to the device that computes, and links that carry them over."""
+"""Engines: where the rows of a training step are, and how they get there.
+
+`Resident` keeps the tables on the compute device; `Paged` brings each page's rows and writes them
+back; the caches of cache.py keep rows on the GPU from page to page.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from w2v.kernels.batch import Held, Page
+from w2v.config import ConfigError
+from w2v.kernels.batch import Page, View
 from w2v.model.table import Table
+from w2v.transfer.links import Link
+from w2v.transfer.streams import Waits, current_stream
+
+
+class TransferStats(NamedTuple):
+    """What has crossed the link between CPU and GPU so far."""
+
+    rows_used: int = 0  # unique rows of all pages
+    rows_read: int = 0  # rows that were copied to the GPU
+    rows_written: int = 0  # rows that were copied back
+    wait_seconds: float = 0.0  # for which the computation stood still until rows had moved
 
 
 class Engine(Protocol):
-    """What a training step asks for."""
+    """Brings the rows of both tables to the compute device, a page at a time.
 
-    pages: bool  # whether rows have to be prefetched before they are held
-    rows_used: int  # by pages so far, each page's counted once
-    rows_read: int  # that crossed the link to the GPU, so far
-    rows_written: int  # that went back
-    waited: float = (
-        0.0  # seconds for which the computation stood still until rows had come or gone, so far
-    )
+    A row is in one place at a time, so overlap changes no result. `pages` says whether rows have
+    to be prefetched at all.
+    """
+
+    pages: bool
+
+    @property
+    def stats(self) -> TransferStats:
+        """What has crossed the link so far."""
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
-        """Rows that the steps after the current ones will fetch, bool, of tables of equal size: an engine may begin to bring them.
+        """Begin to bring the rows of the next page.
 
-        soon_V: those that steps soon after will fetch, in each table, which an engine may keep where they are rather than others.
+        Args:
+            marks_TV: Which rows of each table the next page touches, bool.
+            soon_V: Which rows of each table are in the lookahead window, bool: a cache evicts
+                them last.
         """
 
-    def fetch(self, table: Table, rows_U: Tensor) -> Page:
-        """The records of the given rows, which are sorted and unique."""
-
-    def reduce(self, page: Page) -> Page:
-        """The page that is to be stepped, now that this one has its gradients: another where rows belong to other ranks."""
-        return page
-
-    def write_back(self, page: Page) -> None:
-        """Put the page's records into its table; the page is spent."""
-
-    def hold(self, table: Table) -> Held:
-        """Where the records lie that were prefetched, for kernels that work on them in place."""
+    def page(self) -> Page:
+        """Return the records of the rows that were prefetched last, in place."""
 
     def flush(self) -> None:
-        """Return when the tables hold everything that was written back; here, when the GPU has done all that it was given."""
+        """Return when the tables hold all that was computed."""
+
+
+class Resident:
+    """Tables on the compute device, CPU or GPU: paging with nothing to move."""
+
+    pages = False
+    stats = TransferStats()
+
+    def __init__(self, tables: Sequence[Table]):
+        self._tables = tables
+
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+        """Do nothing: all rows are there."""
+
+    def page(self) -> Page:
+        inputs, outputs = self._tables
+        return Page(View(inputs.records_VR, None), View(outputs.records_VR, None))
+
+    def flush(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
-class Link(Protocol):
-    """Moves records between a table in CPU memory and GPU memory, in the order of torch's current stream.
+class Paged:
+    """Bring the rows of each page and write them back: nothing is cached."""
 
-    rows_U: sorted and unique, int64, on the GPU. slots_U: where in `records_SR` each of them lies; None for 0, 1, 2, ...
-    """
+    pages = True
 
-    def read(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        """records[slots[u]] = table[rows[u]]"""
+    def __init__(self, link: Link, tables: Sequence[Table], device: torch.device):
+        self._link = link
+        self._tables = tables
+        self._slot_of_TV = torch.zeros(
+            len(tables), tables[0].rows, dtype=torch.int32, device=device
+        )
+        self._rows: list[Tensor] = []  # of the current page, by table
+        self._page: Page | None = None
+        self._marks_TV: Tensor | None = None  # of the next page
+        self._rows_read = 0
+        self._rows_written = 0
+        self._waits = Waits()
 
-    def write(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        """table[rows[u]] = records[slots[u]]"""
+    @property
+    def stats(self) -> TransferStats:
+        seconds = self._waits.seconds
+        return TransferStats(self._rows_read, self._rows_read, self._rows_written, seconds)
+
+    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+        """Remember the rows: some may be on the current page until it is done."""
+        self._marks_TV = marks_TV
+
+    def page(self) -> Page:
+        if self._marks_TV is not None:
+            with self._counted():
+                self._write_back()
+                self._read(self._marks_TV)
+            self._marks_TV = None
+        return self._page
+
+    def flush(self) -> None:
+        self._write_back()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _read(self, marks_TV: Tensor) -> None:
+        self._rows = [torch.nonzero(marks_V).flatten() for marks_V in marks_TV]
+        views = []
+        for table, rows, slot_of_V in zip(self._tables, self._rows, self._slot_of_TV, strict=True):
+            shape = len(rows), table.width
+            records = torch.empty(shape, dtype=table.records_VR.dtype, device=rows.device)
+            self._link.read(table, rows, records)
+            slot_of_V[rows] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+            views.append(View(records, slot_of_V))
+            self._rows_read += len(rows)
+        self._page = Page(*views)
+
+    def _write_back(self) -> None:
+        if self._page is None:
+            return
+        for table, rows, view in zip(self._tables, self._rows, self._page, strict=True):
+            self._link.write(table, rows, view.records_SR)
+            self._rows_written += len(rows)
+
+    def _counted(self) -> contextlib.AbstractContextManager:
+        if self._slot_of_TV.is_cuda:
+            return self._waits.counted(current_stream())
+        return contextlib.nullcontext()
+
+
+def cache_too_small(slots: int, needed: float) -> ConfigError:
+    """Return the error for a page that needs more rows than the cache holds."""
+    return ConfigError(
+        f"transfer.gpu_bytes has room for {slots:,} rows on the GPU, but {needed:,.0f} are needed "
+        "at once; raise it, or lower train.batch_size, transfer.steps_per_page or "
+        "model.negative_pool"
+    )

@@ -1,0 +1,1 @@
+"""Trained word vectors: export, load, evaluate, query and plot."""

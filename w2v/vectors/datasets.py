@@ -1,4 +1,4 @@
-"""What vectors are asked: analogies, Google's or those of a file, and pairs of words that people have judged, which come with gensim."""
+"""Evaluation data sets: analogy questions, WordSim-353, SimLex-999."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ASKED = 300_000  # words, the most frequent, that are asked for and answered, as in gensim
+from w2v.system.files import refused
+
+ASKED = 300_000  # only this many of the most frequent words are used, as in gensim
 GOOGLE = "questions-words.txt"
 PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),
@@ -15,52 +17,45 @@ PAIR_SETS = {
 
 
 class EvaluationError(ValueError):
-    """A question that cannot be asked; the message is one line that names the value and the remedy."""
+    """An impossible evaluation; one line with the value and the remedy."""
 
 
 def in_gensim(name: str) -> Path:
-    """A file that comes with gensim, found without importing it."""
+    """Return the path of a data file of gensim, without importing it."""
     return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
 
 
-def read_questions(
-    path: str | Path | None, case_insensitive: bool = True
-) -> list[tuple[str, list[list[str]]]]:
-    """Names and four-word questions of a file's sections, in upper case unless case counts; as in gensim, other lines are passed over."""
+def read_questions(path: str | Path | None) -> list[tuple[str, list[list[str]]]]:
+    """Read sections of a file: name, and questions in upper case.
+
+    Lines of fewer or more words are skipped, as in gensim. The default is Google's questions.
+    """
     path = Path(path or in_gensim(GOOGLE))
-    try:
+    with refused(
+        EvaluationError, f"questions file {path} cannot be read", "name a UTF-8 text file"
+    ):
         lines = path.read_bytes().decode("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(
-            f"questions file {path} cannot be read ({error}); name a UTF-8 text file"
-        ) from None
     sections: list[tuple[str, list[list[str]]]] = []
     for number, line in enumerate(lines, start=1):
         if line.startswith(": "):
             sections.append((line.lstrip(": ").strip(), []))
-        elif sections:
-            question = [
-                *map(sys.intern, (line.upper() if case_insensitive else line).split())
-            ]  # a word stands in many questions
-            if len(question) == 4:
-                sections[-1][1].append(question)
-        elif line or number < len(lines):
+        elif line and not sections:
             raise EvaluationError(
-                f"{path}, line {number}: questions need a section first; begin the file with ': name'"
+                f"{path}, line {number}: a question before the first section; "
+                "begin the file with ': name'"
             )
-    if not any(asked for _, asked in sections):
+        elif len(words := line.upper().split()) == 4:
+            # Interned, as each word occurs in many questions.
+            sections[-1][1].append([sys.intern(word) for word in words])
+    if not any(questions for _, questions in sections):
         raise EvaluationError(
-            f"{path} holds no question; write ': section' lines, and lines of four words below them"
+            f"{path} holds no question; write ': section', and lines of four words below it"
         )
     return sections
 
 
 def judged_pairs(name: str) -> list[tuple[str, str, float]]:
-    """The pairs of words of a set, in upper case, each with how alike people found them."""
+    """Read a set of word pairs: (WORD, WORD, human judgement)."""
     text = in_gensim(PAIR_SETS[name][1]).read_text(encoding="utf-8").upper()
-    lines = [
-        line.split("\t")
-        for line in text.splitlines()
-        if line.count("\t") == 2 and not line.startswith("#")
-    ]
-    return [(a, b, float(judgement)) for a, b, judgement in lines]
+    rows = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
+    return [(row[0], row[1], float(row[2])) for row in rows if len(row) == 3]

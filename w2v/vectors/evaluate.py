@@ -1,81 +1,66 @@
-"""How good the vectors are: analogies and word similarity, by gensim's protocol.
+"""Score vectors on analogies and word similarity, by gensim's protocol.
 
-Shapes: V words, N of them asked for, D dimensions, Q questions, P pairs of words.
+Shapes: V words, the first N of them used, D dimensions, Q questions, P pairs of words.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.vectors.datasets import (
-    ASKED,
-    GOOGLE,
-    PAIR_SETS,
-    EvaluationError,
-    in_gensim,
-    judged_pairs,
-    read_questions,
-)
+from w2v.vectors import datasets
+from w2v.vectors.datasets import ASKED, EvaluationError
 
 if TYPE_CHECKING:
     import torch
     from gensim.models import KeyedVectors
 
 
-@dataclass(frozen=True)
+@dataclass
 class Section:
-    """Answers to some questions: `skipped` ones hold a word outside the vocabulary and are not among the `counted`."""
+    """Counts of answers; questions with unknown words are skipped."""
 
     name: str
     correct: int
     counted: int
     skipped: int
+    accuracy: float = field(init=False)  # share of the counted; 0 if there are none, as in gensim
 
-    @property
-    def accuracy(self) -> float:
-        """Share of the counted questions; 0 if there are none, as in gensim."""
-        return self.correct / self.counted if self.counted else 0.0
+    def __post_init__(self) -> None:
+        self.accuracy = self.correct / self.counted if self.counted else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnalogyScore:
-    """The sections in the order of the file; those named gram* are the syntactic ones."""
+    """Scores of sections, and sums; syntactic ones are named "gram..."."""
 
-    sections: tuple[Section, ...]
+    total: Section = field(init=False)
+    semantic: Section = field(init=False)
+    syntactic: Section = field(init=False)
+    sections: Sequence[Section]
 
-    @property
-    def total(self) -> Section:
-        return self._sum("total", self.sections)
-
-    @property
-    def semantic(self) -> Section:
-        return self._sum("semantic", [s for s in self.sections if not s.name.startswith("gram")])
-
-    @property
-    def syntactic(self) -> Section:
-        return self._sum("syntactic", [s for s in self.sections if s.name.startswith("gram")])
-
-    def _sum(self, name: str, rows: Sequence[Section]) -> Section:
-        return Section(
-            name,
-            sum(s.correct for s in rows),
-            sum(s.counted for s in rows),
-            sum(s.skipped for s in rows),
-        )
+    def __post_init__(self) -> None:
+        syntactic = [part for part in self.sections if part.name.startswith("gram")]
+        semantic = [part for part in self.sections if part not in syntactic]
+        self.total = _sum("total", self.sections)
+        self.semantic = _sum("semantic", semantic)
+        self.syntactic = _sum("syntactic", syntactic)
 
 
-@dataclass(frozen=True)
+def _sum(name: str, parts: Sequence[Section]) -> Section:
+    correct = sum(part.correct for part in parts)
+    counted = sum(part.counted for part in parts)
+    return Section(name, correct, counted, sum(part.skipped for part in parts))
+
+
+@dataclass
 class SimilarityScore:
-    """Spearman's rank correlation with human judgement over `pairs` pairs; None where it is undefined. `oov`: share of unknown pairs."""
+    """Spearman's rank correlation, None if undefined; `oov`: unknown share."""
 
     name: str
     spearman: float | None
@@ -88,21 +73,19 @@ def analogies(
     vectors: torch.Tensor | np.ndarray,
     questions: str | Path | None = None,
     restrict_vocab: int | None = ASKED,
-    case_insensitive: bool = True,
 ) -> AnalogyScore:
-    """Score "a is to b as c is to ?" by the nearest word to b - a + c (3CosAdd, Mikolov et al. 2013, arXiv 1301.3781).
+    """Score "a is to b as c is to ?" by the word nearest to b - a + c.
 
-    words [V], most frequent first; vectors [V, D], taken as float32; questions: a file of ": section" lines and lines of
-    four words, Google's questions-words.txt by default; only the first `restrict_vocab` words are asked for and answered.
-    Counts equal those of gensim's `evaluate_word_analogies`: questions whose two best answers are so close that rounding
-    could exchange them are answered in gensim's own arithmetic. gensim itself, which takes 50 MiB, is not imported.
+    Counts equal those of gensim's `evaluate_word_analogies`, but gensim, which takes
+    50 MiB, is not imported. This is 3CosAdd: Mikolov et al. 2013, arXiv 1301.3781.
+    Of the words, most frequent first, only `restrict_vocab` are asked and answered. The default
+    questions are Google's.
     """
     import torch
 
-    from w2v.vectors import analogies as nearest
+    from w2v.vectors.analogies import answered_correctly
 
-    assert vectors.ndim == 2 and len(words) == len(vectors), (len(words), vectors.shape)
-    words = list(words[:restrict_vocab])
+    words = words[:restrict_vocab]
     vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float()
     finite_N = torch.stack(vectors_ND.aminmax(dim=1)).isfinite().all(0)
     if not finite_N.all():
@@ -110,42 +93,34 @@ def analogies(
         raise EvaluationError(
             f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
         )
-    first, group = _fold_vocabulary(words, case_insensitive)
-    sections = read_questions(questions, case_insensitive)
+    first, group = _fold_case(words)
+    sections = datasets.read_questions(questions)
     known = [
-        (n, [first[w] for w in q])
-        for n, (_, asked) in enumerate(sections)
-        for q in asked
-        if first.keys() >= set(q)
+        [[first[word] for word in question] for question in asked if first.keys() >= set(question)]
+        for _, asked in sections
     ]
-    ids_Q4 = torch.tensor([ids for _, ids in known], dtype=torch.long).reshape(-1, 4)
-    right_Q = nearest.right(
-        vectors_ND, torch.tensor(group, device=vectors_ND.device), ids_Q4.to(vectors_ND.device)
+    # All sections are answered in one call, as batches are fastest.
+    ids_Q4 = torch.tensor([ids for section in known for ids in section], dtype=torch.long)
+    correct_Q = answered_correctly(
+        vectors_ND,
+        torch.tensor(group, device=vectors_ND.device),
+        ids_Q4.reshape(-1, 4).to(vectors_ND.device),
     )
-    results: list[list[bool]] = [[] for _ in sections]
-    for (n, _), right in zip(known, right_Q.tolist(), strict=True):
-        results[n].append(right)
-    return _score(sections, results)
+    parts = correct_Q.split([len(section) for section in known])
+    return _score(sections, [(int(part.sum()), len(part)) for part in parts])
 
 
 def analogies_gensim(
-    kv: KeyedVectors,
-    questions: str | Path | None = None,
-    restrict_vocab: int | None = ASKED,
-    case_insensitive: bool = True,
+    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED
 ) -> AnalogyScore:
-    """The same score by gensim's own `evaluate_word_analogies`, one question at a time."""
-    path = str(questions or in_gensim(GOOGLE))
-    sections = read_questions(path, case_insensitive)
-    with quiet():
-        _, answered = kv.evaluate_word_analogies(
-            path, restrict_vocab=restrict_vocab, case_insensitive=case_insensitive
-        )
-    results = [
-        [True] * len(s["correct"]) + [False] * len(s["incorrect"])
-        for s in answered[: len(sections)]
-    ]  # then comes the total
-    return _score(sections, results)
+    """Compute the same score by gensim itself, one question at a time."""
+    path = str(questions or datasets.in_gensim(datasets.GOOGLE))
+    sections = datasets.read_questions(path)
+    with np.errstate(all="ignore"):  # zero vectors
+        _, answered = kv.evaluate_word_analogies(path, restrict_vocab)
+    answers = [(len(part["correct"]), len(part["incorrect"])) for part in answered]
+    # gensim appends the total as one more section.
+    return _score(sections, [(right, right + wrong) for right, wrong in answers[:-1]])
 
 
 def similarity(
@@ -154,129 +129,92 @@ def similarity(
     name: str,
     restrict_vocab: int | None = ASKED,
 ) -> SimilarityScore:
-    """Correlation of cosines with human judgement on `wordsim353` or `simlex999`, as gensim's `evaluate_word_pairs` finds it.
+    """Correlate cosines with human judgement, as `evaluate_word_pairs`.
 
-    words [V], most frequent first; vectors [V, D], taken as float32.
+    `name` is "wordsim353" or "simlex999"; the other arguments are those of `analogies`.
     """
     import torch
 
-    from w2v.vectors.analogies import unit
+    from w2v.vectors.analogies import normalize
 
-    first, _ = _fold_vocabulary(words[:restrict_vocab], case_insensitive=True)
-    judged = judged_pairs(name)
-    known = [
-        (first[a], first[b], judgement) for a, b, judgement in judged if a in first and b in first
-    ]
+    first, _ = _fold_case(words[:restrict_vocab])
+    judged = datasets.judged_pairs(name)
+    known = [pair for pair in judged if pair[0] in first and pair[1] in first]
     spearman = math.nan
     if len(known) >= 2:
-        *ends, human_P = zip(*known, strict=True)
-        a_PD, b_PD = (
-            unit(torch.as_tensor(vectors)[list(end)].detach().float().cpu().numpy()) for end in ends
-        )
-        cosine_P = np.array([a_D @ b_D for a_D, b_D in zip(a_PD, b_PD, strict=True)])
-        with np.errstate(all="ignore"):  # no order at all
-            spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(np.array(human_P)))[0, 1])
-    return SimilarityScore(
-        name, None if math.isnan(spearman) else spearman, len(known), 1 - len(known) / len(judged)
-    )
+        rows_P2 = torch.tensor([[first[a], first[b]] for a, b, _ in known])
+        pairs_P2D = torch.as_tensor(vectors)[rows_P2].detach().float().cpu().numpy()
+        unit_2PD = [normalize(pairs_P2D[:, end]) for end in (0, 1)]
+        cosine_P = [a_D @ b_D for a_D, b_D in zip(*unit_2PD, strict=True)]
+        human_P = [judgement for _, _, judgement in known]
+        with np.errstate(all="ignore"):  # NaN if all cosines are equal
+            spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(human_P))[0, 1])
+    defined = None if math.isnan(spearman) else spearman
+    return SimilarityScore(name, defined, len(known), 1 - len(known) / len(judged))
 
 
 def similarities(
     words: Sequence[str], vectors: torch.Tensor | np.ndarray, restrict_vocab: int | None = ASKED
 ) -> list[SimilarityScore]:
-    """On both sets of word pairs."""
-    return [similarity(words, vectors, name, restrict_vocab) for name in PAIR_SETS]
+    """Score both sets of word pairs."""
+    return [similarity(words, vectors, name, restrict_vocab) for name in datasets.PAIR_SETS]
 
 
 def scores(
     kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool
 ) -> tuple[AnalogyScore, list[SimilarityScore]]:
-    """Analogies, in torch or by gensim itself, and both sets of word pairs."""
-    ask = questions, restrict_vocab
-    score = (
-        analogies_gensim(kv, *ask) if by_gensim else analogies(kv.index_to_key, kv.vectors, *ask)
-    )
+    """Score analogies, in torch or by gensim, and both sets of word pairs."""
+    if by_gensim:
+        score = analogies_gensim(kv, questions, restrict_vocab)
+    else:
+        score = analogies(kv.index_to_key, kv.vectors, questions, restrict_vocab)
     return score, similarities(kv.index_to_key, kv.vectors, restrict_vocab)
 
 
-def report(analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()) -> str:
-    """The scores as aligned plain text."""
-    rows = [
-        *analogy_score.sections,
-        analogy_score.semantic,
-        analogy_score.syntactic,
-        analogy_score.total,
-    ]
-    width = max(len("WordSim-353"), *(len(row.name) for row in rows))
+def report(score: AnalogyScore, similarities: Sequence[SimilarityScore]) -> str:
+    """Format the scores as aligned plain text."""
+    width = max(len("WordSim-353"), *(len(section.name) for section in score.sections))
     lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
-    for number, row in enumerate(rows):
-        share = f"{100 * row.accuracy:.1f} %" if row.counted else "-"
-        gap = "\n" * (number == len(analogy_score.sections))
-        lines.append(
-            f"{gap}{row.name:<{width}}  {share:>8}  {row.correct:>7}  {row.counted:>7}  {row.skipped:>7}"
-        )
-    if similarities:
-        lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
-    for score in similarities:
-        rho = "-" if score.spearman is None else f"{score.spearman:.3f}"
-        lines.append(
-            f"{PAIR_SETS[score.name][0]:<{width}}  {rho:>8}  {score.pairs:>7}  {100 * score.oov:>5.1f} %"
-        )
+    for section in (*score.sections, None, score.semantic, score.syntactic, score.total):
+        if not section:  # an empty line stands between the sections and their sums
+            lines.append("")
+            continue
+        share = f"{100 * section.accuracy:.1f} %" if section.counted else "-"
+        counts = f"{section.correct:>7}  {section.counted:>7}  {section.skipped:>7}"
+        lines.append(f"{section.name:<{width}}  {share:>8}  {counts}")
+    lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
+    for pairs in similarities:
+        rho = "-" if pairs.spearman is None else f"{pairs.spearman:.3f}"
+        title = f"{datasets.PAIR_SETS[pairs.name][0]:<{width}}"
+        lines.append(f"{title}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
     return "\n".join(lines)
 
 
-def as_dict(
-    analogy_score: AnalogyScore, similarities: Sequence[SimilarityScore] = ()
-) -> dict[str, Any]:
-    """The scores as plain values for JSON; shares are from 0 to 1, and an undefined correlation is None."""
-    rows = (
-        analogy_score.total,
-        analogy_score.semantic,
-        analogy_score.syntactic,
-        *analogy_score.sections,
-    )
-    total, semantic, syntactic, *sections = [
-        asdict(row) | {"accuracy": row.accuracy} for row in rows
-    ]
-    parts = {"total": total, "semantic": semantic, "syntactic": syntactic, "sections": sections}
-    return {"analogies": parts, "similarity": {score.name: asdict(score) for score in similarities}}
+def as_dict(score: AnalogyScore, similarities: Sequence[SimilarityScore]) -> dict[str, Any]:
+    """Return the scores as plain values for JSON; shares are from 0 to 1."""
+    by_name = {pairs.name: asdict(pairs) for pairs in similarities}
+    return {"analogies": asdict(score), "similarity": by_name}
 
 
-def _ranks(values_P: np.ndarray) -> np.ndarray:
-    """The place of each value, from 1; equal ones share the mean of theirs."""
+def _ranks(values_P: Sequence[float]) -> np.ndarray:
+    """Return ranks from 1; equal values share their mean rank."""
+    # SciPy does the same, but its import takes 1 s and 55 MiB at the end of each run.
     _, place_P, count = np.unique(values_P, return_inverse=True, return_counts=True)
     return (np.cumsum(count) - (count - 1) / 2)[place_P]
 
 
-def _fold_vocabulary(
-    words: Sequence[str], case_insensitive: bool
-) -> tuple[dict[str, int], list[int]]:
-    """Number of the first word of each spelling, in upper case unless case counts; and that number for every word."""
+def _fold_case(words: Sequence[str]) -> tuple[dict[str, int], list[int]]:
+    """Return the first row of each upper-case word, and that of every word."""
     first: dict[str, int] = {}
-    group = [
-        first.setdefault(word.upper() if case_insensitive else word, index)
-        for index, word in enumerate(words)
-    ]
+    group = [first.setdefault(word.upper(), row) for row, word in enumerate(words)]
     return first, group
 
 
-def _score(sections: list[tuple[str, list[list[str]]]], results: list[list[bool]]) -> AnalogyScore:
-    rows = [
-        Section(name, sum(right), len(right), len(asked) - len(right))
-        for (name, asked), right in zip(sections, results, strict=True)
-    ]
-    return AnalogyScore(tuple(rows))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep gensim's log lines and numpy's warnings about zero vectors to themselves."""
-    logger = logging.getLogger("gensim")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+def _score(
+    questions: list[tuple[str, list[list[str]]]], answers: Iterable[tuple[int, int]]
+) -> AnalogyScore:
+    """Return the score of sections from their correct and all answers."""
+    sections = []
+    for (name, asked), (correct, counted) in zip(questions, answers, strict=True):
+        sections.append(Section(name, correct, counted, len(asked) - counted))
+    return AnalogyScore(sections)

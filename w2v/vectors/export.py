@@ -1,19 +1,21 @@
-"""Out to gensim: word vectors as `KeyedVectors`, saved as .kv and in word2vec's binary and text formats."""
+"""Export vectors for gensim, word2vec, safetensors and TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import tempfile
+import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.system.files import apply_umask, atomic_write
-from w2v.vectors import kv_file as kvfile
-from w2v.vectors.load import SUMS, VectorsError, sha256
+from w2v.system.files import TEMPORARY_SUFFIX, apply_umask, atomic_write, hash_file, sync
+from w2v.vectors.load import SUMS, VectorsError
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
@@ -21,64 +23,62 @@ if TYPE_CHECKING:
     from w2v.distributed.ranks import Ranks
     from w2v.model.table import Table
 
-FORMATS = ("kv", "bin", "txt")  # also the endings of the files
-LARGE = 10 << 20  # numbers of an array that gensim gives a file of its own
-BLOCK_BYTES = 4 << 20  # of vectors, on their way from the ranks to the file
+FORMATS = ("kv", "bin", "txt")  # also the suffixes of the files
+LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of its own
+BLOCK_BYTES = 4 << 20  # of vectors on their way from the ranks to the file
+PROJECTOR_CONFIG = """embeddings {
+  tensor_name: "word vectors"
+  tensor_path: "tensor.tsv"
+  metadata_path: "metadata.tsv"
+}
+"""
 
 
 def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray) -> KeyedVectors:
-    """gensim `KeyedVectors` of V words in the order given, each with its `count`.
+    """Return gensim `KeyedVectors` of V words in this order, with counts.
 
-    counts [V] integers; vectors [V, D], kept as float32 and not copied when they are contiguous float32 already.
+    vectors [V, D] become float32; contiguous float32 vectors are not copied.
     """
     from gensim.models import KeyedVectors
 
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    if vectors.ndim != 2 or not len(words) == len(counts) == len(vectors):
-        raise VectorsError(
-            f"{len(words)} words, {len(counts)} counts and vectors of shape {vectors.shape} do not match"
-        )
+    # KeyedVectors.add_vectors would copy the vectors.
     kv = KeyedVectors(vectors.shape[1])
-    kv.index_to_key = list(words)
-    kv.key_to_index = _row_of(words)
-    kv.vectors = vectors
-    kv.next_index = len(words)
-    kv.allocate_vecattrs(["count"], [np.int64])
-    kv.expandos["count"][:] = counts
+    vars(kv).update(_attributes(words, counts, vectors.shape[1]))
+    kv.vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     return kv
 
 
-def _row_of(words: Sequence[str]) -> dict[str, int]:
-    row_of = {word: row for row, word in enumerate(words)}
-    if len(row_of) < len(words):
-        twice = next(word for row, word in enumerate(words) if row_of[word] != row)
-        raise VectorsError(f"the word {twice!r} occurs twice in the vocabulary; keep one of them")
-    return row_of
+def _attributes(words: Sequence[str], counts: np.ndarray, dim: int) -> dict[str, Any]:
+    """Return the attributes of `KeyedVectors`, except for its vectors."""
+    return {
+        "vector_size": dim,
+        "index_to_key": list(words),
+        "key_to_index": {word: row for row, word in enumerate(words)},
+        "next_index": len(words),
+        "expandos": {"count": np.array(counts, np.int64)},
+    }
 
 
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
-    """The weights of a table whose rows are dealt to the ranks, float32 [n, D] a block at a time, on rank 0; `last`: only so many rows.
+    """Yield the weights of a sharded table, in row order, on rank 0.
 
-    All ranks have to go through it; those that only send get no block.
+    They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other
+    than 0 send and yield nothing. Row v of the table is row v // size of the shard of rank
+    v % size. `last`: only so many rows.
     """
-    counts, block = (
-        ranks.all_gather(table.rows),
-        max(1, BLOCK_BYTES // (4 * table.dim * ranks.size)),
-    )
-    wanted = [
-        min(count, -(-((last or sum(counts)) - rank) // ranks.size))
-        for rank, count in enumerate(counts)
-    ]
-    for start in range(0, max(wanted), block):
-        sizes = [max(0, min(block, count - start)) for count in wanted]
+    total = sum(ranks.all_gather(table.rows))
+    wanted = range(min(total, last or total))
+    counts = [len(wanted[rank :: ranks.size]) for rank in range(ranks.size)]
+    block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
+    for start in range(0, counts[0], block):
+        sizes = [max(0, min(block, count - start)) for count in counts]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
-        none = [0] * ranks.size
-        came_nD = ranks.all_to_all(
-            mine_nD, [len(mine_nD), *none[1:]], none if ranks.rank else sizes
-        )
+        nothing = [0] * ranks.size
+        sent = [len(mine_nD), *nothing[1:]]
+        received_nD = ranks.all_to_all(mine_nD, sent, nothing if ranks.rank else sizes)
         if ranks.rank == 0:
-            block_nD = np.empty(came_nD.shape, np.float32)
-            for rank, part_nD in enumerate(came_nD.split(sizes)):
+            block_nD = np.empty(received_nD.shape, np.float32)
+            for rank, part_nD in enumerate(received_nD.split(sizes)):
                 block_nD[rank :: ranks.size] = part_nD
             yield block_nD
 
@@ -91,148 +91,157 @@ def save_rows(
     folder: Path,
     keep: int = 0,
 ) -> np.ndarray:
-    """Write vectors.kv and vectors.bin of V words, by falling count, whose vectors come a block at a time and are never all in memory.
+    """Write vectors.kv and vectors.bin from blocks, without gensim.
 
-    As `save` writes them, but without gensim; gives the first `keep` vectors. What goes wrong is raised once all blocks have come.
+    The V words are sorted by falling count. The blocks are float32 [n, D]; only small
+    vectors are ever whole in memory. Return the first `keep` vectors. An error is raised
+    after all blocks have come, as other ranks send them.
     """
     try:
-        _check_words(words)
-        row_of, large, kept_ND = (
-            _row_of(words),
-            len(words) * dim >= LARGE,
-            np.empty((min(keep, len(words)), dim), np.float32),
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SUMS).unlink(missing_ok=True)
-        with (
-            tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside,
-            contextlib.ExitStack() as files,
-        ):
-            part, binary_part = Path(aside, "vectors.kv"), Path(aside, "vectors.bin")
-            kv, binary = (files.enter_context(open(path, "wb")) for path in (part, binary_part))
-            rows = files.enter_context(open(f"{part}.vectors.npy", "wb")) if large else kv
-            if large:
-                np.lib.format.write_array_header_1_0(
-                    rows, {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
-                )
+        large = len(words) * dim >= LARGE
+        # Small vectors are inside the pickle, which is written last, so all of them are kept.
+        kept_ND = np.empty((min(keep, len(words)) if large else len(words), dim), np.float32)
+        with _new_files(folder) as new, ExitStack() as files:
+            binary = files.enter_context(open(new / "vectors.bin", "wb"))
             binary.write(f"{len(words)} {dim}\n".encode())
-            with kvfile.around_rows(kv, words, row_of, counts, dim, apart=large):
-                first = 0
-                for block_nD in blocks:
-                    rows.write(block_nD.data)
-                    named = zip(words[first : first + len(block_nD)], block_nD, strict=True)
-                    binary.writelines(
-                        f"{word} ".encode() + row_D.tobytes() for word, row_D in named
-                    )
-                    kept_ND[first : first + len(block_nD)] = block_nD[
-                        : max(0, len(kept_ND) - first)
-                    ]
-                    first += len(block_nD)
-            files.close()
-            _replace_kv(part, folder)
-            os.replace(binary_part, folder / binary_part.name)
-        return kept_ND
+            if large:
+                array = files.enter_context(open(new / "vectors.kv.vectors.npy", "wb"))
+                header = {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
+                np.lib.format.write_array_header_1_0(array, header)
+            first = 0
+            for block_nD in blocks:
+                end = first + len(block_nD)
+                for word, row_D in zip(words[first:end], block_nD, strict=True):
+                    binary.write(f"{word} ".encode() + row_D.tobytes())
+                if large:
+                    array.write(block_nD.data)
+                kept_ND[first:end] = block_nD[: max(0, len(kept_ND) - first)]
+                first = end
+            attributes = _attributes(words, counts, dim)
+            _write_kv(new / "vectors.kv", attributes, None if large else kept_ND)
+            (folder / SUMS).unlink(missing_ok=True)
+        return kept_ND[:keep]
     finally:
-        for _ in blocks:  # the other ranks send all of them
+        for _ in blocks:
             pass
 
 
 def save(
     kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")
 ) -> list[Path]:
-    """Write vectors.kv, vectors.bin or vectors.txt into `folder`, and return their paths in the order of `formats`.
+    """Write vectors.kv, vectors.bin or vectors.txt; return their paths.
 
-    Every file is written aside and renamed when it is whole. gensim puts arrays of 10 Mi numbers and more into files of
-    their own, vectors.kv.*.npy, which belong beside vectors.kv. Words keep their order if counts fall, as in word2vec.c;
-    otherwise gensim sorts the .bin and .txt by count.
+    gensim writes large arrays to files of their own, vectors.kv.*.npy. Words keep their
+    order if counts fall; otherwise gensim sorts .bin and .txt by count.
     """
-    for name in formats:
-        if name not in FORMATS:
-            raise VectorsError(f"unknown format {name!r}; choose from {' '.join(FORMATS)}")
     if set(formats) - {"kv"}:
         _check_words(kv.index_to_key)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    sealed = (folder / SUMS).exists()
-    (folder / SUMS).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as aside:
+    sums = Path(folder, SUMS)
+    sealed = sums.exists()
+    with _new_files(Path(folder)) as new:
         for name in formats:
-            part = Path(aside, f"vectors.{name}")
+            path = str(new / f"vectors.{name}")
             if name == "kv":
-                kv.save(str(part))
-                _replace_kv(part, folder)
+                kv.save(path)
             else:
-                kv.save_word2vec_format(str(part), binary=name == "bin")
-                os.replace(part, folder / part.name)
+                kv.save_word2vec_format(path, binary=name == "bin")
+        sums.unlink(missing_ok=True)  # wrong until all files are in place
     if sealed:
-        seal(folder)
-    return [folder / f"vectors.{name}" for name in formats]
+        seal(sums.parent)
+    return [Path(folder, f"vectors.{name}") for name in formats]
 
 
 def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Path]:
-    """Write tensor.tsv and metadata.tsv (word, count) of the first `words` for https://projector.tensorflow.org.
-
-    And projector_config.pbtxt, by which TensorBoard finds them in a folder of its runs.
-    """
-    shown, folder = kv.index_to_key[:words], Path(folder)
-    _check_words(shown)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = (
-        "\t".join(f"{value:.6g}" for value in vector)
-        for vector in kv.vectors[: len(shown)].tolist()
-    )
-    atomic_write(folder / "tensor.tsv", "".join(f"{row}\n" for row in rows))
-    atomic_write(folder / "metadata.tsv", "word\tcount\n" + _with_counts(kv, shown))
-    named = 'embeddings {\n  tensor_name: "word vectors"\n  tensor_path: "tensor.tsv"\n  metadata_path: "metadata.tsv"\n}\n'
-    atomic_write(folder / "projector_config.pbtxt", named)
-    return [folder / name for name in ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")]
+    """Write the first `words` vectors for TensorBoard's projector."""
+    names = ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")
+    # TensorBoard reads the .pbtxt; projector.tensorflow.org takes the two tables.
+    with _new_files(Path(folder)) as new:
+        np.savetxt(new / names[0], kv.vectors[:words], "%.6g", "\t")
+        (new / names[1]).write_text("word\tcount\n" + _word_counts(kv, words), encoding="utf-8")
+        (new / names[2]).write_text(PROJECTOR_CONFIG)
+    return [Path(folder, name) for name in names]
 
 
 def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
-    """Write vectors.safetensors, with "vectors" [V, D], and vectors.tsv, a line of word and count for each row."""
+    """Write vectors.safetensors ("vectors" [V, D]) and vectors.tsv (words)."""
     from safetensors.numpy import save_file
 
-    folder = Path(folder)
-    _check_words(kv.index_to_key)
-    folder.mkdir(parents=True, exist_ok=True)
-    path, aside = folder / "vectors.safetensors", folder / "vectors.safetensors.part"
-    save_file({"vectors": np.ascontiguousarray(kv.vectors)}, aside)
-    apply_umask(aside)
-    os.replace(aside, path)
-    atomic_write(folder / "vectors.tsv", _with_counts(kv, kv.index_to_key))
-    return [path, folder / "vectors.tsv"]
-
-
-def _with_counts(kv: KeyedVectors, words: Sequence[str]) -> str:
-    """A line of word and count each; 0 where counts are not known, as in word2vec's formats."""
-    known = "count" in kv.expandos
-    return "".join(f"{word}\t{kv.get_vecattr(word, 'count') if known else 0}\n" for word in words)
+    names = ("vectors.safetensors", "vectors.tsv")
+    with _new_files(Path(folder)) as new:
+        (new / names[1]).write_text(_word_counts(kv), encoding="utf-8")
+        save_file({"vectors": np.ascontiguousarray(kv.vectors)}, new / names[0])
+        apply_umask(new / names[0])
+    return [Path(folder, name) for name in names]
 
 
 def seal(folder: Path) -> None:
-    """Write the SHA-256 of the vectors files in a folder, by which `load` finds damage."""
+    """Write SHA-256 checksums of the vectors files, which `load` compares."""
     files = sorted(path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS)
-    atomic_write(folder / SUMS, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
+    lines = [f"{hash_file(path, hashlib.sha256())}  {path.name}\n" for path in files]
+    atomic_write(folder / SUMS, "".join(lines))
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Text and binary files end a word at white space, so a word that holds some would be read back as another."""
+    """Raise if a word holds white space, which only .kv can store."""
     for word in words:
         if word.split() != [word]:
             raise VectorsError(
-                f"the word {word!r} holds white space or is empty, which .bin and .txt cannot tell apart; use kv"
+                f"the word {word!r} is empty or holds white space, which only .kv can store; use kv"
             )
 
 
-def _replace_kv(part: Path, folder: Path) -> None:
-    """Move vectors.kv and its side files into place so that no reader sees a new part beside an old one."""
-    final = folder / part.name
-    old_sides = set(folder.glob(f"{part.name}.*.npy"))
-    new_sides = {folder / side.name: side for side in part.parent.glob(f"{part.name}.*.npy")}
-    if old_sides or new_sides:
-        final.unlink(missing_ok=True)
-    for side in old_sides - new_sides.keys():
-        side.unlink()
-    for side, aside in new_sides.items():
-        os.replace(aside, side)
-    os.replace(part, final)
+def _word_counts(kv: KeyedVectors, words: int | None = None) -> str:
+    """Return lines "word<tab>count" of the first words; 0 if unknown."""
+    shown = kv.index_to_key[:words]
+    _check_words(shown)
+    counts = kv.expandos.get("count", np.zeros(len(kv), np.int64)).tolist()
+    return "".join(f"{word}\t{count}\n" for word, count in zip(shown, counts, strict=False))
+
+
+@contextlib.contextmanager
+def _new_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; its files then replace those of the folder.
+
+    A reader never finds vectors.kv beside .npy files of another save.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(TEMPORARY_SUFFIX, ".vectors.", folder) as temporary:
+        new = Path(temporary)
+        yield new
+        for path in new.iterdir():
+            sync(path)
+        if (new / "vectors.kv").exists():
+            old_arrays = list(folder.glob("vectors.kv.*.npy"))
+            if old_arrays or any(new.glob("vectors.kv.*.npy")):
+                (folder / "vectors.kv").unlink(missing_ok=True)
+            for path in old_arrays:
+                path.unlink()
+        # vectors.kv comes last.
+        for path in sorted(new.iterdir(), key=lambda path: path.name == "vectors.kv"):
+            os.replace(path, folder / path.name)
+    sync(folder)
+
+
+def _write_kv(path: Path, attributes: dict[str, Any], vectors: np.ndarray | None) -> None:
+    """Pickle `KeyedVectors` without gensim; vectors in a .npy file are None."""
+    inline = {} if vectors is None else {"vectors": vectors}
+    state = {
+        **attributes,
+        **inline,
+        "norms": None,
+        "mapfile_path": None,
+        "lifecycle_events": [],
+        "__numpys": [] if inline else ["vectors"],
+        "__scipys": [],
+        "__ignoreds": [],
+        "__recursive_saveloads": [],
+    }
+    with open(path, "wb") as file:
+        # An empty object of the class, then its attributes, as pickle itself writes them;
+        # but pickle would import gensim, which takes 50 MiB.
+        file.write(pickle.PROTO + b"\x03" + pickle.GLOBAL)
+        file.write(b"gensim.models.keyedvectors\nKeyedVectors\n")
+        file.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        pickle.dump(state, file, protocol=3)
+        file.seek(-len(pickle.STOP), os.SEEK_END)
+        file.write(pickle.BUILD + pickle.STOP)

@@ -1,65 +1,72 @@
-// Which rows of the tables move between CPU memory and the slots of a cache on the GPU, decided on the GPU: see transfer/cached.py, whose
-// plans these are. Rows of all tables stand in one order, the most used first; a row's place there is its rank, and what is known of it
-// is a bit at that rank. A warp has a stretch of that order, a word of bits for each lane.
+// Plan the moves of a cache of GPU rows, on the GPU: which rows are loaded into which slots, and
+// which are evicted for them.
 //
-// survey counts the rows that are missing or idle in each stretch; its last block sums the counts and settles how many come and leave.
-// list then names them. Idle rows are early, if they are used soon, or late; early ones leave after all late ones. Slots of rows are looked
-// up here and changed by the moves (rows.cu).
+// The rows of all tables stand in one order, by falling frequency. A row's state is one bit at its
+// position in that order. A warp handles a stretch of 32 words of 32 bits, one word per lane.
+//
+// `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
+// and decides how many rows are loaded and evicted. `list` then writes their row ids and slots.
+// Rows are evicted in order of frequency, the least frequent first, and those that are used soon
+// after all others. The table of slots is read here and updated when the rows move (rows.cu).
 
-constexpr unsigned ALL = 0xffffffffu;
+#include "common.cuh"
+
 constexpr int MOST_ROWS = 0x7fffffff;
 
-struct Book {  // of all plans so far; slots from `taken` on were never used
-    long long taken, used, read, written;
-    long long lacking;  // rows for which the last plan found no room beside those in use
+struct Totals {  // over all plans
+    long long allocated;            // slots used so far; those from here on are empty
+    long long used, read, written;  // rows
+    long long unplaced;             // misses of the last plan that found no slot
 };
 
-struct Orders {  // of one plan
-    long long coming, at_once;  // rows that come, and how many of them to slots never used; the others' slots are left by as many rows
-    long long late, early;      // idle rows that stay: of those that are not used soon, and of those that are
-    long long taken;            // before this plan
+struct Plan {
+    long long loads;                  // rows to load
+    long long into_empty;             // those of them that go into empty slots
+    long long kept_first, kept_last;  // evictable rows that stay, of each kind in Rows
+    long long allocated;              // slots in use before this plan
 };
 
-struct Notice {  // for the CPU, in its memory
-    long long lacking;  // as in the book
-    long long refused;  // not 0 once rows found no room at all
+struct Notice {  // in CPU memory
+    long long unplaced;  // as in Totals
+    long long refused;   // not 0 once rows found no slot though nothing else was in use
 };
 
 struct Rows {
     unsigned* wanted;        // by this plan
-    const unsigned* in_use;  // wanted by the plan before, whose steps may compute now; null once they are done
-    unsigned* here;          // in slots, or on the way there
-    unsigned* soon;          // used by steps soon after those of this plan
+    const unsigned* in_use;  // wanted by the previous plan, still computing; null when it is done
+    unsigned* cached;        // in a slot, or about to be loaded
+    unsigned* soon;          // used within the lookahead window
 
-    __device__ unsigned missing(long long word) const { return wanted[word] & ~here[word]; }
-    __device__ unsigned idle(long long word) const { return here[word] & ~wanted[word] & ~(in_use ? in_use[word] : 0); }
-    __device__ unsigned late(long long word) const { return idle(word) & ~soon[word]; }
-    __device__ unsigned early(long long word) const { return idle(word) & soon[word]; }
+    __device__ unsigned misses(long long word) const { return wanted[word] & ~cached[word]; }
+    __device__ unsigned evictable(long long word) const {
+        return cached[word] & ~wanted[word] & ~(in_use ? in_use[word] : 0);
+    }
+    __device__ unsigned evict_first(long long word) const { return evictable(word) & ~soon[word]; }
+    __device__ unsigned evict_last(long long word) const { return evictable(word) & soon[word]; }
 };
 
-#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *here, unsigned *soon
-#define GATHERED {wanted, in_use, here, soon}
+// Kernel parameters that make up Rows.
+#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *cached, unsigned *soon
 
-__device__ int lane() { return threadIdx.x % 32; }
-__device__ long long warp() { return ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; }
-
-// The sum of the numbers of the lanes up to this one.
-__device__ int sum_up_to_here(int number) {
+// Return the inclusive prefix sum of the lanes' numbers.
+__device__ int prefix_sum(int number) {
     for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(ALL, number, distance);
-        if (lane() >= distance) number += other;
+        if (lane_id() >= distance) number += other;
     }
     return number;
 }
 
-// Turns n counts into how many come before each, with the sum at the end, by one block; gives the sum. Other blocks have written them.
-__device__ int sum_before(int* counts, int n) {
-    __shared__ int sums[32];
-    const int each = (n + blockDim.x - 1) / blockDim.x, begin = min(n, (int)threadIdx.x * each), end = min(n, begin + each);
+// Replace n counts by their exclusive prefix sums, with the total at counts[n], and return the
+// total. One block calls this; other blocks wrote the counts, so they are read past the L1 cache.
+__device__ int exclusive_sums(int* counts, int n) {
+    __shared__ int sums[32];  // of each warp
+    const int each = (n + blockDim.x - 1) / blockDim.x;  // counts per thread
+    const int begin = min(n, (int)threadIdx.x * each), end = min(n, begin + each);
     int mine = 0;
     for (int i = begin; i < end; i++) mine += __ldcg(counts + i);
-    const int sum = sum_up_to_here(mine);
-    if (lane() == 31) sums[threadIdx.x / 32] = sum;
+    const int sum = prefix_sum(mine);
+    if (lane_id() == 31) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     int total = 0, before = sum - mine;
     for (int w = 0; w < blockDim.x / 32; w++) {
@@ -76,42 +83,58 @@ __device__ int sum_before(int* counts, int n) {
     return total;
 }
 
-// marks: of each row, whether it is wanted; null where `wanted` says so already. used_soon: of each of the rows of a table, whether it is
-// early; may be null. missing, late and early: of each of so many stretches.
-// final: nothing is in use any more, so what finds no room now is refused. done: how many blocks are, 0 before and after.
+// Count the moves of a plan.
+//
+// marks: whether each row is wanted; null to place the rows that the previous call left unplaced.
+// used_soon: whether each row of a table is used soon; may be null. order: the rows by frequency.
+// misses, evict_first, evict_last: prefix sums over the stretches, written here.
+// final: no other plan is computing, so a miss without a slot is refused.
+// done: number of blocks that have finished, 0 before and after.
 extern "C" __global__ void survey(
-    ROWS, const bool* marks, const bool* used_soon, int rows, const int* order, long long count, int* missing, int* late, int* early,
-    int stretches, long long slots, bool final, unsigned* done, Book* book, Orders* orders, Notice* notice) {
-    const Rows all = GATHERED;
-    if (!marks && book->lacking == 0) {  // the plan before has brought all
-        if (blockIdx.x + threadIdx.x == 0) *orders = {0, 0, MOST_ROWS, MOST_ROWS, book->taken};
+    ROWS, const bool* marks, const bool* used_soon, int rows, const int* order, long long count,
+    int* misses, int* evict_first, int* evict_last, int stretches, long long slots, bool final,
+    unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
+    const Rows all = {wanted, in_use, cached, soon};
+    if (!marks && totals->unplaced == 0) {  // nothing is left to place
+        if (blockIdx.x + threadIdx.x == 0)
+            *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated};
         return;
     }
-    if (warp() < stretches) {
-        const long long first = 32 * warp(), word = first + lane();
+
+    // Each warp turns the marks of its stretch into bits and counts them.
+    if (warp_id() < stretches) {
+        const long long first = 32 * warp_id(), word = first + lane_id();
         if (marks) {
             unsigned bits = 0, soon_bits = 0;
 #pragma unroll 8
             for (int w = 0; w < 32; w++) {
-                const long long rank = 32 * (first + w) + lane();
-                const int row = rank < count ? order[rank] : -1;
+                const long long position = 32 * (first + w) + lane_id();
+                const int row = position < count ? order[position] : -1;
                 const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
-                const unsigned marked_soon = __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
-                if (w == lane()) bits = marked, soon_bits = marked_soon;
+                const unsigned marked_soon =
+                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
+                if (w == lane_id()) {
+                    bits = marked;
+                    soon_bits = marked_soon;
+                }
             }
             wanted[word] = bits;
             soon[word] = soon_bits;
             const int used = __reduce_add_sync(ALL, __popc(bits));
-            if (lane() == 0 && used) atomicAdd((unsigned long long*)&book->used, (unsigned long long)used);
+            if (lane_id() == 0 && used)
+                atomicAdd((unsigned long long*)&totals->used, (unsigned long long)used);
         }
-        const int missing_here = __reduce_add_sync(ALL, __popc(all.missing(word)));
-        const int late_here = __reduce_add_sync(ALL, __popc(all.late(word))), early_here = __reduce_add_sync(ALL, __popc(all.early(word)));
-        if (lane() == 0) {
-            missing[warp()] = missing_here;
-            late[warp()] = late_here;
-            early[warp()] = early_here;
+        const int miss_count = __reduce_add_sync(ALL, __popc(all.misses(word)));
+        const int first_count = __reduce_add_sync(ALL, __popc(all.evict_first(word)));
+        const int last_count = __reduce_add_sync(ALL, __popc(all.evict_last(word)));
+        if (lane_id() == 0) {
+            misses[warp_id()] = miss_count;
+            evict_first[warp_id()] = first_count;
+            evict_last[warp_id()] = last_count;
         }
     }
+
+    // Only the last block to finish goes on: all counts are written by then.
     __shared__ bool last;
     __threadfence();
     __syncthreads();
@@ -120,57 +143,62 @@ extern "C" __global__ void survey(
     if (!last) return;
     __threadfence();
 
-    const long long wanting = sum_before(missing, stretches);
-    const long long all_late = sum_before(late, stretches), all_early = sum_before(early, stretches);
+    const long long all_misses = exclusive_sums(misses, stretches);
+    const long long all_first = exclusive_sums(evict_first, stretches);
+    const long long all_last = exclusive_sums(evict_last, stretches);
     if (threadIdx.x) return;
-    const long long free = slots - book->taken;
-    const long long leaving = min(max(wanting - free, 0ll), all_late + all_early), coming = min(wanting, free + leaving);
-    const long long leaving_late = min(leaving, all_late);
-    *orders = {coming, coming - leaving, all_late - leaving_late, all_early - (leaving - leaving_late), book->taken};
-    book->taken += coming - leaving;
-    book->read += coming;
-    book->written += leaving;
-    book->lacking = notice->lacking = wanting - coming;
-    if (final && wanting > coming) notice->refused = wanting - coming;
+    const long long empty = slots - totals->allocated;
+    const long long evictions = min(max(all_misses - empty, 0ll), all_first + all_last);
+    const long long loads = min(all_misses, empty + evictions);
+    const long long from_first = min(evictions, all_first), from_last = evictions - from_first;
+    *plan = {loads, loads - evictions, all_first - from_first, all_last - from_last,
+             totals->allocated};
+    totals->allocated += loads - evictions;
+    totals->read += loads;
+    totals->written += evictions;
+    totals->unplaced = notice->unplaced = all_misses - loads;
+    if (final && all_misses > loads) notice->refused = all_misses - loads;
     *done = 0;
 }
 
-// Calls visit(number, rank) for each bit of the lane's word, numbers counting up from `before` through the warp's words.
+// Call visit(n, position) for each bit of the lane's word; n counts the warp's bits from `before`.
 template <class Visit>
 __device__ void each_bit(unsigned bits, long long word, int before, Visit visit) {
-    int number = before + sum_up_to_here(__popc(bits)) - __popc(bits);
-    for (; bits; bits &= bits - 1) visit(number++, 32 * word + __ffs(bits) - 1);
+    int n = before + prefix_sum(__popc(bits)) - __popc(bits);
+    for (; bits; bits &= bits - 1) visit(n++, 32 * word + __ffs(bits) - 1);
 }
 
-// Lists the idle rows that leave, the least used; the missing rows that come, the most used where not all can; and for these their slots.
+// List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
+// least frequent of those evictable. Parameters are those of `survey`.
 extern "C" __global__ void list(
-    ROWS, const int* order, const int* slot_of, const int* missing, const int* late, const int* early, int stretches, const Orders* orders,
-    int* coming, int* leaving, int* slots) {
-    const Rows all = GATHERED;
-    if (warp() >= stretches) return;
-    const long long word = 32 * warp() + lane();
-    const int at_once = orders->at_once, staying_late = orders->late, staying_early = orders->early, taken = orders->taken;
-    const int most = orders->coming, leaving_late = late[stretches] - staying_late;
+    ROWS, const int* order, const int* slot_of, const int* misses, const int* evict_first,
+    const int* evict_last, int stretches, const Plan* plan, int* loaded, int* evicted, int* slots) {
+    const Rows all = {wanted, in_use, cached, soon};
+    if (warp_id() >= stretches) return;
+    const long long word = 32 * warp_id() + lane_id();
+    const int into_empty = plan->into_empty, kept_first = plan->kept_first;
+    const int kept_last = plan->kept_last, allocated = plan->allocated;
+    const int loads = plan->loads, evicted_first = evict_first[stretches] - kept_first;
     unsigned changed = 0;
-    const auto leave = [&](int number, long long rank) {
-        leaving[number] = order[rank];
-        slots[at_once + number] = slot_of[order[rank]];
-        changed |= 1u << rank % 32;
+    const auto evict = [&](unsigned bits, int before, int offset) {
+        each_bit(bits, word, before, [&](int n, long long position) {
+            if (n < 0) return;
+            const int at = offset + n;
+            evicted[at] = order[position];
+            slots[into_empty + at] = slot_of[order[position]];
+            changed |= 1u << position % 32;
+        });
     };
-    if (late[warp() + 1] > staying_late)
-        each_bit(all.late(word), word, late[warp()] - staying_late, [&](int number, long long rank) {
-            if (number >= 0) leave(number, rank);
+    if (evict_first[warp_id() + 1] > kept_first)
+        evict(all.evict_first(word), evict_first[warp_id()] - kept_first, 0);
+    if (evict_last[warp_id() + 1] > kept_last)
+        evict(all.evict_last(word), evict_last[warp_id()] - kept_last, evicted_first);
+    if (misses[warp_id()] < loads)
+        each_bit(all.misses(word), word, misses[warp_id()], [&](int n, long long position) {
+            if (n >= loads) return;
+            loaded[n] = order[position];
+            if (n < into_empty) slots[n] = allocated + n;
+            changed |= 1u << position % 32;
         });
-    if (early[warp() + 1] > staying_early)
-        each_bit(all.early(word), word, early[warp()] - staying_early, [&](int number, long long rank) {
-            if (number >= 0) leave(leaving_late + number, rank);
-        });
-    if (missing[warp()] < most)
-        each_bit(all.missing(word), word, missing[warp()], [&](int number, long long rank) {
-            if (number >= most) return;
-            coming[number] = order[rank];
-            if (number < at_once) slots[number] = taken + number;
-            changed |= 1u << rank % 32;
-        });
-    if (changed) here[word] ^= changed;
+    if (changed) cached[word] ^= changed;
 }

@@ -1,28 +1,36 @@
-// The windows and noise words of a batch: see reference.py::draw. Each number comes from bits of its own, so threads need not agree.
+// Windows and negatives of a batch, as in reference.py::draw. Each number has random bits of its
+// own, so threads share no state.
 
-#include "bits.cuh"
+#include "common.cuh"
 
-// Of `choices` numbers from 0, one.
-__device__ long long chosen(unsigned long long bits, long long choices) { return (bits >> 11) % choices; }
+// Return one of the integers [0, choices).
+__device__ long long chosen(unsigned long long bits, long long choices) {
+    return (bits >> 11) % choices;
+}
 
-// cdf: cumulative probabilities of so many words. pool: of how many noise words, drawn by its key, those of the batch are picked; 0 for each
-// its own.
+// Draw the window size of each center, then its negatives.
+//
+// key: seed of this batch. count: negatives per center. lowest, widest: range of window sizes.
+// pool: size of the pool of negatives, seeded by pool_key, from which the batch picks; 0 for none.
+// cdf: cumulative probabilities of the words.
 extern "C" __global__ void draw(
-    unsigned long long key, long long centers, int noise, int lowest, int widest, long long pool, unsigned long long pool_key,
-    const double* cdf, int words, int* windows, int* negatives) {
-    const long long all = centers * (1 + noise), step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    unsigned long long key, long long centers, int count, int lowest, int widest, long long pool,
+    unsigned long long pool_key, const double* cdf, int words, int* windows, int* negatives) {
+    const long long all = centers * (1 + count), step = threads();
+    for (long long i = thread_id(); i < all; i += step) {
         const unsigned long long bits = splitmix64(i, key);
         if (i < centers) {
             windows[i] = lowest + chosen(bits, widest - lowest + 1);
             continue;
         }
-        double uniform = (bits >> 11) * 0x1p-53;
+        double uniform = (bits >> 11) * 0x1p-53;  // in [0, 1)
         if (pool) {
+            // Entry `place` of the pool is drawn from its own 1 / pool of the distribution.
             const long long place = chosen(bits, pool);
             uniform = (place + (splitmix64(place, pool_key) >> 11) * 0x1p-53) / pool;
         }
-        int first = 0, last = words - 1;  // the first word whose cumulative probability is above it
+        // Binary search for the first word whose cumulative probability is greater.
+        int first = 0, last = words - 1;
         while (first < last) {
             const int middle = first + (last - first) / 2;
             if (cdf[middle] > uniform)

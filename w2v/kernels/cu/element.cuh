@@ -1,8 +1,9 @@
-// Elements of records in float, bfloat16 or float16, read and written in packs; arithmetic is in float.
+// Elements of records: stored as float, bfloat16 or float16, read and written in packs. Arithmetic
+// is in float.
 //
-// Compiled for: ELEMENT, 0 for float, 1 for bfloat16, 2 for float16.
+// Macros: ELEMENT, 0 for float, 1 for bfloat16, 2 for float16.
 
-#include "bits.cuh"
+#include "common.cuh"
 
 #if ELEMENT == 0
 typedef float Element;
@@ -22,10 +23,11 @@ __device__ float to_float(Element stored) {
 #endif
 }
 
-// As table.py::Table.encode does: float16 is rounded to nearest, bfloat16 up or down by 16 bits of noise, which keeps the mean.
-__device__ Element to_element(float value, unsigned noise) {
+// Round as table.py::Table.encode does: float16 to nearest; bfloat16 stochastically, by 16 random
+// bits, which keeps the mean.
+__device__ Element to_element(float value, unsigned random) {
 #if ELEMENT == 1
-    return (__float_as_uint(value) + (isfinite(value) ? noise & 0xffff : 0)) >> 16;
+    return (__float_as_uint(value) + (isfinite(value) ? random & 0xffff : 0)) >> 16;
 #elif ELEMENT == 2
     Element stored;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(stored) : "f"(value));
@@ -35,7 +37,7 @@ __device__ Element to_element(float value, unsigned noise) {
 #endif
 }
 
-// N numbers that stand side by side; `i` counts such packs from the start of an array.
+// N adjacent elements; pack i starts at element i * N of an array.
 template <int N>
 struct Pack {
     float at[N];
@@ -52,11 +54,11 @@ struct Pack {
         return pack;
     }
 
-    // noise: 16 bits for each number.
-    __device__ void store(Element* to, long long i, unsigned long long noise) const {
+    // random: 16 bits per element.
+    __device__ void store(Element* to, long long i, unsigned long long random) const {
         Stored stored;
 #pragma unroll
-        for (int n = 0; n < N; n++) stored.at[n] = to_element(at[n], noise >> 16 * n);
+        for (int n = 0; n < N; n++) stored.at[n] = to_element(at[n], random >> 16 * n);
         ((Stored*)to)[i] = stored;
     }
 };

@@ -1,16 +1,19 @@
-// Row optimizers on records in place: weight, gradient and state of a row are read once and written once. Each function is the step of the
-// torch.optim class of that name, for one number; what is the same for all rows of a step is worked out on the CPU.
+// Row optimizers on records in place: each row's weight, states and gradient are read once and
+// written once. Each formula is the step of the torch.optim class of that name, for one element;
+// what is equal for all rows of a step is computed on the CPU.
 //
-// Compiled for: STEP, one of the functions below, STATES, how many states it keeps, ELEMENT of the records, and WIDE, how many numbers of a
-// row go together, 1 or 4.
+// Macros: STEP, one of the formulas below; STATES, the number of its states; ELEMENT of the
+// records; WIDE, elements of a row that are read together, 1 or 4.
 
 #include "element.cuh"
+#include "common.cuh"
 
-struct Hyper {  // of one step; the CPU works out what would lose digits in float
-    float lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2;  // rest = 1 - beta
+struct Hyper {  // of one step; what would lose digits in float is computed on the CPU
+    float lr, eps, weight_decay, lr_decay;
+    float beta1, rest1, log_beta1, beta2, rest2, log_beta2;  // rest = 1 - beta
 };
 
-struct Bias {  // 1 - beta ** step, for the row's or the table's count of steps; and the step itself
+struct Bias {  // 1 - beta ** step for each beta; step, the row's or the table's
     float first, second, step;
 };
 
@@ -51,70 +54,79 @@ __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bi
     w -= h.lr / bias.first * state[0] / state[1];
 }
 
-constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // number that a record holds
+constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // finite Element
 
 struct alignas(4 * WIDE) Grads {
     float at[WIDE];
 };
 
-// The random bits that round pack number i of a row's record, as in table.py::Table.encode: 64 for each four elements.
-__device__ unsigned long long rounding(long long row, long long row_width, int i, unsigned long long noise) {
+// Return the random bits that round pack i of a record, as in table.py::Table.encode: 64 bits for
+// every four elements.
+__device__ unsigned long long rounding(
+    long long row, long long row_width, int i, unsigned long long seed) {
 #if ELEMENT == 1
     const int first = i * WIDE;
-    return splitmix64(row * (row_width / 4) + first / 4, noise) >> 16 * (first % 4);
+    return splitmix64(row * (row_width / 4) + first / 4, seed) >> 16 * (first % 4);
 #else
     return 0;
 #endif
 }
 
-// A table, and what is claimed of it (sgns.cu).
+// A table and the gradients of its unique rows (sgns.cu).
 struct Table {
     Element* records;
-    const int* slot;
+    const int* slot;  // of each row's record; null if row r is record r
     float* grads;
-    int* pairs;  // of how many pairs each gradient is the sum
+    int* pairs;  // that each gradient sums
     const int* rows;
-    int* number;
-    unsigned long long noise;  // the seed, already mixed, of the rounding to bfloat16
+    int* index;               // of each row among the unique rows
+    unsigned long long seed;  // mixed, for the rounding to bfloat16
 };
-#define TABLE(which)                                                                                                          \
-    Element *records_##which, const int *slot_##which, float *grads_##which, int *pairs_##which, const int *rows_##which,     \
-        int *number_##which, unsigned long long noise_##which, const long long *count_##which
 
-// Steps the claimed rows of both tables in place, zeroes their gradients and takes the claims back. A record is dim weights, then STATES
-// times dim numbers, then, where `step_column` is not negative, the row's own count of steps there. One warp takes a row.
+// Kernel parameters that make up a table. count: number of its unique rows.
+#define TABLE(which)                                                                           \
+    Element *records_##which, const int *slot_##which, float *grads_##which,                   \
+        int *pairs_##which, const int *rows_##which, int *index_##which,                       \
+        unsigned long long seed_##which, const long long *count_##which
+
+// Step the unique rows of both tables in place, zero their gradients and reset their indices to -1.
+// One warp steps a row. A record holds dim weights, dim numbers for each state, and the row's own
+// count of steps at step_column, unless that is negative.
 //
-// count_*: how many rows are claimed, which are added to `stepped`.
-// cap: where it is not 0, gradients that sum more pairs are scaled down to the mean of `cap` of them.
-// A loss that is not finite, or a number that the record cannot hold, sets `fault` unless it is set, the latter with `bit` in the input
-// table and the next one in the output table; from then on no record is written.
+// stepped: grows by the number of rows. cap: if not 0, a gradient that sums more pairs is scaled
+// down to the mean of `cap` of them.
+// fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
+// that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
+// From then on no weight or state is written.
 extern "C" __global__ void step(
-    TABLE(in), TABLE(out), long long* stepped, long long row_width, int dim, int step_column, float table_step, int cap, float lr,
-    float eps, float weight_decay, float lr_decay, float beta1, float rest1, float log_beta1, float beta2, float rest2, float log_beta2,
-    const double* loss, unsigned long long* fault, long long this_step, long long bit) {
-    const Table in = {records_in, slot_in, grads_in, pairs_in, rows_in, number_in, noise_in};
-    const Table out = {records_out, slot_out, grads_out, pairs_out, rows_out, number_out, noise_out};
+    TABLE(in), TABLE(out), long long* stepped, long long row_width, int dim, int step_column,
+    float table_step, int cap, float lr, float eps, float weight_decay, float lr_decay, float beta1,
+    float rest1, float log_beta1, float beta2, float rest2, float log_beta2, const double* loss,
+    unsigned long long* fault, long long this_step, long long bit) {
+    const Table in = {records_in, slot_in, grads_in, pairs_in, rows_in, index_in, seed_in};
+    const Table out = {records_out, slot_out, grads_out, pairs_out, rows_out, index_out, seed_out};
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
-    const Hyper hyper = {lr, eps, weight_decay, lr_decay, beta1, rest1, log_beta1, beta2, rest2, log_beta2};
-    const int lane = threadIdx.x % 32, packs = dim / WIDE;
-    const long long warps = (long long)gridDim.x * blockDim.x / 32, inputs = *count_in, claimed = inputs + *count_out;
-    if (blockIdx.x + threadIdx.x == 0) *stepped += claimed;
-    for (long long claim = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; claim < claimed; claim += warps) {
-        const bool output = claim >= inputs;
-        const Table of = output ? out : in;
-        const long long n = output ? claim - inputs : claim;
-        const int row = of.rows[n];
-        Element* record = of.records + (of.slot ? of.slot[row] : row) * row_width;
+    const Hyper hyper = {lr,    eps,   weight_decay, lr_decay, beta1,
+                         rest1, log_beta1, beta2, rest2, log_beta2};
+    const int lane = lane_id(), packs = dim / WIDE;
+    const long long inputs = *count_in, count = inputs + *count_out, stride = warps();
+    if (blockIdx.x + threadIdx.x == 0) *stepped += count;
+    for (long long item = warp_id(); item < count; item += stride) {
+        const bool output = item >= inputs;
+        const Table table = output ? out : in;
+        const long long n = output ? item - inputs : item;
+        const int row = table.rows[n];
+        Element* record = table.records + (table.slot ? table.slot[row] : row) * row_width;
         Bias bias;
         bias.step = table_step;
         if (step_column >= 0) bias.step = Pack<1>::load(record, step_column).at[0] + 1;
         bias.first = -expm1f(bias.step * hyper.log_beta1);  // 1 for beta1 = 0
         bias.second = -expm1f(bias.step * hyper.log_beta2);
-        const float scale = cap && of.pairs[n] > cap ? (float)cap / of.pairs[n] : 1;
+        const float scale = cap && table.pairs[n] > cap ? (float)cap / table.pairs[n] : 1;
         for (int i = lane; i < packs; i += 32) {
-            Grads* its = (Grads*)(of.grads + n * dim) + i;
-            const Grads grad = *its;
+            Grads* grads = (Grads*)(table.grads + n * dim) + i;
+            const Grads grad = *grads;
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
 #pragma unroll
             for (int f = 0; f <= STATES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);
@@ -128,17 +140,22 @@ extern "C" __global__ void step(
             bool finite = true;
 #pragma unroll
             for (int f = 0; f <= STATES; f++)
-                for (int w = 0; w < WIDE; w++) finite &= fabsf(field[f].at[w]) <= LARGEST;  // which no NaN is
+                for (int w = 0; w < WIDE; w++)
+                    finite &= fabsf(field[f].at[w]) <= LARGEST;  // false for NaN too
             if (sound && !finite) atomicCAS(fault, 0, this_step + (bit << output));
 #pragma unroll
             for (int f = 0; f <= STATES; f++)
-                if (sound && finite) field[f].store(record, f * packs + i, rounding(row, row_width, f * packs + i, of.noise));
-            *its = {};  // not before the loads, which would wait for it: 59 against 179 us for 50,700 rows
+                if (sound && finite) {
+                    const int at = f * packs + i;
+                    field[f].store(record, at, rounding(row, row_width, at, table.seed));
+                }
+            // After the loads, which would wait for this write: 59 against 179 us for 50,700 rows.
+            *grads = {};
         }
         __syncwarp();
         if (lane == 0) {
-            of.number[row] = -1;
-            if (cap) of.pairs[n] = 0;
+            table.index[row] = -1;
+            if (cap) table.pairs[n] = 0;
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }

@@ -1,9 +1,13 @@
-// Moves records between rows of tables in pinned CPU memory and slots in GPU memory. A record is a multiple of 16 bytes; rows are sorted
-// and unique, so that what is in flight falls on few pages of the address translation and no two writes meet.
+// Copy records between tables in pinned CPU memory and slots in GPU memory.
+//
+// A record is a multiple of 16 bytes. Rows are sorted and unique: neighbouring copies share pages
+// of the address translation, and no two writes meet.
 
-constexpr int UNROLL = 4;  // 16-byte loads that each thread has in flight
+#include "common.cuh"
 
-// The vectors of a record that a thread of a warp copies at a time.
+constexpr int UNROLL = 4;  // 16-byte loads in flight per thread
+
+// The vectors of a record that one thread copies in a pass. A null pointer is skipped.
 struct Part {
     float4 value[UNROLL];
 
@@ -20,55 +24,63 @@ struct Part {
     }
 };
 
-// One warp copies a record, of `width` 16-byte vectors, and perhaps another, which may lie where the first goes; null leaves it out.
-__device__ void copy_records(const float4* from, float4* to, const float4* other_from, float4* other_to, int width) {
-    for (int first = threadIdx.x % 32; first < width; first += 32 * UNROLL) {
+// Copy the record `evicted` to `back`, then `from` to `to`, by one warp; `to` may be `evicted`.
+// Both are read before either is written. width: 16-byte vectors of a record.
+__device__ void copy_records(
+    const float4* from, float4* to, const float4* evicted, float4* back, int width) {
+    for (int first = lane_id(); first < width; first += 32 * UNROLL) {
         Part part, other;
         part.load(from, first, width);
-        other.load(other_from, first, width);
-        other.store(other_to, first, width);
+        other.load(evicted, first, width);
+        other.store(back, first, width);
         part.store(to, first, width);
     }
 }
 
-// Each warp takes every so-manyth record; visit(n) copies number n.
-template <class Visit>
-__device__ void each_record(long long begin, long long end, Visit visit) {
-    const long long warps = (long long)gridDim.x * blockDim.x / 32;
-    for (long long n = begin + ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < end; n += warps) visit(n);
-}
-
-// The record of rows[n] to or from slots[n], or slot n where `slots` is null. Records are of `width` vectors, and rows of a table `stride`
-// apart, since another table's may lie between.
-#define ROWS float4 *table, long long stride, const long long *rows, float4 *records, const long long *slots, long long count, int width
+// Parameters of a copy between table row rows[n] and record slots[n], or record n if slots is null.
+// Records have `width` vectors; the rows of a table are `stride` vectors apart.
+#define ROWS                                                                                  \
+    float4 *table, long long stride, const long long *rows, float4 *records,                  \
+        const long long *slots, long long count, int width
 
 extern "C" __global__ void gather_records(ROWS) {
-    each_record(0, count, [&](long long n) { copy_records(table + rows[n] * stride, records + (slots ? slots[n] : n) * width, nullptr, nullptr, width); });
+    each_warp(count, [&](long long n) {
+        const float4* from = table + rows[n] * stride;
+        copy_records(from, records + (slots ? slots[n] : n) * width, nullptr, nullptr, width);
+    });
 }
 
 extern "C" __global__ void scatter_records(ROWS) {
-    each_record(0, count, [&](long long n) { copy_records(records + (slots ? slots[n] : n) * width, table + rows[n] * stride, nullptr, nullptr, width); });
+    each_warp(count, [&](long long n) {
+        const float4* from = records + (slots ? slots[n] : n) * width;
+        copy_records(from, table + rows[n] * stride, nullptr, nullptr, width);
+    });
 }
 
-// Row number `row` of tables of `rows` each, counted through all of them.
-__device__ float4* record_of(float4* const* tables, long long rows, long long stride, long long row) {
+// Return the record of a row, counted through all tables of `rows` rows each.
+__device__ float4* record_of(
+    float4* const* tables, long long rows, long long stride, long long row) {
     return tables[row / rows] + row % rows * stride;
 }
 
-// Row coming[n] goes to slots[n], for n up to numbers[0]; from n = numbers[1] on, after the row leaving[n - numbers[1]] that is there has
-// gone to its table. A warp has both records in hand, and so reads and writes keep pace, which gets more of the link than a kernel each.
-// slot_of, unless null: the slot of each row, which is `none` for one that is gone.
+// Load row loaded[n] into slots[n] for each n < numbers[0]. From n = into_empty = numbers[1] on,
+// first write the row evicted[n - into_empty] back from that slot. One kernel does both, so that
+// reads and writes keep pace, which gets more of the link than one kernel for each.
+// slot_of: the slot of each row, `none` if it is not cached; may be null.
 extern "C" __global__ void exchange(
-    float4* const* tables, long long rows, long long stride, float4* records, int width, const int* coming, const int* leaving,
-    const int* slots, const long long* numbers, int* slot_of, int none) {
-    const long long at_once = numbers[1];
-    each_record(0, numbers[0], [&](long long n) {
+    float4* const* tables, long long rows, long long stride, float4* records, int width,
+    const int* loaded, const int* evicted, const int* slots, const long long* numbers,
+    int* slot_of, int none) {
+    const long long into_empty = numbers[1];
+    each_warp(numbers[0], [&](long long n) {
         float4* slot = records + (long long)slots[n] * width;
-        float4* old = n < at_once ? nullptr : record_of(tables, rows, stride, leaving[n - at_once]);
-        copy_records(record_of(tables, rows, stride, coming[n]), slot, old ? slot : nullptr, old, width);
-        if (slot_of && threadIdx.x % 32 == 0) {
-            if (old) slot_of[leaving[n - at_once]] = none;
-            slot_of[coming[n]] = slots[n];
+        float4* back =
+            n < into_empty ? nullptr : record_of(tables, rows, stride, evicted[n - into_empty]);
+        float4* from = record_of(tables, rows, stride, loaded[n]);
+        copy_records(from, slot, back ? slot : nullptr, back, width);
+        if (slot_of && lane_id() == 0) {
+            if (back) slot_of[evicted[n - into_empty]] = none;
+            slot_of[loaded[n]] = slots[n];
         }
     });
 }

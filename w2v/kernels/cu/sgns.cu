@@ -1,12 +1,16 @@
-// Skip-gram with negative sampling on records in place: the loss and both gradients, as in reference.py::skipgram. One warp takes a
-// center: it holds the vectors of a group of targets (the center, then its noise words) in registers while it goes through the context
-// words, so that a context is read once for a group and each row of a window is added to memory once.
+// Skip-gram with negative sampling on records in place: the loss and both gradients, as in
+// reference.py::skipgram.
 //
-// Compiled for: DIM dimensions, WINDOW positions to either side, TARGETS of a center, ELEMENT of the records, COUNTED to count the pairs
-// of each row.
+// One warp takes a center. It keeps a group of targets (the center, then its negatives) in
+// registers while it goes through the context words. So a context row is read once per group, and
+// the gradient of a target is added to memory once per center.
+//
+// Macros: DIM, dimensions; WINDOW and TARGETS as in batch.cuh; ELEMENT of the records; COUNTED, 1
+// to count the pairs of each row.
 
 #include "batch.cuh"
 #include "element.cuh"
+#include "common.cuh"
 
 #if DIM % 4 == 0
 #define LANES_WIDE 4
@@ -14,14 +18,14 @@
 #define LANES_WIDE 1
 #endif
 
-constexpr int VECTORS = DIM / LANES_WIDE;             // of a row
-constexpr int PER_LANE = (VECTORS + 31) / 32;         // of a row that a lane holds
-constexpr int HELD = PER_LANE * LANES_WIDE;           // numbers of a row that a lane holds
-constexpr int GROUP = HELD >= 32 ? 1 : HELD > 8 ? 2 : HELD > 4 ? 4 : 8;  // targets held at a time; a power of two
-constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;  // of a group, at most
-constexpr unsigned ALL = 0xffffffffu;
+constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
+constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
+constexpr int HELD = PER_LANE * LANES_WIDE;    // elements of a row in one lane
+// Targets in registers at a time, a power of two; and how many of them exist.
+constexpr int GROUP = HELD >= 32 ? 1 : HELD > 8 ? 2 : HELD > 4 ? 4 : 8;
+constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;
 
-struct Row {
+struct Row {  // one lane's elements of a row
     float at[HELD];
 
     __device__ void load(const Element* row, int lane) {
@@ -45,30 +49,32 @@ struct Row {
         for (int h = 0; h < HELD; h++) at[h] += scale * other.at[h];
     }
 
-    __device__ float dot_here(const Row& other) const {
+    __device__ float partial_dot(const Row& other) const {
         float sum = 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++) sum += at[h] * other.at[h];
         return sum;
     }
 
-    // Adds to a row in memory that other warps add to as well.
+    // Add to a row in memory, atomically, as other warps may add to it too.
     __device__ void add_to(float* row, int lane) const {
 #pragma unroll
         for (int v = 0; v < PER_LANE; v++) {
             const int i = lane + 32 * v;
             if (i >= VECTORS) continue;
+            const float* from = at + LANES_WIDE * v;
 #if LANES_WIDE == 4 && __CUDA_ARCH__ >= 900
-            atomicAdd((float4*)row + i, make_float4(at[4 * v], at[4 * v + 1], at[4 * v + 2], at[4 * v + 3]));
+            atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
 #else
 #pragma unroll
-            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, at[v * LANES_WIDE + h]);
+            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, from[h]);
 #endif
         }
     }
 };
 
-// Sums each of GROUP numbers over the warp; lane l gets the sum of number l / (32 / GROUP). Each exchange halves the numbers.
+// Sum GROUP numbers over the warp; lane l returns the sum of number l / (32 / GROUP). Each exchange
+// halves how many numbers a lane still sums.
 __device__ float sum_over_warp(float* number, int lane) {
     int distance = 16;
 #pragma unroll
@@ -86,27 +92,31 @@ __device__ float sum_over_warp(float* number, int lane) {
     return sum;
 }
 
-// A row's record is at slot_*[row], or at the row itself where slot_* is null; its gradient, and the number of pairs that it sums, at
-// number_*[row].
+// Add the loss, the number of positive pairs, and the gradient of each row to grad_*[index_*[row]].
+// slot_*: the record of each row; null if row r is record r. pairs_*: the number of pairs that each
+// gradient sums, if COUNTED.
 extern "C" __global__ void skipgram(
-    BATCH, const Element* input, const int* slot_in, const int* number_in, float* grad_input, int* pairs_input, const Element* output,
-    const int* slot_out, const int* number_out, float* grad_output, int* pairs_output, long long row_width, double* loss, long long* pairs) {
+    BATCH, const Element* input, const int* slot_in, const int* index_in, float* grad_input,
+    int* pairs_input, const Element* output, const int* slot_out, const int* index_out,
+    float* grad_output, int* pairs_output, long long row_width, double* loss, long long* pairs) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
     const int lane = threadIdx.x % 32;
-    const int number = lane / (32 / GROUP);  // of the target in its group whose logit this lane gets
-    const bool counts = lane % (32 / GROUP) == 0;
-    const long long warps = (long long)gridDim.x * blockDim.x / 32;
+    const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
+    const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
+    const long long step = warps();
     double lane_loss = 0;
     long long lane_pairs = 0;
 
-    for (long long center = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; center < centers; center += warps) {
+    for (long long center = warp_id(); center < centers; center += step) {
         if (!batch.has_context(center)) continue;
         for (int start = 0; start < TARGETS; start += GROUP) {
-            // Lane t looks target t up; all lanes then share it. Where there is none, the center is read, and counts for nothing.
-            const int mine = start + lane < TARGETS && lane < GROUP ? batch.target(center, start + lane) : -1;
-            const int read = mine < 0 ? words[first + center] : mine;
-            const long long my_slot = slot_out ? slot_out[read] : read;
-            const long long my_number = mine < 0 ? -1 : number_out[mine];
+            // Lane t looks up target t, and all lanes load it. For a missing target they load the
+            // center's row, whose error is then 0.
+            const bool has_target = start + lane < TARGETS && lane < GROUP;
+            const int target_row = has_target ? batch.target(center, start + lane) : -1;
+            const int read_row = target_row < 0 ? words[first + center] : target_row;
+            const long long my_slot = slot_out ? slot_out[read_row] : read_row;
+            const long long my_index = target_row < 0 ? -1 : index_out[target_row];
             Row target[TAKEN], grad_target[TAKEN];
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
@@ -114,21 +124,23 @@ extern "C" __global__ void skipgram(
                 target[t].load(output + slot * row_width, lane);
                 grad_target[t].clear();
             }
-            const bool target_counts = __shfl_sync(ALL, my_number, number) >= 0;
+            const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
 #if COUNTED
-            const int targets = __popc(__ballot_sync(ALL, my_number >= 0));
+            const int targets = __popc(__ballot_sync(ALL, my_index >= 0));
             int contexts = 0;
 #endif
-            const float label = start + number == 0;
+            const float label = start + member == 0;
 
+            // The lanes look up 32 context words at once; the warp then takes one after another.
             for (int base = 0; base < 2 * WINDOW; base += 32) {
-                const int word = base + lane < 2 * WINDOW ? batch.context(center, base + lane) : -1;
+                const int o = base + lane;
+                const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
                 const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
-                const long long word_number = word < 0 ? 0 : number_in[word];
+                const long long word_index = word < 0 ? 0 : index_in[word];
                 lane_pairs += start == 0 && word >= 0;
 #if COUNTED
                 contexts += __popc(__ballot_sync(ALL, word >= 0));
-                if (word >= 0) atomicAdd(pairs_input + word_number, targets);
+                if (word >= 0) atomicAdd(pairs_input + word_index, targets);
 #endif
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
@@ -137,30 +149,33 @@ extern "C" __global__ void skipgram(
                     grad_context.clear();
                     float dots[GROUP];
 #pragma unroll
-                    for (int t = 0; t < GROUP; t++) dots[t] = t < TAKEN ? context.dot_here(target[t]) : 0;
+                    for (int t = 0; t < GROUP; t++)
+                        dots[t] = t < TAKEN ? context.partial_dot(target[t]) : 0;
                     const float logit = sum_over_warp(dots, lane);
 
-                    const float signed_logit = label ? -logit : logit;  // the loss is softplus of this
+                    // The loss of a pair is softplus(signed_logit), its gradient sigmoid - label.
+                    const float signed_logit = label ? -logit : logit;
                     const float e = __expf(-fabsf(logit));
                     const float sigmoid = (logit >= 0 ? 1 : e) / (1 + e);
-                    const float error = target_counts ? sigmoid - label : 0;
-                    if (counts && target_counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
+                    const float error = counts ? sigmoid - label : 0;
+                    if (leader && counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
 #pragma unroll
                     for (int t = 0; t < TAKEN; t++) {
                         const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
                         grad_context.add_scaled(target[t], scale);
                         grad_target[t].add_scaled(context, scale);
                     }
-                    grad_context.add_to(grad_input + __shfl_sync(ALL, word_number, source) * DIM, lane);
+                    const long long index = __shfl_sync(ALL, word_index, source);
+                    grad_context.add_to(grad_input + index * DIM, lane);
                 }
             }
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
-                const long long at = __shfl_sync(ALL, my_number, t);
-                if (at >= 0) grad_target[t].add_to(grad_output + at * DIM, lane);
+                const long long index = __shfl_sync(ALL, my_index, t);
+                if (index >= 0) grad_target[t].add_to(grad_output + index * DIM, lane);
             }
 #if COUNTED
-            if (my_number >= 0) atomicAdd(pairs_output + my_number, contexts);
+            if (my_index >= 0) atomicAdd(pairs_output + my_index, contexts);
 #endif
         }
     }

@@ -1,90 +1,92 @@
-// Rows of both tables that belong to several ranks: who is asked for which, what owners lend of theirs, and gradients that come back.
+// All-to-all of rows between ranks: requests for rows go to the ranks that own them, weights come
+// back, and gradients go to the owners.
 //
-// A row is named to its owner by an id: its place in the owner's shard, plus `stride`, which no shard is longer than, if it is a row of the
-// output table. Row v belongs to rank v % RANKS, as its row v / RANKS.
+// Row v belongs to rank v % RANKS, as row v / RANKS of its shard. A request names a row by an id:
+// its row in the owner's shard, plus `stride` for the output table; no shard is longer than that.
 //
-// What a rank asks of another for a batch begins with HEADS ids, below zero, that are no row's. The first of them is ~n, n being how many
-// ids, heads included, it asks that rank for of the batch a page later; and where the gradients come back, these begin with the report of
-// the step there: its loss, its pairs and the fault, in the six numbers of 4 bytes for which HEADS rows have room.
+// What a rank requests of another for a batch begins with a header of HEADS ids below zero. The
+// first is ~n, where n is the number of ids, header included, of the same request one page later,
+// so that the receiver knows the size in time. In the gradients that go back, the header's rows
+// carry a report of the step: loss, pairs and fault, in six numbers of 4 bytes.
 //
-// Compiled for: RANKS, HEADS, ELEMENT of the records, and WIDE, how many numbers of a row go together, 1 or 4.
+// Macros: RANKS; HEADS; ELEMENT of the records; WIDE, elements of a row that are read together, 1
+// or 4.
 
 #include "claim.cuh"
 #include "element.cuh"
+#include "common.cuh"
 
-// Calls visit(n) for each n < count, by a thread or by all lanes of a warp.
-template <class Visit>
-__device__ void by_threads(long long count, Visit visit) {
-    const long long threads = (long long)gridDim.x * blockDim.x;
-    for (long long n = (long long)blockIdx.x * blockDim.x + threadIdx.x; n < count; n += threads) visit(n);
-}
-
-template <class Visit>
-__device__ void by_warps(long long count, Visit visit) {
-    const long long warps = (long long)gridDim.x * blockDim.x / 32;
-    for (long long n = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32; n < count; n += warps) visit(n);
-}
-
-// Where what is asked of a rank, or by it, begins; counts: of those before it too.
+// Return where the part of a rank begins, if each part has counts[rank] entries.
 __device__ long long begin_of(int rank, const int* counts) {
     long long begin = 0;
     for (int before = 0; before < rank; before++) begin += counts[before];
     return begin;
 }
 
-// The rows that claim.cu has found, those of the input table first.
-struct Claimed {
+// The unique rows of a batch (claim.cu), those of the input table first.
+struct Unique {
     const int *rows_in, *rows_out;
     long long inputs, total;
 
     __device__ bool is_output(long long n) const { return n >= inputs; }
-    __device__ int row(long long n) const { return is_output(n) ? rows_out[n - inputs] : rows_in[n]; }
+    __device__ int row(long long n) const {
+        return is_output(n) ? rows_out[n - inputs] : rows_in[n];
+    }
 };
-#define CLAIMED const int *rows_in, const long long *count_in, const int *rows_out, const long long *count_out
+#define UNIQUE                                                                                 \
+    const int *rows_in, const long long *count_in, const int *rows_out, const long long *count_out
 
-// How many ids each rank is asked for: those of the claimed rows that belong to it, and heads; asked: zeros before.
-extern "C" __global__ void count_owners(CLAIMED, int* asked) {
-    __shared__ int here[RANKS];
-    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) here[rank] = blockIdx.x ? 0 : HEADS;
+// Count the ids to send to each rank, header included. sent: zeros before.
+extern "C" __global__ void count_owners(UNIQUE, int* sent) {
+    __shared__ int here[RANKS];  // counts of this block
+    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
+        here[rank] = blockIdx.x ? 0 : HEADS;
     __syncthreads();
-    const Claimed claimed = {rows_in, rows_out, *count_in, *count_in + *count_out};
-    by_threads(claimed.total, [&](long long n) { atomicAdd(here + claimed.row(n) % RANKS, 1); });
+    const Unique unique = {rows_in, rows_out, *count_in, *count_in + *count_out};
+    each_thread(unique.total, [&](long long n) { atomicAdd(here + unique.row(n) % RANKS, 1); });
     __syncthreads();
     for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
-        if (here[rank]) atomicAdd(asked + rank, here[rank]);
+        if (here[rank]) atomicAdd(sent + rank, here[rank]);
 }
 
-// Lists the claimed rows owner by owner and takes the claims back. rows: the row, plus `rows_all` in the output table, or -1 for a head;
-// ids: as its owner knows it; dealt: zeros before; ids_before, asked_before: of the batch a page before, whose heads are told how many.
+// Group the unique rows by owner, behind a header each, and reset their indices to -1.
+//
+// rows: the row, plus rows_all in the output table; -1 in headers. ids: as the owner knows the row.
+// sent: from count_owners. listed: zeros before; ids listed so far for each rank.
+// ids_before, sent_before: of the batch one page before, whose headers receive the counts `sent`.
 extern "C" __global__ void deal(
-    CLAIMED, int* number_in, int* number_out, long long rows_all, int stride, const int* asked, int* dealt, long long* rows, int* ids,
-    const int* asked_before, int* ids_before) {
-    __shared__ int begin[RANKS], here[RANKS];  // where a rank's ids begin; how many this block has of them, then where these begin
+    UNIQUE, int* index_in, int* index_out, long long rows_all, int stride, const int* sent,
+    int* listed, long long* rows, int* ids, const int* sent_before, int* ids_before) {
+    __shared__ int begin[RANKS];  // of each rank's ids
+    __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
-        for (int rank = 0, before = 0; rank < RANKS; before += asked[rank++]) begin[rank] = before;
+        for (int rank = 0, before = 0; rank < RANKS; before += sent[rank++]) begin[rank] = before;
     __syncthreads();
     if (blockIdx.x == 0)
         for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {
-            for (int head = 0; head < HEADS; head++) rows[begin[rank] + head] = ids[begin[rank] + head] = -1;
-            ids_before[begin_of(rank, asked_before)] = ~asked[rank];
+            for (int head = 0; head < HEADS; head++)
+                rows[begin[rank] + head] = ids[begin[rank] + head] = -1;
+            ids_before[begin_of(rank, sent_before)] = ~sent[rank];
         }
-    const Claimed claimed = {rows_in, rows_out, *count_in, *count_in + *count_out};
-    for (long long first = (long long)blockIdx.x * blockDim.x; first < claimed.total; first += (long long)gridDim.x * blockDim.x) {
+    const Unique unique = {rows_in, rows_out, *count_in, *count_in + *count_out};
+    for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total;
+         first += (long long)gridDim.x * blockDim.x) {
+        // The block counts its rows per owner, reserves room for them and then writes them.
         for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) here[rank] = 0;
         __syncthreads();
         const long long n = first + threadIdx.x;
-        const int row = n < claimed.total ? claimed.row(n) : 0, owner = row % RANKS;
-        const int place = n < claimed.total ? atomicAdd(here + owner, 1) : 0;
+        const int row = n < unique.total ? unique.row(n) : 0, owner = row % RANKS;
+        const int place = n < unique.total ? atomicAdd(here + owner, 1) : 0;
         __syncthreads();
         for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
-            if (here[rank]) here[rank] = begin[rank] + HEADS + atomicAdd(dealt + rank, here[rank]);
+            if (here[rank]) here[rank] = begin[rank] + HEADS + atomicAdd(listed + rank, here[rank]);
         __syncthreads();
-        if (n < claimed.total) {
-            const bool output = claimed.is_output(n);
+        if (n < unique.total) {
+            const bool output = unique.is_output(n);
             const int at = here[owner] + place;
             rows[at] = output ? rows_all + row : row;
             ids[at] = row / RANKS + (output ? stride : 0);
-            (output ? number_out : number_in)[row] = -1;
+            (output ? index_out : index_in)[row] = -1;
         }
         __syncthreads();
     }
@@ -94,9 +96,11 @@ struct alignas(4 * WIDE) Floats {
     float at[WIDE];
 };
 
-// place_of[rows[n]] = n, but for heads; and zeros for the gradient of each row, and its pairs where they are counted.
-extern "C" __global__ void place(const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
-    by_warps(count, [&](long long n) {
+// Set place_of[rows[n]] = n, headers aside, and zero the gradient of each row, and its number of
+// pairs unless `pairs` is null.
+extern "C" __global__ void place(
+    const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
+    each_warp(count, [&](long long n) {
         const int lane = threadIdx.x % 32;
         for (int i = lane; i < dim / WIDE; i += 32) ((Floats*)(grads + n * dim))[i] = {};
         if (lane) return;
@@ -105,102 +109,118 @@ extern "C" __global__ void place(const long long* rows, long long count, int* pl
     });
 }
 
-// The ids that ranks ask for, which may name a row many times.
-struct Lent {
+// The ids received from all ranks; several may name the same row.
+struct Requests {
     const int* ids;
     int stride;
 
-    __device__ bool is_head(long long n) const { return ids[n] < 0; }
+    __device__ bool is_header(long long n) const { return ids[n] < 0; }
     __device__ bool is_output(long long n) const { return ids[n] >= stride; }
     __device__ int row(long long n) const { return is_output(n) ? ids[n] - stride : ids[n]; }
 };
-#define LENT const int *ids, long long count, int stride
+#define REQUESTS const int *ids, long long count, int stride
 
-// How many ids each rank will ask for of the batch a page later; ids: of this batch, so many of each rank. `told` is for the CPU: how many
-// are asked of each rank, then those that it asks for.
-extern "C" __global__ void hear(const int* ids, const int* lent, const int* next_asked, int* next_lent, int* told) {
-    by_threads(RANKS, [&](long long rank) {
-        next_lent[rank] = ~ids[begin_of(rank, lent)];
-        told[rank] = next_asked[rank];
-        told[RANKS + rank] = next_lent[rank];
+// Read from the headers how many ids each rank will send for the batch one page later.
+//
+// received: ids of this batch from each rank. next_sent: ids to send for the later batch.
+// both: for the CPU, next_sent and then next_received.
+extern "C" __global__ void hear(
+    const int* ids, const int* received, const int* next_sent, int* next_received, int* both) {
+    each_thread(RANKS, [&](long long rank) {
+        next_received[rank] = ~ids[begin_of(rank, received)];
+        both[rank] = next_sent[rank];
+        both[RANKS + rank] = next_received[rank];
     });
 }
 
-extern "C" __global__ void mark_lent(LENT, bool* input_marks, bool* output_marks) {
-    const Lent lent = {ids, stride};
-    by_threads(count, [&](long long n) {
-        if (!lent.is_head(n)) (lent.is_output(n) ? output_marks : input_marks)[lent.row(n)] = true;
+// Mark the requested rows.
+extern "C" __global__ void mark_lent(REQUESTS, bool* input_marks, bool* output_marks) {
+    const Requests requests = {ids, stride};
+    each_thread(count, [&](long long n) {
+        if (!requests.is_header(n))
+            (requests.is_output(n) ? output_marks : input_marks)[requests.row(n)] = true;
     });
 }
 
-// Claims the rows, and copies their weights, `dim` numbers at the beginning of a record, which is at slot_*[row], or at the row itself
-// where slot_* is null.
+// List the unique requested rows, and copy the weights of all requested rows, the first `dim`
+// elements of each record. slot_*: the record of each row; null if row r is record r.
 extern "C" __global__ void lend(
-    LENT, const Element* input, const int* slot_in, int* number_in, int* rows_in, unsigned long long* count_in, const Element* output,
-    const int* slot_out, int* number_out, int* rows_out, unsigned long long* count_out, long long row_width, int dim, Element* weights) {
+    REQUESTS, const Element* input, const int* slot_in, int* index_in, int* rows_in,
+    unsigned long long* count_in, const Element* output, const int* slot_out, int* index_out,
+    int* rows_out, unsigned long long* count_out, long long row_width, int dim, Element* weights) {
     typedef Pack<WIDE>::Stored Vector;
-    const Lent lent = {ids, stride};
-    by_threads(count, [&](long long n) {
-        if (lent.is_head(n)) return;
-        if (lent.is_output(n))
-            claim_row(lent.row(n), number_out, rows_out, count_out);
+    const Requests requests = {ids, stride};
+    each_thread(count, [&](long long n) {
+        if (requests.is_header(n)) return;
+        if (requests.is_output(n))
+            add_unique(requests.row(n), index_out, rows_out, count_out);
         else
-            claim_row(lent.row(n), number_in, rows_in, count_in);
+            add_unique(requests.row(n), index_in, rows_in, count_in);
     });
-    by_warps(count, [&](long long n) {
-        if (lent.is_head(n)) return;
-        const int row = lent.row(n);
-        const int* slot = lent.is_output(n) ? slot_out : slot_in;
-        const Vector* record = (const Vector*)((lent.is_output(n) ? output : input) + (slot ? slot[row] : row) * row_width);
-        for (int i = threadIdx.x % 32; i < dim / WIDE; i += 32) ((Vector*)(weights + n * dim))[i] = record[i];
+    each_warp(count, [&](long long n) {
+        if (requests.is_header(n)) return;
+        const int row = requests.row(n);
+        const int* slot = requests.is_output(n) ? slot_out : slot_in;
+        const Element* records = requests.is_output(n) ? output : input;
+        const Vector* record = (const Vector*)(records + (slot ? slot[row] : row) * row_width);
+        for (int i = threadIdx.x % 32; i < dim / WIDE; i += 32)
+            ((Vector*)(weights + n * dim))[i] = record[i];
     });
 }
 
-// Writes what this rank has to report of a step before the gradients for each rank, of which so many are asked.
+// Write this rank's report of a step into the header of the gradients for each rank.
 extern "C" __global__ void report(
-    const double* loss, const long long* pairs, const long long* fault, const int* asked, int dim, float* grads) {
+    const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
+    float* grads) {
     const long long facts[] = {__double_as_longlong(*loss), *pairs, *fault};
-    by_threads(RANKS, [&](long long rank) {
-        int* words = (int*)(grads + begin_of(rank, asked) * dim);
+    each_thread(RANKS, [&](long long rank) {
+        int* words = (int*)(grads + begin_of(rank, sent) * dim);
         for (int n = 0; n < 6; n++) words[n] = (int)(facts[n / 2] >> 32 * (n % 2));
     });
 }
 
-// Fact number n of a report.
+// Return fact n of a report.
 __device__ long long fact(const int* words, int n) {
     return (long long)words[2 * n + 1] << 32 | (unsigned)words[2 * n];
 }
 
-// Adds the gradients that came for lent rows to those of the claims, and the numbers of pairs where there are any. Loss and pairs become
-// the sums of what the ranks report, added in their order, so that all have the same bits; and the fault of any, found in the step before,
-// becomes that of all.
+// Add the received gradients to those of the unique rows, and the numbers of pairs unless
+// grad_pairs is null.
+//
+// Loss and pairs become the sums of all reports, added in the order of the ranks, so that every
+// rank gets the same bits. The fault of any rank, found one step before, becomes the fault of all.
 extern "C" __global__ void collect(
-    LENT, const int* lent_by, const float* came, const int* came_pairs, const int* number_in, float* grad_in, int* pairs_in,
-    const int* number_out, float* grad_out, int* pairs_out, int dim, double* loss, long long* pairs, long long* fault) {
-    const Lent lent = {ids, stride};
+    REQUESTS, const int* received, const float* grads, const int* grad_pairs, const int* index_in,
+    float* grad_in, int* pairs_in, const int* index_out, float* grad_out, int* pairs_out, int dim,
+    double* loss, long long* pairs, long long* fault) {
+    const Requests requests = {ids, stride};
     if (blockIdx.x + threadIdx.x == 0) {
-        double loss_of_all = 0;
-        long long pairs_of_all = 0, faults = 0;
-        const float* theirs = came;
-        for (int rank = 0; rank < RANKS; theirs += (long long)lent_by[rank++] * dim) {
-            loss_of_all += __longlong_as_double(fact((const int*)theirs, 0));
-            pairs_of_all += fact((const int*)theirs, 1);
-            faults |= fact((const int*)theirs, 2);
+        double loss_sum = 0;
+        long long pairs_sum = 0, faults = 0;
+        const float* report = grads;
+        for (int rank = 0; rank < RANKS; report += (long long)received[rank++] * dim) {
+            loss_sum += __longlong_as_double(fact((const int*)report, 0));
+            pairs_sum += fact((const int*)report, 1);
+            faults |= fact((const int*)report, 2);
         }
-        *loss = loss_of_all, *pairs = pairs_of_all, *fault = faults;
+        *loss = loss_sum;
+        *pairs = pairs_sum;
+        *fault = faults;
     }
-    by_warps(count, [&](long long n) {
-        if (lent.is_head(n)) return;
-        const bool output = lent.is_output(n);
-        const long long number = (output ? number_out : number_in)[lent.row(n)];
-        const float* from = came + n * dim;
-        float* to = (output ? grad_out : grad_in) + number * dim;
+    each_warp(count, [&](long long n) {
+        if (requests.is_header(n)) return;
+        const bool output = requests.is_output(n);
+        const long long index = (output ? index_out : index_in)[requests.row(n)];
+        const float* from = grads + n * dim;
+        float* to = (output ? grad_out : grad_in) + index * dim;
         const int lane = threadIdx.x % 32;
 #if WIDE == 4 && __CUDA_ARCH__ >= 900
-        for (int i = lane; i < dim / 4; i += 32) atomicAdd((float4*)to + i, ((const float4*)from)[i]);
+        for (int i = lane; i < dim / 4; i += 32)
+            atomicAdd((float4*)to + i, ((const float4*)from)[i]);
 #else
         for (int i = lane; i < dim; i += 32) atomicAdd(to + i, from[i]);
 #endif
-        if (lane == 0 && came_pairs) atomicAdd((output ? pairs_out : pairs_in) + number, came_pairs[n]);
+        if (lane == 0 && grad_pairs)
+            atomicAdd((output ? pairs_out : pairs_in) + index, grad_pairs[n]);
     });
 }

@@ -1,0 +1,249 @@
+"""Paging equals dense training bit for bit, also where moves overlap.
+
+Weights, gradients and learning rates are whole numbers, so that sums are exact on any device.
+Without a GPU the same plans are made, and moves follow one another.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.steps import make_step, records, tables_of, train
+from w2v.config import ConfigError, OptimizerConfig
+from w2v.kernels.batch import Ahead
+from w2v.kernels.reference import ReferenceKernels
+
+ROWS, DIM = 24, 3
+STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
+SGD = OptimizerConfig(name="SGD", lr=1.0)
+# By name: the device, the engine, and where the tables are stored.
+ENGINES = {
+    "paged": ("cpu", "paged", "cpu"),
+    "paged, pinned": ("cuda", "paged", "pinned"),
+    "cache": ("cpu", "torch cache", "cpu"),
+    "cache, pinned": ("cuda", "torch cache", "pinned"),
+    "cache, staged": ("cuda", "torch cache", "cpu"),
+    "cache, mapped": ("cuda", "cache", "pinned"),
+}
+
+
+def each(names):
+    """Run a test with each of these engines."""
+    marks = {name: pytest.mark.gpu if ENGINES[name][0] == "cuda" else () for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+CACHES = [name for name in ENGINES if name.startswith("cache")]
+
+
+class RowBatch(NamedTuple):
+    """A batch that names the rows of both tables that it touches."""
+
+    rows: tuple[torch.Tensor, torch.Tensor]
+    number: int
+    ahead: Ahead | None = None
+
+
+class WholeNumberKernels(ReferenceKernels):
+    """Kernels whose gradients are whole numbers, by row, column and batch."""
+
+    def mark(self, batch, marks_TV):
+        for marks_V, rows_U in zip(marks_TV, batch.rows, strict=True):
+            marks_V[rows_U.to(marks_V.device)] = True
+
+    def unique_rows(self, batch):
+        rows = [rows_U.to(self.shape.device) for rows_U in batch.rows]
+        return self._zero_grads(*rows, self.shape.rows)
+
+    def skipgram(self, batch, page, rows, lr):
+        for its in (rows.inputs, rows.outputs):
+            its.grad_UD.copy_(gradient(its.rows_U, batch.number, self.shape.dim))
+        return rows
+
+
+def gradient(rows_U, number, dim):
+    columns_D = torch.arange(dim, device=rows_U.device)
+    return ((rows_U[:, None] * 7 + columns_D * 3 + number * 5) % 11 - 5).float()
+
+
+def make(name=None, slots=0, config=SGD, rows=ROWS, dim=DIM, device="cpu", **how):
+    """Return a step on tables of whole numbers; they are resident by default."""
+    where = ENGINES.get(name, (device, "resident", device))
+    step = make_step(config, rows, dim, WholeNumberKernels, *where, slots=slots, **how)
+    for number, table in enumerate(tables_of(step)):
+        table["weight"].copy_(torch.arange(rows * dim).view(rows, dim) % 19 - number)
+    return step
+
+
+def trained(step, batches, seed=None):
+    """Return the records after the batches; a seed adds lookahead windows."""
+    if seed is not None:
+        batches = with_windows(batches, step.inputs.rows, step.state.fault.device, seed)
+    train(step, batches, lr=1.0)
+    assert not int(step.state.fault)
+    return records(step)
+
+
+def with_windows(batches, rows, device, seed):
+    """Yield the batches, most of them with random rows in a lookahead window."""
+    g = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        share = float(torch.rand((), generator=g))
+        is_soon_V = torch.rand(rows, generator=g) < share
+        ahead = Ahead(is_soon_V.int().to(device), 1)
+        yield batch if share < 0.1 else batch._replace(ahead=ahead)
+
+
+def batches_of(*rows):
+    """Return batches with these sets of rows of both tables."""
+    return [RowBatch(tuple(map(ids, both)), number) for number, both in enumerate(rows)]
+
+
+def ids(rows):
+    return torch.tensor(sorted(rows), dtype=torch.int64)
+
+
+def marks(step, inputs, outputs=()):
+    """Return marks of these rows, bool [2, V]."""
+    marks_TV = torch.zeros(2, ROWS, dtype=torch.bool)
+    marks_TV[0, ids(inputs)] = True
+    marks_TV[1, ids(outputs)] = True
+    return marks_TV.to(step.state.fault.device)
+
+
+def rows_needed(rows, steps_per_page):
+    """Return the most rows that a page touches."""
+    starts = range(0, len(rows), steps_per_page)
+    pages = [zip(*rows[start : start + steps_per_page], strict=True) for start in starts]
+    return max(sum(len(set().union(*of_table)) for of_table in page) for page in pages)
+
+
+some_rows = st.sets(st.integers(0, ROWS - 1))
+
+
+@each(ENGINES)
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.tuples(some_rows, some_rows), min_size=1, max_size=12),
+    steps_per_page=st.integers(1, 3),
+    spare=st.integers(0, 2 * ROWS),
+    seed=st.none() | st.integers(0, 2**31),
+    optimizer=st.sampled_from([("SGD", {"momentum": 2.0}), ("Adamax", {})]),
+)
+def test_paged_training_equals_dense_training(name, rows, steps_per_page, spare, seed, optimizer):
+    config = OptimizerConfig(name=optimizer[0], lr=1.0, args=optimizer[1])
+    slots = min(2 * ROWS, max(1, rows_needed(rows, steps_per_page) + spare))
+    uses_TV = None
+    if seed is not None:
+        uses_TV = torch.rand(2, ROWS, generator=torch.Generator().manual_seed(seed))
+    step = make(name, slots, config, uses_TV=uses_TV, steps_per_page=steps_per_page)
+    dense = make(config=config, device=ENGINES[name][0])
+    found = trained(step, batches_of(*rows), seed)
+    assert all(map(torch.equal, found, trained(dense, batches_of(*rows))))
+    stats = step.engine.stats
+    assert stats.rows_read <= stats.rows_used
+    assert stats.rows_read - stats.rows_written <= slots
+
+
+def test_cache_reads_a_row_once_and_writes_it_back_at_the_flush():
+    step = make("cache", slots=2 * ROWS)
+    trained(step, batches_of(({1, 2, 3}, {1}), ({2, 3, 4}, {1, 2}), ({1, 4}, {2})))
+    assert step.engine.stats[:3] == (12, 6, 0)
+
+
+def test_paging_without_a_cache_moves_every_row_of_a_page():
+    step = make("paged")
+    trained(step, batches_of(({1, 2, 3}, {1}), ({2, 3, 4}, {1, 2})))
+    assert step.engine.stats[:3] == (9, 9, 9)
+
+
+def test_least_frequent_rows_are_evicted_first():
+    step = make("cache", slots=6)
+    trained(step, batches_of(({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ())))
+    assert step.engine.stats[1:3] == (7, 1)
+    step.engine.prefetch(marks(step, [0, 5], [1]))
+    assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
+
+
+def test_least_used_rows_are_evicted_first():
+    uses_TV = torch.stack([torch.arange(ROWS), torch.full((ROWS,), 0.5)])
+    step = make("cache", slots=6, uses_TV=uses_TV)
+    rows = [({0, 20}, {1}), ({5}, ()), ({7}, ()), ({8}, ()), ({9}, ()), ({10}, ())]
+    trained(step, batches_of(*rows))
+    assert step.engine.stats[1:3] == (8, 2)
+    step.engine.prefetch(marks(step, [5, 20]))
+    assert step.engine.stats.rows_read == 8  # so input row 0 and output row 1 were evicted
+
+
+@each(CACHES)
+@pytest.mark.parametrize(
+    "soon, cached",
+    [
+        (None, {0, 5, 6, 7, 8, 20}),
+        (set(), {0, 5, 6, 7, 8, 20}),
+        ({21, 22}, {0, 6, 7, 8, 21, 22}),
+        ({5, 20, 21, 22}, {5, 6, 7, 8, 20, 21}),  # more than there is room for
+        ({0, 5, 20, 21, 22}, {0, 5, 6, 7, 8, 20}),
+    ],
+)
+def test_rows_of_the_lookahead_window_are_evicted_last(name, soon, cached):
+    """Two of rows 0, 5, 20, 21 and 22, which no page uses, are evicted."""
+    step = make(name, slots=6)
+    soon_V = None if soon is None else marks(step, soon)[0]
+    for rows, window_V in (({0, 20, 21, 22}, None), ({5}, None), ({6}, None), ({7, 8}, soon_V)):
+        step.engine.prefetch(marks(step, rows), window_V)
+        slot_of_V = step.engine.page().inputs.slot_of_V
+    assert {*torch.nonzero(slot_of_V != 6).flatten().tolist()} == cached
+
+
+@each(CACHES)
+def test_page_that_does_not_fit_is_refused(name):
+    batches = batches_of(*[({1, 2, 3}, {1, 2, 3})] * 5)
+    with pytest.raises(ConfigError, match="room for 4 rows .* 6 are needed at once; raise it"):
+        trained(make(name, slots=4), batches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2000, 60_000])  # surveyed by one block and by many
+def test_plans_made_on_the_gpu_equal_those_of_plain_torch(rows):
+    """Both move the same rows if each page fits beside the one before."""
+    g = torch.Generator().manual_seed(3)
+    uses_TV = torch.rand(2, rows, generator=g)
+    chosen = [
+        [torch.randint(rows, (n,), generator=g).tolist() for n in (90, 60)] for _ in range(60)
+    ]
+    batches = batches_of(*[(set(inputs), set(outputs)) for inputs, outputs in chosen])
+    stats = []
+    for name in ("cache, pinned", "cache, mapped"):
+        step = make(name, slots=700, rows=rows, uses_TV=uses_TV, steps_per_page=2)
+        trained(step, batches, seed=2)
+        stats.append(step.engine.stats[:3])
+    assert stats[0] == stats[1]
+    assert stats[0][2] > 1000
+
+
+@pytest.mark.gpu
+@each(CACHES[1:])
+@pytest.mark.parametrize("slots", [1000, 4000])
+def test_stress(name, slots):
+    """Thousands of overlapped steps leave what dense training leaves."""
+    rows, dim = 3000, 32
+    steps = STRESS_STEPS // 20 if name == "cache, staged" else STRESS_STEPS
+    g = torch.Generator().manual_seed(7)
+    popular = torch.randint(rows, (64,), generator=g)
+
+    def some_rows():
+        often = popular[torch.rand(64, generator=g) < 0.7]
+        return torch.cat([torch.randint(rows, (150,), generator=g), often]).unique()
+
+    batches = [RowBatch((some_rows(), some_rows()), number) for number in range(steps)]
+    dense = make(rows=rows, dim=dim)
+    for batch in batches:
+        for table, rows_U in zip(tables_of(dense), batch.rows, strict=True):
+            table["weight"][rows_U] -= gradient(rows_U, batch.number, dim)
+    step = make(name, slots, rows=rows, dim=dim)
+    assert all(map(torch.equal, trained(step, batches, seed=8), records(dense)))

@@ -1,0 +1,324 @@
+"""Several ranks leave what one rank leaves, and stop together.
+
+Ranks are threads, which share a GPU where one is used, or processes, each with a GPU of its own.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.joined import Pool
+from tests.support.steps import (
+    make_step,
+    moved,
+    part_of,
+    problem,
+    records,
+    sorted_grads,
+    tables_of,
+    train,
+)
+from tests.support.threaded import checked, together
+from w2v.config import OptimizerConfig
+from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.kernels.batch import FAULT_BITS, Batch, Page, StepShape, View
+from w2v.kernels.cuda_shard import CudaShardKernels
+from w2v.kernels.reference import ReferenceKernels
+from w2v.model.optim import FUSED_BETAS, rowwise_optimizers
+
+ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 12, 64, 0.01
+EPOCHS = 2
+GPU = pytest.mark.gpu
+BACKENDS = pytest.mark.parametrize(
+    "kernels, device",
+    [
+        ("reference", "cpu"),
+        pytest.param("reference", "cuda", marks=GPU),
+        pytest.param("cuda", "cuda", marks=GPU),
+    ],
+)
+# Largest difference by the tables' type: that of sums in another order.
+NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def some_batches(ranks, device):
+    """Yield a rank's part of each batch, which may be empty."""
+    rng = np.random.default_rng(6)
+    for number in range(BATCHES):
+        batch, _ = problem(number, CENTERS, window=3, negative=4, rows=ROWS, sentence=7)
+        cuts = sorted(rng.integers(0, CENTERS + 1, ranks.size - 1))
+        if number % 3 == 0:
+            cuts = [0] * (ranks.size - 1)  # only the last rank has centers
+        edges = [0, *map(int, cuts), CENTERS]
+        yield moved(part_of(batch, *edges[ranks.rank : ranks.rank + 2]), device)
+
+
+def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, **how):
+    """Return this rank's rows of both tables by field, losses and pairs.
+
+    A cache's capacity is `room`, as a share of the rows.
+    """
+    config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
+    how["slots"] = int(room * 2 * ranks.shard_rows(ROWS))
+    step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
+    results = [train(step, some_batches(ranks, device), LR) for _ in range(EPOCHS)]
+    assert not int(step.state.fault)
+    tables = [{key: table[key].cpu() for key in table.columns} for table in tables_of(step)]
+    return tables, *map(torch.cat, zip(*results, strict=True))
+
+
+def check(run, device="cpu", dtype=None, engine="resident", room=0, **how):
+    """Compare several ranks with one; `run` runs a body on each of them."""
+    how |= {"device": device, "dtype": dtype or {"cpu": torch.float64}.get(device, torch.float32)}
+    several = run(partial(trained, engine=engine, room=room, **how))
+    tables, losses, pairs = trained(SINGLE, **how)
+    near = NEAR[how["dtype"]]
+    for number, fields in enumerate(tables):
+        if how["dtype"].itemsize == 2:  # rounding makes states differ by more
+            fields = {"weight": fields["weight"]}
+        for key, expected in fields.items():
+            whole = torch.empty_like(expected)
+            for rank, (shards, _, _) in enumerate(several):
+                whole[rank :: len(several)] = shards[number][key]
+            assert (whole - expected).double().norm() <= near * expected.double().norm(), key
+    for _, our_losses, our_pairs in several:
+        assert torch.equal(our_losses, several[0][1])  # the same bits on all ranks
+        torch.testing.assert_close(our_losses, losses, rtol=10 * near, atol=0)
+        assert torch.equal(our_pairs, pairs)
+
+
+def threads(size):
+    return lambda body: checked(together(size, body))
+
+
+CASES = {
+    "1 rank": (1, {}),
+    "2 ranks": (2, {}),
+    "4 ranks": (4, {}),
+    "1 dimension": (3, {"dim": 1, "steps_per_page": 5}),  # headers of several rows
+    "2 dimensions": (3, {"dim": 2, "steps_per_page": 5}),
+    "5 dimensions": (3, {"dim": 5, "steps_per_page": 5}),
+    "pages": (2, {"steps_per_page": 4}),
+    "cap": (2, {"cap": 8}),
+    "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
+    "paged": (2, {"engine": "paged"}),
+    "cache": (2, {"engine": "cache", "room": 1}),
+    "tight cache": (2, {"engine": "cache", "room": 0.9}),
+    "tight cache and pages": (2, {"engine": "cache", "room": 0.95, "steps_per_page": 4}),
+    "float32": (2, {"dtype": torch.float32}),
+    "bfloat16": (2, {"dtype": torch.bfloat16}),
+    "loss scale": (2, {"name": "SGD", "dtype": torch.float16, "product": torch.float16}),
+    "bfloat16 and cache": (2, {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9}),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("size, how", CASES.values(), ids=CASES)
+def test_ranks_in_threads(kernels, device, size, how):
+    check(threads(size), kernels=kernels, device=device, **how)
+
+
+@pytest.mark.parametrize("name", rowwise_optimizers())
+def test_every_optimizer(name):
+    check(threads(3), name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [cls.__name__ for cls in FUSED_BETAS])
+def test_every_formula(name):
+    check(threads(3), name=name, kernels="cuda", device="cuda")
+
+
+def in_deterministic_mode(ranks, body):
+    """Return what a body returns in torch's deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    return body(ranks)
+
+
+@BACKENDS
+@pytest.mark.parametrize("engine, room", [("resident", 0), ("cache", 0.95)])
+def test_ranks_in_processes(kernels, device, engine, room):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    how = {"kernels": kernels, "engine": engine, "room": room, "cap": 8, "steps_per_page": 2}
+    pool = Pool(2, device)
+    try:
+        check(partial(pool.run, in_deterministic_mode), device, **how)
+    finally:
+        pool.close()
+
+
+def count_exchanges(ranks, **how):
+    """Return how often a rank sends rows while it trains."""
+    sends = []
+    all_to_all = ranks.all_to_all
+
+    def counted(*arguments, **more):
+        sends.append(arguments)
+        return all_to_all(*arguments, **more)
+
+    ranks.all_to_all = counted
+    ranks.all_reduce = None  # nothing is summed by a call of its own
+    trained(ranks, dtype=torch.float32, **how)
+    return len(sends)
+
+
+@BACKENDS
+@pytest.mark.parametrize("steps_per_page, cap, each_step", [(1, 0, 2), (1, 8, 3), (5, 0, 2)])
+def test_number_of_exchanges(kernels, device, steps_per_page, cap, each_step):
+    """One a page, two a step, and one more a step where pairs are counted."""
+    pages = 1 + -(-BATCHES // steps_per_page)  # the first has no rows
+    how = {"kernels": kernels, "device": device, "steps_per_page": steps_per_page, "cap": cap}
+    sends = threads(2)(partial(count_exchanges, **how))
+    assert sends == [EPOCHS * (pages + each_step * BATCHES)] * 2
+
+
+def after_a_fault(ranks, kernels, device, value, found):
+    """Return this rank's fault after each of three steps, and which wrote.
+
+    Row 0, which belongs to rank 0 and is in the text of rank 1, begins with `value`. `found` are
+    bits of the fault that each rank finds in its own rows at the first step.
+    """
+    config = OptimizerConfig(name="SGD", lr=LR)
+    step = make_step(config, ROWS, DIM, kernels, device, ranks=ranks)
+    if ranks.rank == 0:
+        step.inputs["weight"][0] = value
+    words_n = torch.tensor([0 if ranks.rank == 1 else 5, 7]).int()
+    ones, negatives_BK = torch.ones(2).int(), torch.full((2, 1), 9).int()
+    batch = moved(Batch(words_n, ones, 0, ones, negatives_BK, 1, 0.0), device)
+    if device == "cuda":
+        torch.cuda.synchronize()  # other streams read the batch
+    faults, wrote = [], []
+    for planned in step.prefetched([batch] * 3):
+        before = [table.nan_to_num() for table in records(step)]
+        step(planned, LR)
+        if found[ranks.rank] and step.state.step == 1:
+            step.state.fault.fill_((1 << FAULT_BITS) + found[ranks.rank])
+        faults.append(int(step.state.fault))
+        after = [table.nan_to_num() for table in records(step)]
+        wrote.append(not all(map(torch.equal, before, after)))
+    return faults, wrote
+
+
+FIRST = 1 << FAULT_BITS  # step 1
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "value, found, faults, wrote",
+    [
+        # A loss stops all ranks before they write, rows of a rank stop all at the next step.
+        (torch.nan, (0, 0), [[FIRST + 1] * 3] * 2, [False] * 3),
+        (0.5, (0, 4), [[0, FIRST + 4, FIRST + 4], [FIRST + 4] * 3], [True, False, False]),
+        # Faults of two ranks in one step are joined.
+        (
+            0.5,
+            (2, 4),
+            [[FIRST + 2, FIRST + 6, FIRST + 6], [FIRST + 4, FIRST + 6, FIRST + 6]],
+            [True, False, False],
+        ),
+    ],
+    ids=["loss", "rows", "rows of both"],
+)
+def test_numbers_that_are_not_finite_stop_all_ranks(kernels, device, value, found, faults, wrote):
+    body = partial(after_a_fault, kernels=kernels, device=device, value=value, found=found)
+    assert threads(2)(body) == [(faults[0], wrote), (faults[1], wrote)]
+
+
+def test_rows_are_dealt_in_turn():
+    shards = []
+    for rank in range(3):
+        ranks = Ranks()
+        ranks.rank, ranks.size = rank, 3
+        shards.append(ranks.global_rows(torch.arange(ranks.shard_rows(23))).tolist())
+    assert shards == [list(range(rank, 23, 3)) for rank in range(3)]
+
+
+def shard_operations(kernels, batch, seed):
+    """Return what all operations on rows of several ranks give, by name."""
+    shape, device = kernels.shape, kernels.shape.device
+    size, headers = shape.world_size, shape.header_rows
+    g = torch.Generator().manual_seed(seed)
+    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+
+    # List the rows by owner. The order within an owner is that in which threads come: sort it.
+    ids_before, counts_before_N = zeros(size * headers) - 1, zeros(size) + headers
+    send_N = zeros(size)
+    listed = kernels.list_requests(batch, send_N, zeros(size), (ids_before, counts_before_N))
+    total = int(send_N.sum())
+    rows_U, ids_U = (part[:total].long() for part in listed)
+    owners_U = torch.arange(size, device=device).repeat_interleave(send_N)
+    order_U = (owners_U * 2**32 + ids_U).argsort(stable=True)
+    rows_U, ids_U = rows_U[order_U], ids_U[order_U].int()
+    found = {"send": send_N, "rows": rows_U, "ids": ids_U}
+
+    # The headers of the batch before tell how many they are.
+    recv_N, host_2N = zeros(size), torch.zeros(2, size, dtype=torch.int32)
+    if device.type == "cuda":
+        host_2N = host_2N.pin_memory()
+    kernels.read_counts(ids_before, counts_before_N, send_N, recv_N, host_2N)
+    found |= {"received": recv_N, "on the host": host_2N.to(device, copy=True)}
+
+    # An owner that is asked for all these ids lends its weights.
+    marks_TV = torch.zeros(2, shape.stride, dtype=torch.bool, device=device)
+    kernels.mark_requested(ids_U, marks_TV)
+    slots_TV = torch.randperm(2 * shape.stride, generator=g).int().to(device).view(2, -1)
+    records_SR = torch.randn(2 * shape.stride, shape.dim + 8, generator=g).to(device, shape.dtype)
+    page = Page(View(records_SR, slots_TV[0]), View(records_SR, None))
+    weights_MD, owned = kernels.lend(ids_U, page)
+    found |= {"marks": marks_TV, "weights": weights_MD[ids_U >= 0]}
+
+    # They come in the order of the list, with zero gradients.
+    _, borrowed = kernels.borrow(rows_U, weights_MD, owned)
+    number_TV = torch.stack([borrowed.inputs.number_V, borrowed.outputs.number_V])
+    grad_UD, pairs_U = borrowed.inputs.grad_UD, borrowed.inputs.pairs_U
+    found |= {"numbers": number_TV.view(-1)[rows_U[rows_U >= 0]]}
+    found |= {"no gradients": grad_UD.clone(), "no pairs": pairs_U.clone()}
+
+    # Gradients go back, with loss, pairs and fault in their headers.
+    grad_UD.copy_(torch.randn(total, shape.dim, generator=g))
+    pairs_U.copy_(torch.randint(1, 9, (total,), generator=g))
+    loss = torch.tensor(-0.1, dtype=torch.float64, device=device)
+    borrowed = borrowed._replace(loss=loss, pairs=torch.tensor(2**40 + 3, device=device))
+    fault = torch.tensor((7 << 35) + 5, device=device)
+    kernels.write_headers(borrowed, fault, send_N)
+    fault.zero_()
+    kernels.collect(ids_U, send_N, grad_UD, pairs_U, owned, fault)
+    found |= {"loss": owned.loss, "pairs": owned.pairs, "fault": fault}
+    found |= {"input gradients": sorted_grads(owned.inputs)}
+    return found | {"output gradients": sorted_grads(owned.outputs)}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "size, dim, dtype",
+    [
+        (1, 48, torch.float32),
+        (2, 33, torch.bfloat16),
+        (3, 5, torch.float32),
+        (7, 128, torch.float16),
+        (300, 1, torch.float32),
+    ],
+)
+def test_shard_kernels_equal_the_reference(size, dim, dtype, seed, device):
+    """Without a GPU the reference is checked by itself."""
+    rows = 2000
+    batch, _ = problem(seed, 300, 3, 5, rows)
+    batch = moved(batch, device)
+    shape = StepShape(rows, dim, dtype, torch.device(device), True, size)
+    expected = shard_operations(ReferenceKernels(shape), batch, seed)
+    assert torch.equal(expected["received"], expected["send"])
+    assert expected["on the host"].tolist() == [expected["send"].tolist()] * 2
+    assert int(expected["pairs"]) == size * (2**40 + 3)
+    assert int(expected["fault"]) == (7 << 35) + 5
+    is_row_U = expected["rows"] >= 0
+    owners_U = torch.arange(size, device=device).repeat_interleave(expected["send"])
+    assert torch.equal((expected["rows"] % rows % size)[is_row_U], owners_U[is_row_U])
+    assert not expected["no gradients"].any() and not expected["no pairs"].any()
+    if device == "cuda":
+        found = shard_operations(CudaShardKernels(shape), batch, seed)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

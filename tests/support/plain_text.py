@@ -1,0 +1,42 @@
+"""Reading text in plain Python: the reference for the compiled reader."""
+
+from collections import Counter
+
+import numpy as np
+
+from w2v.config import VocabConfig
+from w2v.text.encode import encode_sentences
+from w2v.text.vocab import Vocab
+
+
+def read_sentences(files, lowercase=False, max_sentence_length=10_000):
+    """Return the sentences of plain files as gensim's LineSentence does."""
+    sentences = []
+    for path in files:
+        text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
+        text = "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
+        for line in (text.lower() if lowercase else text).split("\n"):
+            words = line.split()
+            for start in range(0, len(words), max_sentence_length):
+                sentences.append(words[start : start + max_sentence_length])
+    return sentences
+
+
+def count(sentences, min_count=1, max_final_vocab=None):
+    """Return the vocabulary of sentences."""
+    counter = Counter(word for sentence in sentences for word in sentence)
+    counts = np.array(list(counter.values()), np.int64)
+    limits = VocabConfig(min_count, max_final_vocab)
+    return Vocab.select(list(counter).__getitem__, counts, limits)[0]
+
+
+def encode(sentences, vocab):
+    """Return the ids of known words in each sentence that has two of them."""
+    row = {word: row for row, word in enumerate(vocab.words)}
+    known = [[row[word] for word in sentence if word in row] for sentence in sentences]
+    return [ids for ids in known if len(ids) > 1]
+
+
+def blocks(sentences):
+    """Return single letters, a to z, as `Corpus.write` takes them."""
+    return encode_sentences(sentences, {chr(97 + i): i for i in range(26)})

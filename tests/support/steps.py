@@ -1,0 +1,181 @@
+"""Training steps by names of kernels and engines; texts and batches."""
+
+import numpy as np
+import torch
+
+from w2v.config import ModelConfig
+from w2v.distributed.exchange import RankExchange, SingleProcess
+from w2v.distributed.ranks import SINGLE
+from w2v.kernels.batch import Batch, StepShape, StepState
+from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
+from w2v.kernels.cuda import CudaKernels
+from w2v.kernels.cuda_shard import CudaShardKernels
+from w2v.kernels.reference import LossScale, ReferenceKernels
+from w2v.model.optim import RowOptimizer
+from w2v.model.sampler import Sampler, TrainingText
+from w2v.model.table import Table, record_width, side_by_side, uniform
+from w2v.training.step import TrainingStep
+from w2v.transfer.cache import MappedCache, TorchCache
+from w2v.transfer.engine import Paged, Resident
+from w2v.transfer.links import link_between
+
+DTYPE = torch.float32
+
+
+def make_step(
+    config,
+    rows,
+    dim,
+    kernels="reference",
+    device="cpu",
+    engine="resident",
+    storage=None,
+    *,
+    dtype=DTYPE,
+    slots=0,
+    uses_TV=None,
+    steps_per_page=1,
+    threads=1,
+    product=None,
+    ranks=SINGLE,
+    folder=None,
+):
+    """Return a `TrainingStep` on this rank's part of two tables.
+
+    Kernels and engine are named as in `make_kernels` and `make_engine`. Tables are stored on the
+    device, or pinned for an engine that pages, unless `storage` says where; "mmap" needs a folder.
+    """
+    optimizer = RowOptimizer(config)
+    paged_storage = "pinned" if device == "cuda" else "cpu"
+    storage = storage or (device if engine == "resident" else paged_storage)
+    tables = make_tables(optimizer, rows, dim, storage, dtype, ranks, folder)
+    device = torch.device(device)
+    shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
+    loss_scale = LossScale(tables[0].scalars, device) if product == torch.float16 else None
+    if kernels == "reference":
+        kernels = ReferenceKernels(shape, product, loss_scale, ranks.all_reduce)
+    else:
+        kernels = make_kernels(kernels, shape, threads, ranks)
+    planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    state = StepState(device)
+    exchange = SingleProcess(kernels, steps_per_page)
+    if ranks is not SINGLE:
+        exchange = RankExchange(ranks, kernels, shape, steps_per_page, state, planning)
+    engine = make_engine(engine, tables, slots, uses_TV, device)
+    return TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
+
+
+def make_kernels(name, shape, threads=1, ranks=SINGLE):
+    """Return kernels by name, or of a given class."""
+    match name:
+        case "reference":
+            return ReferenceKernels(shape)
+        case "cpu":
+            return CpuKernels(shape, threads)
+        case "sequential":
+            return SequentialSgdKernels(shape, threads)
+        case "cuda":
+            return CudaKernels(shape) if ranks is SINGLE else CudaShardKernels(shape)
+    return name(shape)
+
+
+def make_tables(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, folder=None):
+    """Return this rank's rows of two tables; weights are in [-0.5, 0.5)."""
+    rows, states = ranks.shard_rows(rows), optimizer.states(dim)
+    memory_TVR = [None, None]
+    if storage == "pinned":
+        memory_TVR = side_by_side(2, rows, record_width(dim, states, dtype.itemsize), dtype)
+    tables = []
+    for seed, (name, memory_VR) in enumerate(zip(("input", "output"), memory_TVR, strict=True)):
+        scalars = optimizer.scalars
+        path = folder and folder / f"{name}.records"
+        table = Table(name, rows, dim, states, scalars, storage, dtype, path, pinned_VR=memory_VR)
+        weights = uniform(dim, 0.5, seed)
+        table.initialise(lambda rows_n, weights=weights: weights(ranks.global_rows(rows_n)))
+        tables.append(table)
+    return tables
+
+
+def make_engine(name, tables, slots, uses_TV, device):
+    """Return an engine by name: "resident", "paged", "cache" or "torch cache"."""
+    if name == "resident":
+        return Resident(tables)
+    link = link_between(tables[0], device)
+    if name == "paged":
+        return Paged(link, tables, device)
+    uses_TV = uses_TV if uses_TV is None else uses_TV.to(device)
+    if name == "torch cache" or device.type == "cpu":
+        return TorchCache(link, tables, slots, device, uses_TV)
+    return MappedCache(tables, slots, device, uses_TV)
+
+
+def tables_of(step):
+    return step.inputs, step.outputs
+
+
+def records(step):
+    """Return copies of both tables' records on the CPU."""
+    return [table.records_VR.cpu().clone() for table in tables_of(step)]
+
+
+def train(step, batches, lr):
+    """Train on the batches; return the loss and the pairs of each: [n], [n]."""
+    results = [step(planned, lr) for planned in step.prefetched(batches)]
+    step.engine.flush()
+    losses, pairs = (torch.stack(column).cpu() for column in zip(*results, strict=True))
+    return losses, pairs
+
+
+def train_on_text(config, kernels="reference", device="cpu", **how):
+    """Train three epochs of a small text; return the step and the losses."""
+    rows, dim = 300, 48
+    step = make_step(config, rows, dim, kernels, device, **how)
+    rng = np.random.default_rng(3)
+    offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
+    ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
+    text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
+    inversion = step.kernels.inversion
+    where = torch.device(device)
+    sampler = Sampler(text, ModelConfig(negative=3), 64, 1, where, inversion=inversion)
+    losses = [train(step, sampler.epoch(), config.lr)[0] for _ in range(3)]
+    return step, torch.cat(losses)
+
+
+def one_sentence(ids, rows):
+    """Return a text of one sentence, with equally frequent negatives."""
+    ids = np.asarray(ids, np.int32)
+    return TrainingText(ids, np.array([0, len(ids)]), np.ones(rows), np.full(rows, 1 / rows))
+
+
+def problem(seed, centers, window, negative, rows, dim=1, sentence=12, spread=1.0):
+    """Return a batch in a text of random words, and weights of both tables."""
+    g = torch.Generator().manual_seed(seed)
+    length = centers + int(torch.randint(0, 3 * window, (), generator=g))
+    words = torch.randint(rows, (length,), generator=g, dtype=torch.int32)
+    sentences = torch.cumsum(torch.rand(length, generator=g) < 1 / sentence, 0).int()
+    windows = torch.randint(1, window + 1, (centers,), generator=g, dtype=torch.int32)
+    negatives = torch.randint(rows, (centers, negative), generator=g, dtype=torch.int32)
+    first = int(torch.randint(0, length - centers + 1, (), generator=g))
+    weights_TVD = spread * torch.randn(2, rows, dim, generator=g) / dim**0.25
+    return Batch(words, sentences, first, windows, negatives, window, 0.0), weights_TVD
+
+
+def part_of(batch, begin, end):
+    """Return the batch of centers [begin, end) of a batch."""
+    drawn = {"windows_B": batch.windows_B[begin:end], "negatives_BK": batch.negatives_BK[begin:end]}
+    return batch._replace(first=batch.first + begin, **drawn)
+
+
+def moved(batch, device):
+    """Return the batch with its tensors on a device."""
+    return Batch(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch))
+
+
+def sorted_grads(grads):
+    """Return a table's unique rows, sorted, their gradients and pairs."""
+    if isinstance(grads, ThreadGrads):
+        return grads.take()
+    count = len(grads.rows_U) if grads.row_count is None else int(grads.row_count)
+    assert not grads.grad_UD[count:].any()
+    rows_U, order_U = grads.rows_U[:count].long().sort()
+    return rows_U.cpu(), grads.grad_UD[order_U].cpu(), grads.pairs_U[order_U].long().cpu()

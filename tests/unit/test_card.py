@@ -1,0 +1,39 @@
+"""The model card of a run tells its corpus, scores and settings."""
+
+import pytest
+
+from tests.support.runs import scores_of, write_run
+from w2v.vectors import card
+from w2v.vectors.runs import RunError
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = write_run(tmp_path / "one", scores_of(0.25), "corpus.path=wiki.txt", "train.epochs=3")
+    (folder / "vocab.tsv").write_text("# words 2 raw_words 9 raw_types 4\nthe\t5\nof\t2\n")
+    return folder
+
+
+def test_card_tells_what_the_run_is(run):
+    (run / "env.txt").write_text("machine 8 cores | 1 GPU\ntorch 2.10\n")
+    text = card.write(run).read_text()
+    for part in (
+        "# Word vectors of wiki.txt",
+        "most_similar('the')",
+        "9 words, 4 distinct",
+        "3 epochs, 5,000,000 words in 10.0 s, 0.5 M words/s",
+        "| 8 cores, 1 GPU |",
+        "commit unknown, Python unknown, torch 2.10",
+        "| analogies, total | 25.0% | 8 | 2 |",
+        "| SimLex-999 | - | 5 | 50.0% |",
+        "  epochs: 3\n",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "scores.json", "vocab.tsv"])
+def test_an_unfinished_run_is_refused(run, missing):
+    (run / missing).unlink()
+    with pytest.raises(RunError, match=str(run)):
+        card.write(run)
+    assert not (run / "README.md").exists()

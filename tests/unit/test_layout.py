@@ -1,0 +1,147 @@
+"""Import order, size of folders, length of lines and docstrings."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each package may import itself and those before it.
+PACKAGES = "system config text kernels distributed model transfer vectors training api".split()
+PROGRAMS = {"w2v/__init__.py", "train.py", "evaluate.py"}  # may import every package
+MAX_ENTRIES = 11
+MAX_COLUMNS = 100
+MAX_SUMMARY = 72
+
+
+def files(folder, *suffixes):
+    """Return the files below a folder, relative to the root of the repository."""
+    found = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+TESTS = files("tests", ".py")
+PYTHON = [*files("w2v", ".py"), "train.py", "evaluate.py", *TESTS, *files("scripts", ".py")]
+MODULES = [name for name in files("w2v", ".py") if name not in PROGRAMS]
+SOURCES = [*PYTHON, *files("w2v", ".cu", ".cuh")]
+FOLDERS = sorted({str(Path(name).parent) for name in files("w2v", ".py", ".cu")})
+
+
+def imported_modules(source, path):
+    """Return all imports, in functions and under TYPE_CHECKING too."""
+    modules = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = Path(path).parts[: -node.level] if node.level else ()
+            module = ".".join([*package, *filter(None, [node.module])])
+            modules |= {f"{module}.{alias.name}" for alias in node.names}
+    return modules
+
+
+def wrong_imports(source, path):
+    """Return the imports of packages that come after this one."""
+    package = Path(path).with_suffix("").parts[1]
+    allowed = [*PACKAGES[: PACKAGES.index(package) + 1], "__version__"]
+    names = [module.split(".") for module in imported_modules(source, path)]
+    ours = [name for name in names if name[0] == "w2v" and len(name) > 1]
+    return sorted(".".join(name) for name in ours if name[1] not in allowed)
+
+
+def imported_tests(source, path):
+    """Return the imports of our test files; those of gensim's tests are fine."""
+    modules = imported_modules(source, path)
+    ours = [module for module in modules if module.startswith(("tests.", "test_"))]
+    return sorted(module for module in ours if ".test_" in f".{module}")
+
+
+def long_lines(source):
+    """Return the numbers of the lines that are too long."""
+    lines = enumerate(source.splitlines(), start=1)
+    return [number for number, line in lines if len(line) > MAX_COLUMNS]
+
+
+def long_summaries(source):
+    """Return the first lines of docstrings that are too long."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    docstrings = filter(None, map(ast.get_docstring, nodes))
+    summaries = [docstring.splitlines()[0] for docstring in docstrings]
+    return [summary for summary in summaries if len(summary) > MAX_SUMMARY]
+
+
+def entries(folder):
+    """Return the names in a folder of source code."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_imports_go_one_way(path):
+    assert wrong_imports(read(path), path) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_has_few_entries(folder):
+    assert len(entries(ROOT / folder)) <= MAX_ENTRIES
+
+
+@pytest.mark.parametrize("path", PYTHON)
+def test_docstrings_start_with_a_short_line(path):
+    assert long_summaries(read(path)) == []
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_lines_are_short(path):
+    assert long_lines(read(path)) == []
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_no_test_imports_another(path):
+    assert imported_tests(read(path), path) == []
+
+
+def test_every_package_has_a_place_in_the_order():
+    assert {Path(name).with_suffix("").parts[1] for name in MODULES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import w2v.training.plan",
+        "from w2v.api import sweep as s",
+        "from w2v import training",
+        "from ..training import plan",
+        "def load():\n    from w2v.training.plan import make_plan",
+        "if TYPE_CHECKING:\n    from w2v.training.plan import Plan",
+    ],
+)
+def test_check_finds_imports_of_later_packages(source):
+    assert len(wrong_imports(source, "w2v/model/table.py")) == 1
+
+
+def test_check_allows_imports_of_the_same_and_earlier_packages():
+    source = "import torch, w2v\nfrom w2v import __version__\nfrom w2v.config import Config\n"
+    source += "from w2v.model import optim\nfrom . import sampler\nfrom ..kernels import cpu\n"
+    assert wrong_imports(source, "w2v/model/table.py") == []
+
+
+@pytest.mark.parametrize("module", ["tests.unit.test_plan", "test_plan", ".test_plan"])
+def test_check_finds_imports_of_test_files(module):
+    assert imported_tests(f"from {module} import run", "tests/unit/test_step.py")
+    helpers = "from tests.support import forked\nfrom gensim.test import test_word2vec"
+    assert not imported_tests(helpers, "tests/unit/test_step.py")
+
+
+def test_check_finds_long_lines_docstrings_and_folders(tmp_path):
+    assert long_lines("x\n" + 101 * "x" + "\n" + 100 * "x") == [2]
+    source = f'"""{72 * "a"}"""\nclass C:\n    def f(self):\n        """{73 * "b"}\n\n        c"""'
+    assert long_summaries(source) == [73 * "b"]
+    for number in range(3):
+        (tmp_path / f"module{number}.py").touch()
+    (tmp_path / "__pycache__").mkdir()
+    assert len(entries(tmp_path)) == 3

@@ -1,0 +1,71 @@
+"""Vectors are found; files that are no vectors are refused."""
+
+import pickle
+
+import numpy as np
+import pytest
+from gensim.models import Word2Vec
+from gensim.utils import SaveLoad
+
+from tests.support.planted import kv_of
+from w2v.vectors import export, load
+from w2v.vectors.load import VectorsError
+from w2v.vectors.runs import RunError
+
+
+def test_find_takes_a_folder_a_file_or_latest(tmp_path):
+    folder = tmp_path / "runs" / "one"
+    export.save(kv_of(["the", "paris"], np.eye(2)), folder)
+    assert load.find(folder) == load.find("latest", tmp_path / "runs") == folder / "vectors.kv"
+    assert load.find(folder / "vectors.bin") == folder / "vectors.bin"
+    with pytest.raises(RunError, match="runs holds no vectors.kv; name"):
+        load.find(tmp_path / "runs")
+    with pytest.raises(RunError, match="onee does not exist; did you mean .*one"):
+        load.find(tmp_path / "runs" / "onee")
+    (folder / "notes.md").write_text("x")
+    with pytest.raises(VectorsError, match="notes.md is no vectors file; .* .kv .bin .txt .vec"):
+        load.find(folder / "notes.md")
+
+
+@pytest.mark.parametrize("suffix", [".kv", ".bin", ".txt", ".vec"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not vectors\nat all\n",
+        b"5 3\nthe 1 2 3\n",
+        b"\x80\x04garbage",
+        pickle.dumps({"a": 1}),
+    ],
+)
+def test_other_content_is_refused_in_one_line(tmp_path, suffix, content):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(VectorsError) as caught:
+        load.load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_whole_model_is_not_keyed_vectors(tmp_path):
+    model = Word2Vec([["a", "b"]] * 5, vector_size=4, min_count=1, epochs=1)
+    SaveLoad.save(model, str(tmp_path / "model.kv"))
+    with pytest.raises(VectorsError, match="it names .*Word2Vec.* save the .wv of a gensim model"):
+        load.load(tmp_path / "model.kv")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kv: kv.index_to_key.pop(),
+        lambda kv: kv.key_to_index.update(the=1),
+        lambda kv: kv.expandos.update(count=np.ones(1)),
+        lambda kv: setattr(kv, "vectors", np.ones((2, 3), np.float32)),
+        lambda kv: setattr(kv, "vectors", np.ones((2, 2), int)),
+    ],
+)
+def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):
+    kv = kv_of(["the", "paris"], np.eye(2))
+    damage(kv)
+    kv.save(str(tmp_path / "x.kv"))
+    with pytest.raises(VectorsError, match="or is damaged"):
+        load.load(tmp_path / "x.kv")

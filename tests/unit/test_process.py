@@ -1,0 +1,104 @@
+"""Cores, signals, exit and versions of this process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from w2v.system.process import Signals, cores, describe_environment, git_commit, with_exit_status
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_code(code):
+    """Run Python code in a process of its own, where SIGINT is not ignored."""
+    imports = "import os, signal, time\nfrom w2v.system import process\n"
+    restored = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = [sys.executable, "-c", imports + restored + code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("status", [None, 0, 3])
+def test_program_without_an_error_has_its_own_status(status):
+    assert with_exit_status(lambda: status)() == (status or 0)
+
+
+def test_user_errors_are_printed_and_bugs_are_raised(capsys):
+    assert with_exit_status(int)("x\ny") == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    with pytest.raises(TypeError):
+        with_exit_status(int)(None)
+
+
+def test_cores_are_those_of_the_affinity_mask(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
+    assert cores() == 3
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_signal_ends_with_its_status(name, status):
+    done = run_code(f"with process.Signals(): os.kill(os.getpid(), signal.{name})")
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_recorded_signal_only_sets_the_status():
+    with Signals() as signals, signals.recorded():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.status == 143
+
+
+def test_deferred_signal_raises_after_the_block():
+    reached = False
+    with pytest.raises(SystemExit) as stop, Signals() as signals, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached = True
+    assert reached
+    assert stop.value.code == 143
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Signals keeps its handler while ending
+
+
+def test_handlers_are_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ignored_signals_stay_ignored():
+    code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = run_code(code + "with process.Signals(): os.kill(os.getpid(), signal.SIGHUP); print(1)")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+def test_child_ends_with_its_parent():
+    code = """
+reader, writer = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        process.terminate_with_parent()
+        os.write(writer, b"x")
+        time.sleep(60)
+    os.read(reader, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.wait()
+os.close(writer)
+print(os.read(reader, 1))  # returns when the grandchild, which has the pipe open, has ended
+"""
+    assert run_code(code).stdout == "b''\n"
+
+
+def test_environment_names_machine_commit_and_packages(monkeypatch):
+    monkeypatch.setenv("W2V_COMMIT", "abc123")
+    lines = describe_environment("of mine").splitlines()
+    assert {"machine of mine", "commit abc123"} <= set(lines)
+    assert any(line.startswith("torch ") for line in lines)
+
+
+def test_commit_is_unknown_without_git(monkeypatch):
+    monkeypatch.delenv("W2V_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() == "unknown"

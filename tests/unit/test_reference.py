@@ -1,0 +1,223 @@
+"""Closed-form gradients against autograd, unique rows, and the loss scale."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from w2v.kernels.batch import Batch, Page, StepShape, View
+from w2v.kernels.reference import (
+    LossScale,
+    ReferenceKernels,
+    count_pairs,
+    expand,
+    skipgram,
+    sum_rows,
+    unique_rows,
+)
+
+CPU = torch.device("cpu")
+ROWS, DIM = 10, 4
+
+
+def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
+    """Return random arguments of `skipgram` with masked pairs."""
+    g = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(U, D, generator=g, dtype=torch.float64)
+    outputs = torch.randn(V, D, generator=g, dtype=torch.float64)
+    contexts = torch.randint(U, (B, C), generator=g)
+    targets = torch.randint(V, (B, K + 1), generator=g)
+    context_mask = torch.rand(B, C, generator=g) < 0.6
+    target_mask = torch.rand(B, K + 1, generator=g) < 0.8
+    return inputs, outputs, contexts, context_mask, targets, target_mask
+
+
+def one_pair(inputs, outputs, has_negative):
+    """Return arguments of `skipgram` for one context, target and negative."""
+    one = torch.ones(1, 1, dtype=torch.bool)
+    contexts = torch.zeros(1, 1, dtype=torch.long)
+    return (
+        inputs,
+        outputs,
+        contexts,
+        one,
+        torch.tensor([[0, 1]]),
+        torch.tensor([[True, has_negative]]),
+    )
+
+
+def counted(contexts, context_mask, targets, target_mask):
+    """Yield center, context place and target place of each pair that counts."""
+    for b, c, t in itertools.product(*map(range, (*contexts.shape, targets.shape[1]))):
+        if context_mask[b, c] and target_mask[b, t]:
+            yield t, contexts[b, c], targets[b, t]
+
+
+def loss_by_pairs(inputs, outputs, *places):
+    """Return the loss as the paper writes it, a sum over pairs."""
+    logits = [(t, inputs[i] @ outputs[o]) for t, i, o in counted(*places)]
+    return -sum(F.logsigmoid(logit if t == 0 else -logit) for t, logit in logits)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_closed_form_equals_autograd(seed):
+    inputs, outputs, *places = random_problem(seed)
+    expected = loss_by_pairs(inputs.requires_grad_(), outputs.requires_grad_(), *places)
+    grad_input, grad_output = torch.autograd.grad(expected, (inputs, outputs))
+    result = skipgram(inputs.detach(), outputs.detach(), *places)
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.grad_input_UD, grad_input, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.grad_output_UD, grad_output, rtol=1e-10, atol=1e-12)
+    assert result.pairs == places[1].sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_of_each_row_are_counted(seed):
+    inputs, outputs, *places = random_problem(seed)
+    expected = [0] * len(inputs), [0] * len(outputs)
+    for _, input_row, output_row in counted(*places):
+        expected[0][input_row] += 1
+        expected[1][output_row] += 1
+    found = count_pairs(*places, (len(inputs), len(outputs)))
+    assert tuple(counts.tolist() for counts in found) == expected
+
+
+@pytest.mark.parametrize("product, error", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_16_bit_products_are_close(product, error):
+    inputs, outputs, *places = random_problem(3, B=50, D=64)
+    vectors = inputs.float(), outputs.float()
+    exact, close = (skipgram(*vectors, *places, product=dtype) for dtype in (None, product))
+    assert close.loss.item() == pytest.approx(exact.loss.item(), rel=error)
+    for name in ("grad_input_UD", "grad_output_UD"):
+        ours, theirs = getattr(close, name), getattr(exact, name)
+        assert ours.dtype == torch.float32
+        assert 0 < (ours - theirs).norm() < error * theirs.norm()
+
+
+def test_loss_scale_keeps_gradients_that_float16_would_lose():
+    pair = one_pair(torch.tensor([[4000.0]]), torch.tensor([[0.003], [0.0]]), has_negative=False)
+    scale = torch.tensor(2.0**12)
+    products = [(None, None), (torch.float16, None), (torch.float16, scale)]
+    exact, plain, scaled = (skipgram(*pair, *given).grad_input_UD.item() for given in products)
+    assert exact == pytest.approx(-1.84e-8, rel=0.02)
+    assert plain == 0
+    assert scaled == pytest.approx(exact, rel=0.02)
+
+
+def test_loss_scale_halves_at_an_overflow_and_doubles_after_an_interval(monkeypatch):
+    monkeypatch.setattr(LossScale, "INTERVAL", 3)
+    scalars = {}
+    scale = LossScale(scalars, CPU)
+    found = []
+    for overflowed in [True, True, *[False] * 5, True, *[False] * 3]:
+        scale.update(torch.tensor(overflowed))
+        found.append(float(scalars["loss_scale"]) / LossScale.FIRST)
+    assert found == [0.5, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5]
+
+
+def test_gradcheck():
+    """Compare the closed-form gradients with torch's finite differences."""
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs, outputs, *places):
+            result = skipgram(inputs, outputs, *places)
+            ctx.save_for_backward(result.grad_input_UD, result.grad_output_UD)
+            return result.loss
+
+        @staticmethod
+        def backward(ctx, grad):
+            return *(grad * saved for saved in ctx.saved_tensors), None, None, None, None
+
+    inputs, outputs, *places = random_problem(11)
+    vectors = inputs.requires_grad_(), outputs.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, y: Loss.apply(x, y, *places), vectors)
+
+
+def test_large_logits_stay_finite():
+    pair = one_pair(torch.full((1, 2), 300.0), torch.full((2, 2), 300.0), has_negative=True)
+    result = skipgram(*pair)
+    assert result.loss.item() == pytest.approx(180_000.0)
+    assert result.grad_input_UD.isfinite().all() and result.grad_output_UD.isfinite().all()
+
+
+def test_sum_rows():
+    sums = sum_rows(torch.arange(12.0).view(2, 3, 2), torch.tensor([[0, 2, 0], [2, 2, 0]]), 4)
+    assert sums.tolist() == [[14, 17], [0, 0], [16, 19], [0, 0]]
+
+
+def make_batch(words, sentences, windows, negatives, first=0, window=2):
+    words_n, sentences_n, windows_B, negatives_BK = (
+        torch.tensor(numbers, dtype=torch.int32)
+        for numbers in (words, sentences, windows, negatives)
+    )
+    return Batch(words_n, sentences_n, first, windows_B, negatives_BK, window, 0.0)
+
+
+def make_pairs_batch():
+    """Return a batch of five centers from [9 3 1], [8] and [5 7].
+
+    The center 8 has no context words.
+    """
+    words, sentences = [9, 3, 1, 8, 5, 7], [0, 0, 0, 1, 2, 2]
+    negatives = [[0, 6], [3, 2], [3, 3], [6, 6], [4, 5]]
+    return make_batch(words, sentences, [1, 1, 1, 2, 2], negatives)
+
+
+def test_windows_stay_in_their_sentence_and_size():
+    pairs = expand(make_pairs_batch())
+    contexts = [row[mask].tolist() for row, mask in zip(*pairs[:2], strict=True)]
+    assert contexts == [[3], [9, 1], [3], [], [7]]
+    assert pairs.targets_BT.tolist() == [[9, 0, 6], [3, 3, 2], [1, 3, 3], [8, 6, 6], [5, 4, 5]]
+    # Negatives that are the center do not count, nor does a center without context words.
+    expected = [[1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 0, 0], [1, 1, 0]]
+    assert pairs.target_mask_BT.int().tolist() == expected
+
+
+def test_unique_rows_are_those_of_counted_pairs():
+    ids, mask = (
+        torch.tensor([[9, 1], [7, 7], [3, 9]]),
+        torch.tensor([[1, 0], [0, 0], [1, 1]]).bool(),
+    )
+    rows_U, places = unique_rows(ids, mask, ROWS)
+    assert rows_U.tolist() == [3, 9]
+    assert rows_U[places][mask].tolist() == ids[mask].tolist()
+    assert not places[~mask].any()
+    kernels = ReferenceKernels(StepShape(ROWS, DIM, torch.float32, CPU))
+    rows = kernels.unique_rows(make_pairs_batch())
+    assert rows.inputs.rows_U.tolist() == [1, 3, 7, 9]
+    assert rows.outputs.rows_U.tolist() == [0, 1, 2, 3, 4, 5, 6, 9]
+    marks_TV = torch.zeros(2, ROWS, dtype=torch.bool)
+    kernels.mark(make_pairs_batch(), marks_TV)
+    assert [torch.nonzero(marks_V).flatten().tolist() for marks_V in marks_TV] == [
+        table.rows_U.tolist() for table in rows[:2]
+    ]
+
+
+def gradients(batch):
+    """Return the gradients of a batch, and the random weights of both tables."""
+    kernels = ReferenceKernels(StepShape(ROWS, DIM, torch.float64, CPU))
+    generator = torch.Generator().manual_seed(1)
+    weights_TVD = torch.randn(2, ROWS, DIM, generator=generator, dtype=torch.float64)
+    page = Page(*(View(weights_VD, None) for weights_VD in weights_TVD))
+    return kernels.skipgram(batch, page, kernels.unique_rows(batch), 0.0), weights_TVD
+
+
+def test_gradients_of_a_batch_equal_autograd():
+    batch = make_pairs_batch()
+    grads, weights_TVD = gradients(batch)
+    loss = loss_by_pairs(*weights_TVD.requires_grad_(), *expand(batch))
+    (expected_TVD,) = torch.autograd.grad(loss, [weights_TVD])
+    torch.testing.assert_close(grads.loss, loss.detach())
+    assert grads.pairs == 5
+    for table, expected_VD in zip(grads[:2], expected_TVD, strict=True):
+        found_VD = torch.zeros(ROWS, DIM, dtype=torch.float64)
+        found_VD[table.rows_U] = table.grad_UD
+        torch.testing.assert_close(found_VD, expected_VD)
+
+
+def test_batch_without_pairs_touches_no_row():
+    grads, _ = gradients(make_batch([1, 2, 3], [0, 1, 2], [2, 2, 2], [[1, 1], [4, 5], [6, 6]]))
+    assert grads.loss == 0 and grads.pairs == 0
+    assert grads.inputs.grad_UD.shape == grads.outputs.grad_UD.shape == (0, DIM)

@@ -1,0 +1,105 @@
+"""Run folders: created, found, locked and cleaned up."""
+
+import os
+import time
+
+import pytest
+
+from tests.support.tables import make_tables
+from tests.support.threaded import checked, raised, together
+from w2v.config import ConfigError, flat_config, load_config
+from w2v.training import run_folder
+from w2v.training.checkpoint import Checkpoints
+from w2v.training.run_folder import RunFolderError
+
+
+def config_for(folder, *more):
+    return load_config([], [f"run.dir={folder}", "corpus.path=some/text8.gz", *more])
+
+
+def begun(runs, *more):
+    """Create a run and write its settings."""
+    config = config_for(runs, *more)
+    folder = run_folder.create(config)
+    run_folder.begin(folder, config, "python 3\n")
+    return folder
+
+
+def test_each_run_gets_a_new_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda pattern: "2026-11-22-101500")
+    folders = [run_folder.create(config_for(tmp_path / "runs")) for _ in range(3)]
+    name = "2026-11-22-101500-text8-adamax"
+    assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
+    assert run_folder.create(config_for(tmp_path, "run.name=mine")).name.endswith("-mine")
+
+
+def test_ranks_get_the_folder_of_the_first(tmp_path):
+    folders = checked(together(3, lambda ranks: run_folder.create(config_for(tmp_path), ranks)))
+    assert len(set(folders)) == 1 and list(tmp_path.iterdir()) == folders[:1]
+
+
+def test_latest_is_the_run_created_last(tmp_path):
+    first, second = begun(tmp_path, "run.name=a"), begun(tmp_path, "run.name=b")
+    os.utime(second / "config.yaml", (1, 1))
+    assert run_folder.find("latest", tmp_path) == first
+    assert run_folder.find(str(second), tmp_path) == second
+    with pytest.raises(RunFolderError, match="finds no run in .*empty"):
+        run_folder.find("latest", tmp_path / "empty")
+    with pytest.raises(RunFolderError, match="holds no config.yaml"):
+        run_folder.find(str(tmp_path), tmp_path)
+
+
+def test_restarted_job_goes_on_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    folder = begun(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_folder.find_to_resume(None, str(tmp_path)) == folder
+    # Another job of the same name begins a run of its own.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert run_folder.find_to_resume(None, str(tmp_path)) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_folder.find_to_resume(None, str(tmp_path)) is None
+
+
+def test_settings_that_must_not_change_are_refused(tmp_path):
+    folder = begun(tmp_path)
+    free = ["train.epochs=9", "run.log_seconds=3", "optimizer.lr=0.01", "transfer.engine=mapped"]
+    fixed = ["train.seed=2", "model.window=3"]
+    run_folder.resume_config(folder, [], free + fixed)  # before the first checkpoint
+    config = flat_config(load_config([folder / "config.yaml"]))
+    keeper = Checkpoints(folder / "checkpoints", make_tables(), 0)
+    keeper.save({"step": 1, "config": config}, wait=True)
+    run_folder.resume_config(folder, [], free)
+    expected = "step-00000001 .*: model.window=3 instead of 5; train.seed=2 instead of 1; leave"
+    with pytest.raises(ConfigError, match=expected):
+        run_folder.resume_config(folder, [], free + fixed)
+
+
+def test_only_one_process_has_the_lock(tmp_path):
+    with run_folder.lock(tmp_path):
+        with pytest.raises(RunFolderError, match=f"is in use by process {os.getpid()}; wait for"):
+            run_folder.lock(tmp_path)
+        (tmp_path / ".lock").write_text("")  # its user has not written its number yet
+        with pytest.raises(RunFolderError, match="is in use by another process"):
+            run_folder.lock(tmp_path)
+    run_folder.lock(tmp_path).close()
+
+
+def test_lock_removes_what_a_killed_process_left(tmp_path):
+    (tmp_path / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
+    (tmp_path / "scores.json.part").touch()
+    (tmp_path / "vectors.kv").touch()
+    run_folder.lock(tmp_path).close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoints", "vectors.kv"]
+    assert not os.listdir(tmp_path / "checkpoints")
+
+
+def test_rank_that_does_not_see_the_folder_is_named(tmp_path):
+    def lock(ranks):
+        folder = tmp_path / str(ranks.rank)
+        if ranks.rank == 0:
+            folder.mkdir()
+        run_folder.lock(folder, ranks)
+
+    for error in raised(together(2, lock)):
+        assert f"rank 1 does not see {tmp_path}/1; set run.dir" in str(error)

@@ -1,0 +1,148 @@
+"""Run folders are found and read; runs of one setting are one row."""
+
+import csv
+import os
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+import evaluate
+from tests.support.runs import scores_of, write_run
+from w2v.api import runs as comparison
+from w2v.config import config_keys
+from w2v.vectors.runs import RunError, find, find_all, read
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Adam with three seeds, RMSprop, SGD that diverged, and an empty folder."""
+    loss = {"step": 1, "words": 500_000, "seconds": 1.0, "loss": 4.0}
+    epoch = {"epoch": 1, "words": 1_000_000, "seconds": 2.0, "held_out_loss": 3.0, "analogies": 0.1}
+    for seed, accuracy in enumerate((0.1, 0.2, 0.4), start=1):
+        settings = ["optimizer.name=Adam", "optimizer.lr=0.05", f"train.seed={seed}"]
+        settings += [f"run.name=x{seed}", f"corpus.data_dir=d{seed}"]
+        scores = scores_of(accuracy, seconds=10.0 * seed)
+        write_run(tmp_path / f"adam{seed}", scores, *settings, metrics=[loss, epoch])
+    rmsprop = ["optimizer.name=RMSprop", "optimizer.lr=0.04", "optimizer.args.alpha=0.9"]
+    write_run(tmp_path / "rmsprop", scores_of(0.3), *rmsprop, metrics=[loss, epoch])
+    diverged = {"diverged": "the loss is nan"}
+    write_run(tmp_path / "sgd", diverged, "optimizer.name=SGD", "optimizer.lr=3")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def rows_of(folder):
+    return comparison.rows(map(read, find_all([folder])))
+
+
+def test_find_names_what_is_missing(runs, tmp_path):
+    assert find(runs / "adam1", "scores.json") == runs / "adam1"
+    with pytest.raises(RunError, match="empty holds no scores.json; name"):
+        find(runs / "empty", "scores.json")
+    with pytest.raises(RunError, match="adam9 does not exist; did you mean .*adam"):
+        find(runs / "adam9", "scores.json")
+    with pytest.raises(RunError, match="no folder in .*empty holds scores.json; train first"):
+        find("latest", "scores.json", runs / "empty")
+
+
+def test_latest_is_the_run_whose_file_is_newest(runs):
+    for age, name in enumerate(("sgd", "rmsprop", "adam1", "adam2", "adam3")):
+        os.utime(runs / name / "scores.json", (1e9 - age, 1e9 - age))
+        os.utime(runs / name / "metrics.jsonl", (1e9 + age, 1e9 + age))
+    assert find("latest", "scores.json", runs) == runs / "sgd"
+    assert find("latest", "metrics.jsonl", runs) == runs / "adam3"
+
+
+def test_find_all_takes_runs_folders_of_runs_and_latest(runs, monkeypatch, caplog):
+    names = ["adam1", "adam2", "adam3", "rmsprop", "sgd"]
+    assert find_all([runs, runs / "sgd", runs]) == [runs / name for name in names]
+    assert find_all([runs / "adam1", runs / "empty"]) == [runs / "adam1"]
+    assert caplog.messages == [f"left out, as there is no scores.json in it: {runs / 'empty'}"]
+    with pytest.raises(RunError, match="no scores.json in .*empty"):
+        find_all([runs / "empty"])
+    (runs / "runs").symlink_to(runs)
+    monkeypatch.chdir(runs)
+    assert find_all(["latest"])[0].parent == Path("runs")
+
+
+def test_a_run_that_trains_is_read_up_to_its_last_whole_line(tmp_path):
+    line = {"words": 1, "seconds": 0.1, "loss": 3.0}
+    folder = write_run(tmp_path / "one", metrics=[line])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"words": 4')
+    assert read(folder).metrics == [line] and read(folder).scores == {}
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "scores.json", "metrics.jsonl"])
+def test_a_damaged_run_is_named(runs, file):
+    (runs / "adam1" / file).write_text("{\n")
+    with pytest.raises(RunError, match="adam1 is not a whole run folder .*; leave it out"):
+        read(runs / "adam1")
+
+
+def test_curves_end_with_the_final_scores(runs):
+    run = read(runs / "adam1")
+    assert run.curve("loss") == [(500_000, 4.0)]
+    assert run.curve("held_out_loss", "seconds") == [(2.0, 3.0), (10.0, 2.0)]
+    assert run.curve("analogies") == [(1_000_000, 0.1), (5_000_000, 0.1)]
+    assert read(runs / "sgd").curve("analogies") == []
+
+
+def test_runs_that_differ_in_the_seed_are_one_row(runs):
+    rows = rows_of(runs)
+    found = [(row.settings["optimizer.name"], len(row.runs)) for row in rows]
+    assert found == [("RMSprop", 1), ("Adam", 3), ("SGD", 1)]
+    assert rows[1].values("analogies %") == pytest.approx([10, 20, 40])
+    assert rows[1].values("M words/s") == pytest.approx([0.5, 0.25, 5 / 30])
+    assert rows[1].values("SimLex-999") == rows[1].values("GPU MiB") == []
+
+
+def test_table_holds_means_spreads_and_differing_settings(runs):
+    header, *lines = comparison.table(rows_of(runs))
+    rmsprop, adam, sgd = (dict(zip(header, line, strict=True)) for line in lines)
+    assert header[:6] == ["optimizer", "lr", "batch", "epochs", "other settings", "seeds"]
+    assert "SimLex-999" not in header and "GPU MiB" not in header  # no run has them
+    assert adam["analogies %"] == f"{mean([10, 20, 40]):.1f} +- {stdev([10, 20, 40]):.1f}"
+    assert (adam["seeds"], adam["host MiB"]) == ("3", "4 +- 0")
+    assert rmsprop["analogies %"] == "30.0" and rmsprop["other settings"] == 'args={"alpha": 0.9}'
+    assert (sgd["seeds"], sgd["held-out loss"]) == ("0 of 1", "diverged")
+
+
+def test_report_writes_all_formats(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "out"
+    shown = comparison.report([runs], folder)
+    assert (folder / "table.txt").read_text() == shown + "\n"
+    header, dashes, *body = (folder / "table.md").read_text().splitlines()
+    assert {line.count("|") for line in (dashes, *body)} == {header.count("|")} and len(body) == 3
+    with (folder / "table.csv").open(newline="") as file:
+        lines = {line["optimizer.name"]: line for line in csv.DictReader(file)}
+    assert float(lines["Adam"]["analogies % stdev"]) == pytest.approx(stdev([10, 20, 40]))
+    assert lines["RMSprop"]["analogies % stdev"] == lines["SGD"]["held-out loss"] == ""
+    assert lines["Adam"]["seeds"] == "3" and float(lines["Adam"]["optimizer.lr"]) == 0.05
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_without_matplotlib_warns(runs, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    comparison.report([runs], tmp_path / "out")
+    assert "pip install matplotlib" in caplog.text
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"table.txt", "table.md", "table.csv"}
+
+
+def test_evaluate_compares_the_runs_it_is_given(runs, capsys):
+    assert evaluate.main(["compare", str(runs / "adam1"), str(runs / "adam2")]) == 0
+    shown = capsys.readouterr().out
+    assert "Adam" in shown and "15.0 +- 7.1" in shown and "RMSprop" not in shown
+    assert evaluate.main(["compare", str(runs / "empty")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "empty" in error
+
+
+def test_named_settings_exist():
+    keys = list(config_keys())
+    assert set(comparison.SHOWN) <= set(keys)
+    assert all(any(key.startswith(name) for key in keys) for name in comparison.NO_SETTING)

@@ -1,0 +1,240 @@
+"""Text sources: find and open files, convert dumps and named corpora."""
+
+import bz2
+import errno
+import gzip
+import hashlib
+import logging
+import lzma
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.support.plain_text import read_sentences
+from w2v.text import sources
+from w2v.text.sources import CorpusError, content_key, locate, opened
+
+
+def zst(data: bytes) -> bytes:
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    return pytest.importorskip(name).compress(data)
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst}
+
+
+@pytest.mark.parametrize("ending", ["", *PACK])
+def test_files_are_decompressed_by_their_ending(tmp_path, ending):
+    path = tmp_path / f"text.txt{ending}"
+    data = b"some text\n" * 1000
+    path.write_bytes(PACK.get(ending, bytes)(data))
+    assert locate(str(path), tmp_path) == [path]
+    with opened(path) as file:
+        assert file.read() == data
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("breakage", ["cut", "wrong ending"])
+def test_broken_files_are_named(tmp_path, ending, breakage):
+    path = tmp_path / f"text.txt{ending}"
+    data = PACK[ending](np.random.default_rng(1).bytes(20_000).hex().encode())
+    path.write_bytes(data[: len(data) // 2] if breakage == "cut" else b"plain words\n" * 9)
+    with (
+        pytest.raises(CorpusError, match=r"text\.txt\.\w+ cannot be read \(.+\)") as error,
+        opened(path) as file,
+    ):
+        file.read()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="zstd is in the standard library")
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "text.zst").write_bytes(b"any")
+    monkeypatch.setitem(sys.modules, "backports", None)
+    with (
+        pytest.raises(CorpusError, match=r"text\.zst needs .*backports"),
+        opened(tmp_path / "text.zst"),
+    ):
+        pass
+
+
+def test_a_folder_is_searched_without_hidden_and_empty_files(tmp_path):
+    texts = tmp_path / "texts"
+    for name in ["b.txt", "a/z.xml", "a/b/c.gz", ".hidden", "a/.git/x", "c/empty"]:
+        path = texts / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if path.name == "empty" else "x y", encoding="utf-8")
+    found = [str(file.relative_to(texts)) for file in locate(str(texts), tmp_path)]
+    assert found == ["a/b/c.gz", "a/z.xml", "b.txt"]
+    for path in [texts / "c", texts / "c" / "empty"]:
+        with pytest.raises(CorpusError, match="is empty or no text"):
+            locate(str(path), tmp_path)
+
+
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
+    for name in ["a.txt", "locked/b.txt", ".hidden/c.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x y", encoding="utf-8")
+    scandir = os.scandir
+    locked = {str(tmp_path / ".hidden")}
+
+    def refusing(folder):
+        if str(folder) in locked:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert [file.name for file in locate(str(tmp_path), tmp_path)] == ["a.txt", "b.txt"]
+    locked.add(str(tmp_path / "locked"))
+    with pytest.raises(PermissionError, match="locked"):
+        locate(str(tmp_path), tmp_path)
+
+
+NEAREST = {
+    "txt8": "text8",
+    "enwiki_sample": "enwiki-sample",
+    "novel.tx": "novel.txt",
+    "data/nowel": "data/novel.gz",
+    "zzz": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("path", NEAREST)
+def test_an_unknown_path_is_answered_by_the_nearest_one(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for name in ["novel.txt", "data/novel.gz"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    with pytest.raises(CorpusError, match=f"corpus.path='{path}' .*enwiki-sample, text8") as error:
+        locate(path, "data")
+    hint = f"did you mean {NEAREST[path]}?"
+    assert str(error.value).endswith(hint if NEAREST[path] else "text8)")
+
+
+def test_a_file_wins_over_a_corpus_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text8").write_text("my own", encoding="utf-8")
+    assert locate("text8", "data") == [Path("text8")]
+
+
+def test_text8_is_fetched_once(tmp_path, monkeypatch):
+    from gensim import downloader
+
+    fetched = tmp_path / "fetched"
+    fetched.write_bytes(gzip.compress(b"anarchism originated"))
+    load = mock.Mock(side_effect=[OSError("no route\nto host"), str(fetched)])
+    monkeypatch.setattr(downloader, "load", load)
+    monkeypatch.setattr(sources, "TEXT8_MD5", hashlib.md5(fetched.read_bytes()).hexdigest())
+    data = tmp_path / "data"
+    with pytest.raises(CorpusError, match=r"\(no route to host\); put the text at .*text8\.gz"):
+        locate("text8", data)
+    for _ in range(2):
+        assert locate("text8", data) == [data / "text8.gz"]
+    assert (data / "text8.gz").read_bytes() == fetched.read_bytes()
+    assert load.mock_calls == [mock.call("text8", return_path=True)] * 2
+    (data / "text8").write_text("unpacked", encoding="utf-8")
+    assert locate("text8", data) == [data / "text8"]
+
+
+@pytest.mark.parametrize("wrong", [b"<html>not found</html>", b""], ids=["page", "empty"])
+def test_a_wrong_download_is_refused(tmp_path, monkeypatch, wrong):
+    from gensim import downloader
+
+    fetched = tmp_path / "gensim-data" / "text8" / "text8.gz"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(wrong)
+    monkeypatch.setattr(downloader, "load", lambda *_, **__: str(fetched))
+    with pytest.raises(CorpusError, match="is not text8: its MD5") as error:
+        locate("text8", tmp_path / "data")
+    assert f"remove {fetched.parent}" in str(error.value)
+    assert not list(tmp_path.glob("data/*"))
+
+
+ARTICLE = " ".join(f"[[Target{'abcdefghij'[i % 10]}|Word]] ''number''" for i in range(40))
+DUMP = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">\n{}</mediawiki>\n'
+PAGE = "<page><title>{}</title><ns>{}</ns><id>1</id><revision><text>{}</text></revision></page>\n"
+
+
+def dump(*pages):
+    return bz2.compress(DUMP.format("".join(PAGE.format(*page) for page in pages)).encode())
+
+
+def test_a_wikipedia_dump_is_converted_once_as_gensim_does(tmp_path, caplog):
+    from gensim.corpora import WikiCorpus
+
+    pages = [("A", 0, ARTICLE), ("Talk:A", 1, ARTICLE), ("Stub", 0, "short")]
+    path = tmp_path / "xwiki-1-pages-articles.xml.bz2"
+    path.write_bytes(dump(*pages, ("B", 0, ARTICLE + " more")))
+    with caplog.at_level(logging.INFO, "w2v"):
+        [text] = locate(str(path), tmp_path / "data")
+        assert locate(str(path), tmp_path / "data") == [text]
+    assert caplog.text.count("converting the Wikipedia dump") == 1
+    assert text.parent == tmp_path / "data"
+    assert text.name.startswith("xwiki-1-pages-articles-") and text.suffix == ".txt"
+    expected = list(WikiCorpus(str(path), processes=1, dictionary={}).get_texts())
+    assert read_sentences([text]) == expected and len(expected) == 2
+
+
+def test_a_bad_dump_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "xwiki-pages-articles.xml.bz2"
+    whole = dump(("A", 0, ARTICLE))
+    bad = {
+        "cut XML": bz2.compress(bz2.decompress(whole)[:-20]),
+        "cut file": whole[:-20],
+        "no article": dump(("Stub", 0, "short")),
+    }
+    for name, data in bad.items():
+        path.write_bytes(data)
+        with pytest.raises(CorpusError, match="no article" if name == "no article" else "be read"):
+            locate(str(path), tmp_path / "data")
+        assert not list(tmp_path.glob("data/*"))
+
+
+def test_the_default_corpus_needs_no_network(tmp_path):
+    [path] = locate("enwiki-sample", tmp_path)
+    assert path == tmp_path / "enwiki-sample.txt"
+    articles = read_sentences([path], max_sentence_length=100_000)
+    assert len(articles) == 106 and sum(map(len, articles)) == 452_944
+    assert articles[0][:5] == ["anarchism", "is", "political", "philosophy", "that"]
+
+
+def test_content_key_depends_on_content_order_and_settings(tmp_path):
+    for name, data in {"a": b"xy", "b": b"z", "c": b"x", "d": b"yz", "same": b"xy"}.items():
+        (tmp_path / name).write_bytes(data)
+
+    def key(*names, **settings):
+        return content_key([tmp_path / name for name in names], tmp_path, **settings)
+
+    first = key("a", "b", min_count=5, lowercase=False)
+    assert first == key("same", "b", lowercase=False, min_count=5)
+    assert len(first) == 32 and int(first, 16)
+    others = [key(*names, min_count=5, lowercase=False) for names in ["ba", "cd", "a"]]
+    others.append(key("a", "b", min_count=4, lowercase=False))
+    assert len({first, *others}) == 5
+
+
+def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    data = tmp_path / "data"
+    path.write_text("one text")
+    key = content_key([path], data)
+    assert not data.exists()  # the file is so new that it might change unseen
+    monkeypatch.setattr(sources, "CLOCK_TICK_NS", -1)
+    assert content_key([path], data) == key
+    with mock.patch.object(sources, "hash_file", side_effect=AssertionError):
+        assert content_key([path], data) == key
+        assert content_key([path], data, min_count=1) != key
+    times = path.stat()
+    path.write_text("two text")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other = content_key([path], data)
+    assert other != key and content_key([path], data) == other
+    (data / "cache" / "digests.json").write_text("[1, 2")  # damaged, so ignored
+    assert content_key([path], data) == other
+    with pytest.raises(CorpusError, match=r"gone cannot be read \(No such file or directory\)"):
+        content_key([tmp_path / "gone"], data)

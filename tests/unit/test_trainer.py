@@ -1,0 +1,126 @@
+"""Training loop: learning rates, checks, determinism, time estimate."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.zipf import zipf_text
+from w2v.config import load_config
+from w2v.kernels.batch import FAULTS
+from w2v.model.optim import learning_rate
+from w2v.training import plan, trainer
+from w2v.training.metrics import Diverged
+from w2v.training.trainer import estimate_time
+
+EPOCHS = 2
+
+
+def make_loop(*assignments, words=1000):
+    """Return the loop of a small run on the CPU, without a folder."""
+    model = "vocab.min_count=1", "model.vector_size=4", "model.sample=0", "train.device=cpu"
+    schedule = "optimizer.lr=0.1", "optimizer.schedule=linear", f"train.epochs={EPOCHS}"
+    config = load_config([], [*model, *schedule, "train.batch_size=50", *assignments])
+    return plan.build(plan.make_plan(config, zipf_text(100, words)))
+
+
+def test_learning_rate_follows_the_progress_of_the_run():
+    loop = make_loop()
+    assert loop.lr == 0.1
+    epochs_done = 0.0
+    for epoch in range(EPOCHS):
+        for done in loop.epoch():
+            assert done.lr == learning_rate(loop.config.optimizer, epochs_done / EPOCHS)
+            epochs_done = loop.epochs_done
+            assert epochs_done == done.batch.epochs_done
+        assert epochs_done == loop.sampler.position.epoch == epoch + 1
+    assert loop.progress == 1 and loop.lr == 0
+
+
+def test_steps_learn_and_are_counted():
+    loop = make_loop("train.epochs=20", "optimizer.lr=0.05")
+    losses = []
+    for epoch in range(20):
+        done = list(loop.epoch())
+        assert loop.step.state.step == (epoch + 1) * len(done)
+        losses.append(float(sum(step.loss for step in done) / sum(step.pairs for step in done)))
+    assert losses[-1] < 0.9 * losses[0]
+    loop.check_finite(lambda: "none is needed")
+
+
+def test_given_batches_are_trained_in_place_of_the_samplers():
+    loop = make_loop()
+    batches = list(loop.sampler.epoch())[:3]
+    assert [done.batch for done in loop.epoch(batches)] == batches
+    assert list(loop.epoch([])) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "name, kernels", [("Adam", "auto"), ("Adam", "reference"), ("SGD", "auto")]
+)
+def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device):
+    settings = f"optimizer.name={name}", f"train.kernels={kernels}", f"train.device={device}"
+    loop = make_loop(*settings)
+    rates = []
+    for number, done in enumerate(loop.epoch(), start=1):
+        rates.append(done.lr)
+        if number == 3:
+            loop.check_finite(lambda: "none is needed")
+        if number == 6:
+            loop.step.inputs["weight"].fill_(torch.inf)
+        if number == 9:
+            break
+    with pytest.raises(Diverged) as raised:
+        loop.check_finite(lambda: "train more slowly", steps_before=1000)
+    message = str(raised.value)
+    for part in ("step 1,007 ", name, f"lr {rates[6]:.4g})", FAULTS[0], "train more slowly"):
+        assert part in message
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_divergence_names_all_parts_that_are_not_finite(bits):
+    loop = make_loop()
+    next(loop.epoch())
+    state = loop.step.state
+    state.fault.fill_((state.step << len(FAULTS)) + bits)
+    with pytest.raises(Diverged) as raised:
+        loop.check_finite(str)
+    assert [part in str(raised.value) for part in FAULTS] == [
+        bool(bits >> bit & 1) for bit in range(3)
+    ]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_deterministic_mode_lasts_as_long_as_an_epoch(before, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as `build` would leave it set
+    is_on = torch.are_deterministic_algorithms_enabled
+    torch.use_deterministic_algorithms(before)
+    try:
+        for wanted in ("true", "false"):
+            loop = make_loop(f"train.deterministic={wanted}")
+            assert is_on() == before  # planning and building change nothing
+            assert {is_on() for _ in loop.epoch()} == {before or wanted == "true"}
+            assert is_on() == before
+            with pytest.raises(KeyboardInterrupt):
+                for _ in loop.epoch():
+                    raise KeyboardInterrupt
+            assert is_on() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    loop = make_loop()
+    progress = [batch.epochs_done for batch in make_loop().sampler.epoch()]
+    # The clock moves a second at a time: steps 4 to 7 are timed, and the end is read once more.
+    found = re.match(r"time +about (\d+) s of training: .* 4 steps", estimate_time(loop, 1000))
+    epoch_seconds = 5 / (progress[6] - progress[2])
+    assert float(found[1]) == pytest.approx(EPOCHS * epoch_seconds, abs=0.51)
+
+
+def test_time_of_a_tiny_text_is_unknown():
+    assert "unknown" in estimate_time(make_loop("train.batch_size=500"), 1000)

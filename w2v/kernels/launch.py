@@ -1,0 +1,117 @@
+"""Compile the sources in cu/ by CuPy on first use, and launch them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).parent / "cu"
+THREADS = 256  # of a block
+
+
+def launch(
+    source: str,
+    kernel: str,
+    defines: dict[str, int | str],
+    blocks: int,
+    *args: Tensor | float | None,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Launch a kernel of a source file, compiled with these definitions.
+
+    Args:
+        source: File in cu/.
+        kernel: Name of the kernel.
+        defines: Macros that it is compiled with.
+        blocks: Blocks of THREADS threads.
+        *args: A tensor is passed as the pointer to its data, None as a null pointer; integers are
+            for parameters of any width, floats for those of 4 bytes.
+        stream: Where to; by default torch's current stream.
+    """
+    # torch's public functions for device and stream take longer than the launch itself.
+    device = torch._C._cuda_getDevice()
+    if getattr(_thread, "device", None) != device:
+        # Gives this thread the device's context, without which the driver launches nothing.
+        torch.cuda.current_stream().query()
+        _thread.device = device
+    # isinstance takes twice as long to find that a number is no tensor.
+    values: list[Any] = [
+        arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args
+    ]
+    queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
+    _compiled(device, source, kernel, **defines)(blocks, values, queue)
+
+
+_thread = threading.local()
+
+
+def blocks_for(threads: int) -> int:
+    """Return the blocks for so many threads, at most a few GPUs full."""
+    return max(1, min(-(-threads // THREADS), 8 * _processors()))
+
+
+@functools.cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+class Launcher:
+    """Launches one kernel; memory for its arguments is allocated once.
+
+    CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
+    was most of a step's time on the CPU.
+
+    Args:
+        function: Handle of the kernel.
+        launch: The driver's cuLaunchKernel, as CuPy has it.
+    """
+
+    def __init__(self, function: int, launch: Callable[..., None]):
+        self._function = function
+        self._launch = launch
+        self._layout: struct.Struct | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
+        with self._lock:  # until the driver has copied the arguments
+            if self._layout is None:
+                self._allocate(values)
+            self._layout.pack_into(self._memory, 0, *values)
+            grid = blocks, 1, 1, THREADS, 1, 1
+            self._launch(self._function, *grid, 0, stream, self._parameters, 0)
+
+    def _allocate(self, values: Sequence[float]) -> None:
+        """Allocate 8 bytes an argument; the driver takes what a parameter has."""
+        kinds = ("f4x" if isinstance(value, float) else "q" for value in values)
+        self._layout = struct.Struct("".join(kinds))
+        self._memory = ctypes.create_string_buffer(self._layout.size)
+        start = ctypes.addressof(self._memory)
+        addresses = range(start, start + self._layout.size, 8)
+        self._pointers = (ctypes.c_void_p * len(values))(*addresses)
+        self._parameters = ctypes.addressof(self._pointers)
+
+
+@functools.cache
+def _compiled(device: int, source: str, kernel: str, **defines: int | str) -> Launcher:
+    """Return the kernel, whose module stays loaded with it."""
+    function = _module(device, source, **defines).get_function(kernel).kernel
+    from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
+
+    return Launcher(function.ptr, driver.launchKernel)
+
+
+@functools.cache
+def _module(device: int, source: str, **defines: int | str) -> Any:
+    import cupy
+
+    macros = (f"-D{name}={value}" for name, value in defines.items())
+    options = ("-std=c++17", f"-I{SOURCES}", *macros)
+    return cupy.RawModule(code=(SOURCES / source).read_text(), options=options)

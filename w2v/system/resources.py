@@ -1,0 +1,91 @@
+"""What this process may still take: CPU memory, locked memory and disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+UNLIMITED = 1 << 60  # a limit of this many bytes or more is none
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Return the CPU memory in bytes that this process may still take.
+
+    The least of what the system has available, what its control groups (v1 or v2) allow and what
+    its own limit (ulimit -v) allows. `root` stands for the file system's, in tests.
+    """
+    free = [_available_bytes(root), *_control_groups_free(root)]
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        used_pages = int((root / "proc/self/statm").read_text().split()[0])
+        free.append(limit - used_pages * resource.getpagesize())
+    return max(0, min(free))
+
+
+def lockable_bytes() -> int:
+    """Return the limit on locked memory in bytes (ulimit -l)."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk where the folder is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in a unit that reads well, such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _available_bytes(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) << 10
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _control_groups_free(root: Path) -> Iterator[int]:
+    """Yield the free memory of each control group that sets a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            mount = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Every group above this one limits it as well.
+        group = mount / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            if folder.is_relative_to(mount):
+                yield from _group_free(folder, *names)
+
+
+def _group_free(folder: Path, limit_name: str, used_name: str, cached_name: str) -> Iterator[int]:
+    try:
+        limit = int((folder / limit_name).read_text())
+        used = int((folder / used_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group here, or its limit is "max"
+        return
+    if limit < UNLIMITED:
+        # The kernel gives cached file pages back when memory runs short.
+        yield limit - used + int(stat.get(cached_name, 0))

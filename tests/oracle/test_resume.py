@@ -15,12 +15,11 @@ from tests.support.steps import make_step
 from w2v.config import ConfigError, load_config, save_config
 from w2v.kernels.batch import Position
 from w2v.model import optim
-from w2v.model.sampler import Sampler, TrainingText
+from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
 from w2v.training.checkpoint import CheckpointError, latest
-from w2v.training.metrics import Diverged
-from w2v.training.trainer import Trainer, TrainingLoop
+from w2v.training.trainer import Diverged, Trainer, TrainingLoop
 
 ROWS, DIM = 60, 6
 STEPS = 200  # in 4 epochs
@@ -116,7 +115,7 @@ def make(
         steps_per_page=steps_per_page,
         folder=Path(mkdtemp(dir=folder)) if storage == "mmap" else None,
     )
-    noise_V = vocab.noise_distribution(config.model.ns_exponent)
+    noise_V = noise_distribution(vocab.counts, config.model.ns_exponent)
     text = TrainingText(ids, np.arange(0, len(ids) + 1, 20), np.ones(ROWS), noise_V)
     sampler = Sampler(
         text,

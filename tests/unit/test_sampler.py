@@ -15,9 +15,10 @@ from scipy.stats import chisquare
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
 from w2v.kernels.reference import expand
-from w2v.model.sampler import CHUNK_PIECES, Position, Sampler, TrainingText
+from w2v.model.sampler import CHUNK_PIECES, Position, Sampler, TrainingText, noise_distribution
 
 CPU = torch.device("cpu")
+COUNTS = np.array([9000.0, 900.0, 100.0])
 DRAWS = pytest.mark.parametrize("draw", [None, reference.draw], ids=["torch", "counters"])
 
 
@@ -35,6 +36,19 @@ def make_sampler(
     noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
     text = TrainingText(ids, offsets, keep, noise)
     return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, draw=draw)
+
+
+@pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
+def test_noise_distribution(exponent):
+    weights = COUNTS**exponent
+    found = noise_distribution(COUNTS, exponent)
+    np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-13)
+
+
+@pytest.mark.parametrize(("exponent", "row"), [(1e4, 0), (-1e4, 2)])
+def test_no_exponent_of_the_noise_overflows(exponent, row):
+    noise = noise_distribution(COUNTS, exponent)
+    assert noise.sum() == 1 and noise[row] == 1
 
 
 def random_sentences():

@@ -11,8 +11,7 @@ from w2v.config import load_config
 from w2v.kernels.batch import FAULTS
 from w2v.model.optim import learning_rate
 from w2v.training import plan, trainer
-from w2v.training.metrics import Diverged
-from w2v.training.trainer import estimate_time
+from w2v.training.trainer import Diverged, estimate_time
 
 EPOCHS = 2
 

@@ -52,19 +52,6 @@ def test_keep_probabilities():
     assert ANIMALS.keep_probabilities(1e-2).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
-def test_noise_distribution(exponent):
-    weights = np.array([9000.0, 900.0, 100.0]) ** exponent
-    found = ANIMALS.noise_distribution(exponent)
-    np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-13)
-
-
-@pytest.mark.parametrize(("exponent", "row"), [(1e4, 0), (-1e4, 2)])
-def test_no_exponent_overflows(exponent, row):
-    noise = ANIMALS.noise_distribution(exponent)
-    assert noise.sum() == 1 and noise[row] == 1
-
-
 @pytest.mark.parametrize(
     ("text", "min_count", "most", "parts"),
     [

@@ -32,8 +32,7 @@ from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
-from w2v.training.metrics import Diverged
-from w2v.training.trainer import Trainer
+from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import evaluate, export
 
 log = logging.getLogger("w2v")

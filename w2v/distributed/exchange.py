@@ -170,6 +170,7 @@ class RankExchange:
         counts = [Counts(*counts_2N.to(self._shape.device)) for _ in steps]
         page = Listed([], lists, counts)
         self._announced = Announced(page, [counts_2N for _ in steps], None)
+        # Two pages must be listed before the first of them can be announced.
         self.look_further(batches)
         self.next_page(batches)
         self.look_further(batches)
@@ -181,6 +182,7 @@ class RankExchange:
         if known:
             known.synchronize()
         send_KN, recv_KN = zip(*(host_2N.tolist() for host_2N in host_K[: len(lists)]), strict=True)
+        # The lists are longer than what they hold, which the CPU did not know when it made them.
         ids_KU = [ids_U[: sum(send)] for (_, ids_U), send in zip(lists, send_KN, strict=True)]
         requested = self._send_ids(ids_KU, send_KN, recv_KN)
         routes = [
@@ -219,6 +221,7 @@ class RankExchange:
     def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
         self._route = rows
         weights_MD, self._owned = self._kernels.lend(rows.ids_M, page)
+        # Weights go where ids came from, so that recv and send change places.
         weights_UD = self._ranks.all_to_all(weights_MD, rows.recv, rows.send)
         borrowed_page, borrowed = self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
         return borrowed, borrowed_page
@@ -226,6 +229,7 @@ class RankExchange:
     def reduce(self, grads: Grads) -> Grads:
         route, owned, fault = self._route, self._owned, self._state.fault
         self._kernels.write_headers(grads, fault, route.counts.send_N)
+        # The borrowed rows of both tables have one tensor of gradients (`ShardKernels.borrow`).
         grad_MD = self._ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
         pairs_M = None
         if grads.inputs.pairs_U is not None:
@@ -238,6 +242,7 @@ class RankExchange:
     ) -> Sequence[Tensor]:
         """Exchange the ids of a page at once; return those of each batch."""
         if len(ids_KU) == 1:
+            # In a group of its own: ids are not to wait for the rows of steps on another stream.
             return [self._ranks.all_to_all(ids_KU[0], send_KN[0], recv_KN[0], group="prefetch")]
         # By rank first, then by batch, as the all-to-all wants it; and back.
         parts_KN = [ids_U.split(send) for ids_U, send in zip(ids_KU, send_KN, strict=True)]

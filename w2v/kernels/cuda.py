@@ -36,7 +36,7 @@ MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the
 class CudaKernels:
     """The operations of `w2v.kernels.Kernels` by CUDA kernels."""
 
-    rows_ahead = False
+    rows_ahead = False  # batches share one set of buffers, which is free after the optimizer's step
     inversion: Inversion | None = None
 
     def __init__(self, shape: StepShape):
@@ -94,6 +94,7 @@ class CudaKernels:
         state: StepState,
     ) -> None:
         dim, dtype = self.shape.dim, page.inputs.records_SR.dtype
+        # Both tables count their steps, and count alike: the kernel needs one number.
         steps = [optimizer.count_step(table) for table in tables]
         step, step_column = steps[0]
         macros: dict[str, int | str] = {
@@ -102,6 +103,7 @@ class CudaKernels:
             "ELEMENT": ELEMENTS[dtype],
             "WIDE": 1 if dim % 4 else 4,
         }
+        # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
         by_table = [
             (
@@ -133,7 +135,7 @@ class CudaKernels:
             grads.loss,
             state.fault,
             state.step << FAULT_BITS,
-            2,
+            2,  # the fault bit of the input table; the output table has the next
         )
 
     def finish(self) -> None:
@@ -229,6 +231,7 @@ def find_unique_rows(batch: Batch, rows: Grads) -> None:
 def most_rows(batch: Batch) -> tuple[int, int]:
     """Return the most rows of each table that the batch may touch."""
     centers, negatives = batch.negatives_BK.shape
+    # A center is a target too. Of a pool, no more words can be drawn than it holds.
     drawn = centers * negatives
     return centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
 

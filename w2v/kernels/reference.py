@@ -125,6 +125,7 @@ def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     Places are 0 where the mask does not hold. All ids are below `rows`.
     """
     marked = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+    # Masked ids mark the row behind the last, which is cut off: the number of ids is not needed.
     marked.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)
     rows_U = torch.nonzero(marked[:rows]).flatten()
     places = (torch.cumsum(marked, 0) - 1)[ids]
@@ -316,11 +317,13 @@ class ReferenceKernels:
             slots_U = view.slots(rows_U)
             before_UR = view.records_SR.index_select(0, slots_U)
             records_UR = table.decode(before_UR.clone())
+            # Without gradients the rows stay finite: an overflow of the loss scale is no fault.
             grad_UD = its.grad_UD if skipped is None else torch.where(skipped, 0, its.grad_UD)
             optimizer.step_rows(table, records_UR, grad_UD, its.pairs_U, lr)
             after_UR = table.encode(rows_U, records_UR)
             is_finite = after_UR.isfinite().all()
             state.mark_fault(2 << number, is_finite)
+            # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
             keep = state.fault == 0
             if skipped is not None:
                 keep &= ~skipped
@@ -338,9 +341,11 @@ class ReferenceKernels:
         inputs_U, outputs_U = rows.inputs.rows_U.long(), rows.outputs.rows_U.long()
         headers = torch.arange(size, device=shape.device).repeat_interleave(shape.header_rows)
         owners = torch.cat([headers, inputs_U % size, outputs_U % size])
+        # Stable, so that the part of each owner begins with its header.
         order = torch.argsort(owners, stable=True)
         send_N.add_(torch.bincount(owners, minlength=size))
         ids_before, send_before = before
+        # The counts travel in the headers of the page before; ~count is negative, as no id is.
         ids_before[_starts(send_before)] = ~send_N
         no_row = torch.full_like(headers, -1)
         rows_U = torch.cat([no_row, inputs_U, outputs_U + shape.rows])
@@ -375,6 +380,8 @@ class ReferenceKernels:
         is_row_U = rows_U >= 0
         number_TV = torch.full((2, self.shape.rows), -1, dtype=torch.int32, device=rows_U.device)
         numbers = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
+        # Output ids begin at shape.rows, so one flat index serves both tables. They share their
+        # weights and gradients, and so one all-to-all.
         number_TV.view(-1)[rows_U[is_row_U]] = numbers[is_row_U]
         grad_UD = torch.zeros(weights_UD.shape, dtype=self._grad_dtype, device=rows_U.device)
         pairs_U = torch.zeros_like(numbers) if self.shape.count_pairs else None

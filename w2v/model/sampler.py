@@ -94,6 +94,7 @@ class Sampler:
         self._lookahead = lookahead
         self._draw = draw
         self._keep_V = torch.from_numpy(text.keep_V).to(device, torch.float32)
+        # In float64, as the steps of rare words would vanish near 1 in float32.
         noise_cdf_V = np.cumsum(text.noise_V) / np.sum(text.noise_V)
         self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(device)
         self._invert = (inversion or search)(self._noise_cdf_V)
@@ -200,7 +201,8 @@ class Sampler:
         own: list[Span] = []
         passed = 0
         for first, last in spans:
-            # This rank reads the sentences that start within its words [begin, end).
+            # This rank reads the sentences that start within its words [begin, end). Offsets count
+            # the words of the whole text, begin and end those of these spans.
             starts = self.text.offsets_S[first:last]
             shift = starts[0] - passed if len(starts) else 0
             edges = first + np.searchsorted(starts, [begin + shift, end + shift])
@@ -217,6 +219,8 @@ class Sampler:
         chunks: list[Span] = []
         for first, last in self._spans(epoch):
             offsets = self.text.offsets_S[first : last + 1]
+            # Where chunks of equal length would start. A long sentence may hold several of them:
+            # `unique` then gives fewer and longer chunks.
             full = np.arange(offsets[0], offsets[-1], CHUNK_BATCHES * self._batch_size)
             starts = first + np.unique(np.searchsorted(offsets[:-1], full))
             chunks += pairwise([*starts[starts < last].tolist(), last])
@@ -263,6 +267,7 @@ class Sampler:
         for number, chunk in enumerate(chain(chunks, later)):
             pieces = self._read(chunk).tensor_split(CHUNK_PIECES)
             for piece, words_p in enumerate(pieces, number * CHUNK_PIECES):
+                # In the tensor that was already given out, so its reader sees the newest pieces.
                 last_piece_V.index_fill_(0, words_p.long(), piece)
             if number >= self._lookahead:
                 yield Ahead(last_piece_V, (number - self._lookahead) * CHUNK_PIECES)
@@ -271,6 +276,7 @@ class Sampler:
         """Draw windows [B] and negatives [B, K] of centers, int32."""
         model = self._model
         lowest = 1 if model.shrink_windows else model.window
+        # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a key.
         key = self._key(place.epoch, place.chunk, place.batch + 1)
         pool_key = 0
         if self._pool:
@@ -299,6 +305,13 @@ class Sampler:
         numbers = (self._seed, *place, self._rank) if self._rank else (self._seed, *place)
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def noise_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
+    """Return the probability of words as negatives, ~ count ** exponent, [V]."""
+    log_V = exponent * np.log(counts_V)
+    weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
+    return weight_V / weight_V.sum()
 
 
 def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:

@@ -81,12 +81,6 @@ class Vocab:
         """Return the probability that subsampling keeps a word, [V]."""
         return keep_probabilities(self.counts, self.counts.sum(), sample)
 
-    def noise_distribution(self, ns_exponent: float) -> np.ndarray:
-        """Return the probability of words as negatives, ~ count ** exponent, [V]."""
-        log_V = ns_exponent * np.log(self.counts)
-        weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
-        return weight_V / weight_V.sum()
-
     def save(self, path: str | Path) -> None:
         """Write a header line, then word<TAB>count for each row; atomic."""
         header = f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}"

@@ -25,10 +25,6 @@ ESTIMATE_SECONDS = 2.0  # of training, after which the time of the run is estima
 REFRESH_SECONDS = 1.0  # of the progress bar, as reading the loss waits for the device
 
 
-class Diverged(ValueError):
-    """Numbers are no longer finite; names the step, the place and remedies."""
-
-
 class Total:
     """Sum of numbers that stay on the device, 8 bytes each, until it is read.
 

@@ -31,7 +31,7 @@ from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText
+from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import cores, git_commit, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
@@ -150,6 +150,7 @@ class Plan:
         if not self.is_paged or not self.slots:
             return Paging(transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
         batch_size = self.config.train.batch_size
+        # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
         sampler = Sampler(
             self.text,
@@ -359,6 +360,7 @@ def build(plan: Plan) -> TrainingLoop:
     """
     config = plan.config
     if config.train.deterministic:
+        # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, outputs = make_tables(plan)
     loss_scale = None
@@ -469,7 +471,8 @@ def expected_uses(plan: Plan) -> Tensor:
     noise_V = np.zeros_like(kept_V)
     if not plan.paging.lookahead:
         # With lookahead, both rows of a word move together, and negatives are not foreseen.
-        noise_V = model.negative * kept_V.sum() * vocab.noise_distribution(model.ns_exponent)
+        noise_V = noise_distribution(vocab.counts, model.ns_exponent)
+        noise_V *= model.negative * kept_V.sum()
     uses_TV = np.stack([kept_V, kept_V + noise_V])
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
 
@@ -480,7 +483,7 @@ def training_text(config: Config, vocab: Vocab, corpus: Corpus) -> TrainingText:
         ids_N=corpus.ids,
         offsets_S=corpus.offsets,
         keep_V=vocab.keep_probabilities(config.model.sample),
-        noise_V=vocab.noise_distribution(config.model.ns_exponent),
+        noise_V=noise_distribution(vocab.counts, config.model.ns_exponent),
         held_out=heldout.choose(corpus.offsets, config.train.held_out_words),
     )
 

@@ -70,10 +70,11 @@ class TrainingStep:
         self.state = state
         self._planning = planning
         self._device = state.fault.device
-        # When the steps of the last two pages are computed, and when the last page is planned.
+        # Events: the steps of the last two pages are computed, and the last page is planned.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
         self._planned: torch.cuda.Event | None = None
-        # Tensors of the planning stream that the computation may still read.
+        # Tensors of the planning stream that the computation may still read: those of the page that
+        # was just planned, of the one that computes and of the one before it.
         self._in_use: deque[list[PlannedBatch]] = deque(maxlen=3)
         if self._planning:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -82,13 +83,16 @@ class TrainingStep:
         """Train on one batch, whose page must have been planned by `prefetched`."""
         batch = planned.batch
         self.state.step += 1
-        # Which rows does this batch touch, and where are their weights?
+        # Which rows does this batch touch?
         rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
-        rows, page = self.exchange.borrow(rows, self.engine.page())
-        # Loss, and one gradient for each row; owners sum those of all ranks.
-        grads = self.kernels.skipgram(batch, page, rows, lr)
+        # Their weights, also those that other ranks own, and a zero gradient for each.
+        grads, page = self.exchange.borrow(rows, self.engine.page())
+        # Loss and gradients. Only sequential SGD needs lr here, as it updates row by row.
+        grads = self.kernels.skipgram(batch, page, grads, lr)
+        # Each rank gets the gradients of its own rows, summed over all ranks,
         grads = self.exchange.reduce(grads)
-        # Nothing is written if loss or rows are not finite; `state.fault` then tells.
+        # and updates these rows where the engine has them. A number that is not finite is never
+        # written. It sets `state.fault`, after which no step writes anything.
         tables = self.inputs, self.outputs
         page = self.engine.page()
         self.kernels.optimizer_step(self.optimizer, tables, page, grads, lr, self.state)
@@ -99,10 +103,11 @@ class TrainingStep:
         batches = iter(batches)
         with on_stream(self._planning):
             self.exchange.start(batches)
-        page = self._plan(batches)
-        while page:
-            yield from page
-            page = self._plan(batches)
+        planned = self._plan(batches)
+        while planned:
+            yield from planned
+            # The steps of these batches are launched but not computed: the CPU is ahead of the GPU.
+            planned = self._plan(batches)
 
     @property
     def peak_gpu_bytes(self) -> int:
@@ -118,6 +123,7 @@ class TrainingStep:
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Draw the next page's batches, find their rows and start to bring them."""
         if self._planning:
+            # [-1] will end the page just launched, and [0] the page before it.
             reusable = self._computed.popleft() if len(self._computed) == 2 else None
             self._computed.append(current_stream().record_event(reusable))
         with on_stream(self._planning):
@@ -128,7 +134,8 @@ class TrainingStep:
                 self._planning.wait_event(self._computed[0])
             if marks_TV is not None:
                 ahead = page[-1].batch.ahead
-                # Rows of the lookahead window are evicted last.
+                # Rows of the lookahead window are evicted last: those whose last piece of it is not
+                # drawn yet.
                 soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
                 self.engine.prefetch(marks_TV, soon_V)
         if self._planning:
@@ -136,6 +143,7 @@ class TrainingStep:
             current_stream().wait_event(self._planned)
             self._in_use.append(page)
         with on_stream(self._planning):
+            # After the moves have begun, so that they need not wait for this.
             self.exchange.look_further(batches)
         return page
 

@@ -28,7 +28,7 @@ from w2v.system.process import Signals, return_freed_memory
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint, loggers
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
-from w2v.training.metrics import Diverged, LinkUse, Metrics
+from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import TrainingStep
 from w2v.vectors import card, evaluate, export
 from w2v.vectors.datasets import ASKED
@@ -43,7 +43,7 @@ TRIAL_SECONDS = 3.0
 def deterministic_mode(wanted: bool) -> Iterator[None]:
     """Use only operations that repeat bit for bit; restore torch's mode."""
     if not wanted or torch.are_deterministic_algorithms_enabled():
-        yield  # setting the mode, even to what it is, imports torch's compiler: 70 MiB
+        yield  # even setting it to what it is imports torch's compiler: 70 MiB
         return
     torch.use_deterministic_algorithms(True)
     try:
@@ -52,10 +52,14 @@ def deterministic_mode(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-class StepDone(NamedTuple):
-    """A step that was made, and the learning rate that it used."""
+class Diverged(ValueError):
+    """Numbers are no longer finite; names the step, the place and remedies."""
 
-    batch: Batch
+
+class TrainedBatch(NamedTuple):
+    """A batch, what its step learned from it, and the learning rate."""
+
+    batch: Batch  # `batch.after` is the sampler's position behind it; pages are drawn ahead of that
     loss: Tensor  # summed over the positive pairs and their negatives, on the device
     pairs: Tensor  # number of positive pairs
     lr: float
@@ -88,7 +92,7 @@ class TrainingLoop:
         """The learning rate of the next step."""
         return learning_rate(self.config.optimizer, self.progress)
 
-    def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepDone]:
+    def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[TrainedBatch]:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
         with deterministic_mode(self.config.train.deterministic):
             batches = self.sampler.epoch() if batches is None else batches
@@ -97,7 +101,7 @@ class TrainingLoop:
                 self._rates.append(lr)
                 result = self.step(planned, lr)
                 self.epochs_done = planned.batch.epochs_done
-                yield StepDone(planned.batch, result.loss, result.pairs, lr)
+                yield TrainedBatch(planned.batch, result.loss, result.pairs, lr)
 
     def check_finite(self, remedy: Callable[[], str], steps_before: int = 0) -> None:
         """Raise `Diverged` if loss or rows are not finite; wait for the device.
@@ -109,6 +113,7 @@ class TrainingLoop:
         if fault := int(self.step.state.fault):
             number = fault >> FAULT_BITS
             parts = [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+            # Faults count the steps of this process; the rates begin after the last check.
             lr = self._rates[number - self._checked_step - 1]
             raise Diverged(
                 f"training diverged at step {steps_before + number:,} "
@@ -164,7 +169,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, copy_bytes, ranks)
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(ranks, self._vote)
-        self._rows_before = [0, 0, 0, 0]  # row counts of the processes before this one
+        self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._curve: dict[str, float] | None = None
         self._loggers: list[loggers.Logger] = []
         self._final: dict[str, Any] = {}
@@ -209,6 +214,7 @@ class Trainer:
                     decision = self._lockstep.decision()
                     if decision.status:
                         self._stop(done.batch.after, decision.status)
+                    # Ranks vote batches ahead and so more than once for a save, by its number.
                     if decision.save > self._save_timer.saves:
                         self._save(done.batch.after)
                 # Between two epochs.
@@ -221,6 +227,7 @@ class Trainer:
             self._check()
             self.metrics.log(self.loop.lr)
             self._final = self._state(self.loop.sampler.position)
+            # A signal that came after the last vote is in no decision.
             if status := max(self._ranks.all_gather(self._signals.status)):
                 self._stop(self.loop.sampler.position, status)
         self._summarize()
@@ -232,6 +239,7 @@ class Trainer:
         self._step.finish()
         return_freed_memory()
         inputs = self._step.inputs
+        # One rank has the whole table; of several, rank 0 keeps the rows that questions ask for.
         kept = ASKED if self._ranks.size > 1 else 0
         blocks = export.in_order(inputs, self._ranks)
         with self._ranks.reraise():
@@ -242,7 +250,7 @@ class Trainer:
                 )
                 self._report(most_frequent if kept else inputs["weight"], took)
             else:
-                deque(blocks, 0)
+                deque(blocks, 0)  # sends this rank's rows, block by block
 
     def vectors(self) -> Any:
         """Return the trained vectors as gensim KeyedVectors."""
@@ -386,7 +394,7 @@ class Trainer:
                 words = self.vocab.words[: len(weights)]
                 accuracy = evaluate.analogies(words, weights).total.accuracy
             else:
-                deque(blocks, 0)
+                deque(blocks, 0)  # sends this rank's rows
         return accuracy
 
     def _held_out_loss(self) -> float | None:
@@ -458,7 +466,7 @@ class Trainer:
         saved.load([self._step.inputs, self._step.outputs], self._ranks)
         self.loop.sampler.load_state_dict(state["samplers"])
         self.loop.epochs_done = state["epochs_done"]
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
             self._rows_before = state["rows"]
         self._curve = state["metrics"]
         log.info(

@@ -90,6 +90,7 @@ class RowCache(ABC):
         """Give slots to all rows of the last plan, once the page before is done."""
 
     def page(self) -> Page:
+        # A step calls this twice; only the first call after a plan has to wait.
         if self._page_plan != self._plan:
             with self._waits.counted(current_stream()) if self._reads else contextlib.nullcontext():
                 self._complete()
@@ -101,6 +102,7 @@ class RowCache(ABC):
         self._complete()
         self._wait_for_moves()
         for table, slot_of_V in zip(self.tables, self._slot_of_TV, strict=True):
+            # The rows stay cached as well, so training goes on without reading them again.
             rows = torch.nonzero(slot_of_V != self.slots).flatten()
             self.link.write(table, rows, self._records_SR, slot_of_V[rows].long())
         if self._reads:
@@ -145,6 +147,7 @@ class TorchCache(RowCache):
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         self._plan += 1
+        # The page before may still compute: its rows must stay as well as those of this plan.
         if not self._bring(marks_TV, soon_V, in_use=self._plan - 1):
             self._waiting = marks_TV, soon_V
 
@@ -154,6 +157,7 @@ class TorchCache(RowCache):
         self._wait_for_moves()
         marks_TV, soon_V = self._waiting
         self._waiting = None
+        # The page before is computed by now: only the rows of this plan must stay.
         if not self._bring(marks_TV, soon_V, in_use=self._plan):
             raise cache_too_small(self.slots, int(marks_TV.sum()))
 
@@ -233,6 +237,7 @@ class TorchCache(RowCache):
             for table, rows, its_slots in zip(self.tables, evicted, freed, strict=False):
                 self.link.write(table, rows, self._records_SR, its_slots)
         if self._reads:
+            # A row may enter a slot whose last row is still being written back.
             self._reads.wait_stream(self._writes)
         with on_stream(self._reads):
             for table, rows, its_slots in zip(self.tables, entering, slots, strict=True):
@@ -294,6 +299,7 @@ class MappedCache(RowCache):
 
     def _make_plan(self, marks_TV: Tensor | None, soon_V: Tensor | None, in_use: int) -> None:
         stream = current_stream()
+        # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             stream.wait_event(event)
         marks = marks_TV, soon_V

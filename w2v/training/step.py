@@ -87,12 +87,13 @@ class TrainingStep:
         rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
         # Their weights, also those that other ranks own, and a zero gradient for each.
         grads, page = self.exchange.borrow(rows, self.engine.page())
-        # Loss and gradients. Only sequential SGD needs lr here, as it updates row by row.
+        # Loss and gradients. Only sequential SGD needs lr here, as it updates after each center.
         grads = self.kernels.skipgram(batch, page, grads, lr)
         # Each rank gets the gradients of its own rows, summed over all ranks,
         grads = self.exchange.reduce(grads)
-        # and updates these rows where the engine has them. A number that is not finite is never
-        # written. It sets `state.fault`, after which no step writes anything.
+        # and updates these rows where the engine has them. A number that is not finite sets
+        # `state.fault` and is not written, nor is anything by later steps. Sequential SGD alone has
+        # written before it knows.
         tables = self.inputs, self.outputs
         page = self.engine.page()
         self.kernels.optimizer_step(self.optimizer, tables, page, grads, lr, self.state)

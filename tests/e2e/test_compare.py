@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.small_text import record_calls, settings_of_small_text
 from w2v.api import compare, gensim_baseline, runs
 from w2v.config import load_config
 from w2v.text.vocab import Vocab
@@ -21,23 +20,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def common(tmp_path_factory):
-    return settings_of_small_text(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def configs(common):
     common = [*common, "run.score_epochs=true", "optimizer.lr=0.01"]
     adam = [*common, "optimizer.name=Adam", "train.batch_size=128"]
     rmsprop = [*common, "optimizer.name=RMSprop", "train.batch_size=64"]
     return {"adam": load_config([], adam), "rmsprop": load_config([], rmsprop)}
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The configs that are trained, in order."""
-    return record_calls(monkeypatch, compare, "train_and_score")
 
 
 def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):

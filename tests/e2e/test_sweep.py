@@ -7,24 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_text import record_calls, settings_of_small_text
-from w2v.api import compare, sweep
+from w2v.api import sweep
 from w2v.api.sweep import Results, Setting
 from w2v.config import ConfigError, config_keys, load_config
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def common(tmp_path_factory):
-    return settings_of_small_text(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The configs that are trained, in order."""
-    return record_calls(monkeypatch, compare, "train_and_score")
 
 
 def grid(common, lrs, axes=None):

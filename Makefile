@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CORPUS ?=
-# configs/default.yaml suits the small sample, configs/text8.yaml a larger CORPUS.
-CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/default.yaml)
+# configs/sample.yaml suits the small sample, configs/text8.yaml a larger CORPUS.
+CONFIG ?= $(if $(filter-out enwiki-sample,$(CORPUS)),configs/text8.yaml,configs/sample.yaml)
 CONFIGS ?= configs/optimizers/*.yaml
 SEEDS ?= 1
 # Processes that share the tests: one per core, up to 8; 0 for none, as a debugger needs it.
@@ -14,18 +14,21 @@ ARGS ?=
 OPT ?=
 RUN ?= latest
 
-# The stamp file makes `make` install again when a pinned version changes.
+# The stamp files make `make` install again when a pinned version changes.
 ifdef PY
 INSTALLED :=
+TOOLS :=
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
 endif
+PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train evaluate compare sweep test test-faults test-readme test-gpu sanitize \
-  bench bench-cpu bench-transfer bench-train bench-zipf bench-ranks bench-precision smoke docs \
-  lint clean
+  bench bench-cpu bench-transfer bench-train bench-zipf bench-ranks bench-precision bench-run \
+  smoke docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
@@ -34,7 +37,8 @@ help: ## list the targets
 	@echo "             CONFIGS='configs/optimizers/adam*.yaml'  SEEDS='1 2 3'  OPT=Adamax"
 	@echo "             RUN=runs/x  GPUS=4  JOBS=4  PYTHON=python3.x  PY=interpreter"
 
-setup: $(INSTALLED) ## create .venv with pinned packages, and CuPy if there is a GPU
+setup: $(INSTALLED) ## create .venv with pinned packages: CuPy with a GPU, else torch for CPUs
+	@echo "ready: source $(VENV)/bin/activate && w2v train my.txt"
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit("Python " + v + " is too old; \
@@ -42,14 +46,22 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	@cuda=$$(nvidia-smi 2>/dev/null | \
 	  sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
-	if [ -z "$$cuda" ]; then torch=2.13.0 extras=dev found="no CUDA driver"; \
-	elif [ "$$cuda" -ge 13 ]; then torch=2.13.0 extras=dev,cuda13 found="CUDA $$cuda"; \
-	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=dev,cuda12 found="CUDA $$cuda"; \
+	if [ -z "$$cuda" ]; then torch=2.13.0 extras=plots found="no CUDA driver"; \
+	elif [ "$$cuda" -ge 13 ]; then torch=2.13.0 extras=plots,cuda13 found="CUDA $$cuda"; \
+	elif [ "$$cuda" -eq 12 ]; then torch=2.10.0 extras=plots,cuda12 found="CUDA $$cuda"; \
 	else echo "nvidia-smi reports CUDA $$cuda; 12 or newer is needed: update the NVIDIA driver" >&2; \
 	  exit 1; fi; \
 	echo "nvidia-smi reports $$found: installing torch $$torch and .[$$extras]"; \
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt \
-	  "torch==$$torch" -e ".[plots,tensorboard,$$extras]"
+	if [ -z "$$cuda" ]; then \
+	  $(PIP) -q uv && UV_HTTP_RETRIES=1 $(VENV)/bin/uv pip install --python $(VENV)/bin/python \
+	    --torch-backend cpu -c .ci/constraints.txt "torch==$$torch" || \
+	  echo "torch's CPU build could not be fetched: pip installs what its index has" >&2; \
+	fi; \
+	$(PIP) "torch==$$torch" -e ".[tensorboard,$$extras]"
+	@touch $@
+
+$(VENV)/.tools: $(INSTALLED)
+	$(PIP) -q -e ".[dev]"
 	@touch $@
 
 train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS, GPUS=4
@@ -61,28 +73,30 @@ evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)
 
 compare: $(INSTALLED) ## train CONFIGS with SEEDS and compare them: runs/compare-<date>/
-	$(PY) -m w2v.api.compare $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) \
+	$(PY) -m w2v compare $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) \
 	  --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 sweep: $(INSTALLED) ## search the best settings of OPT: ARGS='section.key=value,value --lr .02 .04'
 	@test -n "$(OPT)" || { echo "say which: make sweep OPT=Adamax" >&2; exit 2; }
-	$(PY) -m w2v.api.sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) \
+	$(PY) -m w2v sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) \
 	  --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
 TEST_ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) \
   --maxprocesses 8 --dist worksteal
 
-test: $(INSTALLED) ## run the tests that need no GPU
+test: $(TOOLS) ## run the tests that need no GPU
 	$(TEST_ON_CPU) -m "not gpu" $(ARGS)
 
-test-faults: $(INSTALLED) ## kill runs 70 times and try 2,000 random inputs; ten minutes
-	W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 $(TEST_ON_CPU) tests/faults/test_faults_kill.py \
+test-faults: $(TOOLS) ## kill runs 70 times, try 2,600 random inputs and damages; ten minutes
+	W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 W2V_DAMAGES=500 W2V_SLOW=1 $(TEST_ON_CPU) \
+	  tests/unit/test_gensim.py tests/faults/test_damage.py tests/faults/test_estimates.py tests/faults/test_faults_kill.py \
 	  tests/faults/test_ranks.py tests/faults/test_faults_random.py $(ARGS)
 
-test-readme: $(INSTALLED) ## run the make commands of README on small texts; some minutes
-	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py -k line_by_line $(ARGS)
+test-readme: $(TOOLS) ## run the make commands of README on small texts; some minutes
+	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py \
+	  -k "line_by_line or tour" $(ARGS)
 
-test-gpu: $(INSTALLED) ## run the tests that need a GPU
+test-gpu: $(TOOLS) ## run the tests that need a GPU
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
 
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows. torch's own
@@ -92,7 +106,7 @@ CHECKED := edges or round_as_encode or (training_on_a_gpu and Adam and not (Adam
   shard_kernels or kernel_draws
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 W2V_STRESS_STEPS=1000 \
   compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name-exclude kns=native
-sanitize: $(INSTALLED) ## check CUDA kernels with compute-sanitizer; seven minutes
+sanitize: $(TOOLS) ## check CUDA kernels with compute-sanitizer; seven minutes
 	$(SANITIZE) --tool memcheck $(PY) -m pytest -q -m gpu tests/oracle/test_cache.py \
 	  tests/oracle/test_kernels.py tests/oracle/test_ranks_equal_one.py \
 	  tests/oracle/test_repeatable.py tests/unit/test_sampler.py -k "$(CHECKED)"
@@ -122,6 +136,9 @@ bench-ranks: $(INSTALLED) ## train 10 M generated words on GPUS=N; 40 GiB of mem
 bench-precision: $(INSTALLED) ## measure steps by batch size and precision: CORPUS
 	$(PY) tests/bench/precision.py --corpus $(or $(CORPUS),text8) $(ARGS)
 
+bench-run: $(INSTALLED) ## measure whole commands and their phases, cold and warm: CORPUS
+	$(PY) tests/bench/run.py --corpus "$(CORPUS)" $(ARGS)
+
 bench: bench-transfer bench-train bench-zipf bench-precision ## run the benchmarks of one GPU
 
 smoke: $(INSTALLED) ## run train.py and evaluate.py on the CPU, in half a minute
@@ -130,12 +147,14 @@ smoke: $(INSTALLED) ## run train.py and evaluate.py on the CPU, in half a minute
 	  "run.dir=$$folder/runs" model.vector_size=32 train.epochs=1 train.device=cpu $(ARGS) && \
 	$(PY) evaluate.py score "$$folder"/runs/*/
 
-docs: $(INSTALLED) ## write docs/configuration.md, and the tables of benchmarks in the documents
-	$(PY) -c "from w2v.config import config_reference; print(config_reference(), end='')" \
-	  > docs/configuration.md
+docs: $(INSTALLED) ## write the generated pages, tables and pictures of docs/, then the site
+	$(PY) docs/generate.py
 	$(PY) tests/bench/tables.py
+	$(PY) tests/bench/plot.py
+	$(PY) -m mkdocs --version >/dev/null 2>&1 || $(PY) -m pip install -q -c .ci/constraints.txt -e ".[docs]"
+	$(PY) -m mkdocs build --strict --quiet --site-dir build/site
 
-lint: $(INSTALLED) ## check code, format and types with ruff and mypy
+lint: $(TOOLS) ## check code, format and types with ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

@@ -1,8 +1,13 @@
 """A word2vec trainer with sparse embedding tables in pinned CPU memory."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from w2v.api.embedding import Embedding, RowStore
+    from w2v.api.word2vec import Word2Vec
+
+__all__ = ["Embedding", "RowStore", "Word2Vec", "__version__"]
 __version__ = "0.1.0"
 
 PUBLIC = {

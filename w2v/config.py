@@ -11,8 +11,9 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,7 +21,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
-from w2v.system.files import atomic_write
+from w2v.system.files import atomic_write, one_line
+
+# configs/ of a checkout, which an installed package holds as w2v/configs.
+PACKAGE = Path(str(package_files("w2v")))
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+# Row-separable classes of torch.optim, each with a file in configs/optimizers, and the others.
+OPTIMIZERS = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+NOT_ROWWISE = "Adafactor LBFGS Muon SparseAdam".split()
+# Keys that go back to their defaults with another optimizer, before its own settings are taken.
+PER_OPTIMIZER = ("lr", "args", "step", "occurrence_cap", "warmup")
+SHOWN_CHARACTERS = 60  # of a value in a message
 
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -37,15 +48,25 @@ def require(holds: bool, name: str, value: Any, must_be: str) -> None:
         raise ConfigError(f"{name}={value} is out of range; it must be {must_be}")
 
 
-def key(default: Any, help_: str, **limits: float) -> Any:
-    """Declare a key with its default, its help sentence and its `LIMITS`."""
-    metadata = {"help": help_, "limits": limits}
+def key(default: Any, help_: str, auto: float | None = None, **limits: float) -> Any:
+    """Declare a key with its default, its help sentence and its `LIMITS`.
+
+    `auto` is the number that stands for the value `auto`, which the plan replaces.
+    """
+    metadata = {"help": help_, "limits": limits, "auto": auto}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
+
+
+def range_in_words(metadata: Mapping[str, Any], value: Any) -> str:
+    """Return what a value of a key must be, such as "at least 0"."""
+    rules = [f"{name.replace('_', ' ')} {limit}" for name, limit in metadata["limits"].items()]
+    rules += ["finite"] if isinstance(value, float) else []
+    return " and ".join(rules) + (" or auto" if metadata["auto"] is not None else "")
 
 
 class Section:
@@ -56,12 +77,12 @@ class Section:
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
             limits = entry.metadata["limits"].items()
-            holds = value is None or all(LIMITS[name](value, limit) for name, limit in limits)
-            rules = [f"{name.replace('_', ' ')} {limit}" for name, limit in limits]
+            holds = value is None or value == entry.metadata["auto"]
+            holds = holds or all(LIMITS[name](value, limit) for name, limit in limits)
             if isinstance(value, float):
                 holds = holds and math.isfinite(value)
-                rules.append("finite")
-            require(holds, f"{section}.{entry.name}", value, " and ".join(rules))
+            must_be = range_in_words(entry.metadata, value)
+            require(holds, f"{section}.{entry.name}", value, must_be)
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,14 @@ class CorpusConfig(Section):
     """Text to train on."""
 
     path: str = key(
-        "enwiki-sample", "Or text8, a text file (.gz .bz2 .xz .zst too), folder or Wikipedia dump."
+        "enwiki-sample",
+        "Or text8, a text or .jsonl file (.gz .bz2 .xz .zst too), folder or Wikipedia dump.",
+    )
+    field: str = key("text", "Field of .jsonl files that holds the text.")
+    tokenize: Literal["auto", "whitespace", "words"] = key(
+        "auto",
+        "Split at white space, or keep letters and numbers alone, in lower case (auto: words where "
+        "the text is raw).",
     )
     lowercase: bool = key(False, "Convert the text to lower case.")
     max_sentence_length: int = key(10_000, "Words after which a long line is split.", at_least=2)
@@ -92,7 +120,12 @@ class ModelConfig(Section):
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Draw each window from 1 to window; near words weigh more.")
     negative: int = key(5, "Negative samples drawn for each center word.", at_least=1)
-    negative_pool: int = key(0, "Draw negatives from a pool of this size (0: no pool).", at_least=0)
+    negative_pool: int = key(
+        -1,
+        "Draw negatives from a pool of this size (0: no pool; auto: where rows are paged).",
+        auto=-1,
+        at_least=0,
+    )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
     sample: float = key(1e-4, "Subsample words above this share (0: off).", at_least=0, below=1)
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
@@ -101,19 +134,26 @@ class ModelConfig(Section):
         super().__post_init__()
         steps = self.negative_pool_steps
         must_be = "1 without a pool to share; set model.negative_pool=65536"
-        require(steps == 1 or self.negative_pool > 0, "model.negative_pool_steps", steps, must_be)
+        require(steps == 1 or self.negative_pool != 0, "model.negative_pool_steps", steps, must_be)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     """Optimizer and learning rate."""
 
-    name: str = key("Adamax", "Row-separable class of torch.optim: Adamax, RMSprop, Adam, ...")
-    lr: float = key(0.4, "Peak learning rate; sparse rows need 10 to 200 times torch's.", above=0)
-    args: dict[str, Any] = key({}, "Its further arguments, such as {betas: [0.5, 0.99]}.")
-    step: Literal["table", "row"] = key("table", "Whose steps bias correction counts.")
+    name: str = key("Adam", "Row-separable class of torch.optim: Adam, Adamax, RMSprop, ...")
+    lr: float = key(0.0, "Peak learning rate (auto: as the text needs).", auto=0, above=0)
+    args: dict[str, Any] = key(
+        {}, "Its further arguments, such as {betas: [0.5, 0.99]}; with lr auto, those it suits."
+    )
+    step: Literal["table", "row", "auto"] = key(
+        "table", "Whose steps bias correction counts (auto: each row's, where kernels are fused)."
+    )
     occurrence_cap: int = key(
-        0, "Scale the gradient of a row with n pairs by min(1, cap / n) (0: no cap).", at_least=0
+        0,
+        "Scale the gradient of a row with n pairs by min(1, cap / n) (0: no cap; auto: by lr).",
+        auto=-1,
+        at_least=0,
     )
     schedule: Literal["constant", "linear", "cosine"] = key("linear", "Decay of lr to min_lr.")
     warmup: float = key(0.0, "Share of the run in which lr rises from 0.", at_least=0, below=1)
@@ -122,7 +162,8 @@ class OptimizerConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         must_be = f"from 0 to optimizer.lr={self.lr}"
-        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, must_be)
+        holds = 0 <= self.min_lr <= (self.lr or math.inf)  # 0: auto
+        require(holds, "optimizer.min_lr", self.min_lr, must_be)
 
 
 @dataclass(frozen=True)
@@ -160,7 +201,12 @@ class TrainConfig(Section):
     """Training loop."""
 
     epochs: int = key(5, "Passes over the corpus.", at_least=1)
-    batch_size: int = key(65_536, "Center words of a step, counted after subsampling.", at_least=1)
+    batch_size: int = key(
+        0,
+        "Center words of a step, after subsampling (auto: as the text needs).",
+        auto=0,
+        at_least=1,
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
@@ -182,8 +228,10 @@ class RunConfig(Section):
     wandb: str = key("", "Weights & Biases project to log to (needs wandb; empty: none).")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
-        10.0, "Minutes between checkpoints, besides one per epoch (0: one at the end).", at_least=0
+        10.0, "Minutes between checkpoints, besides one per long epoch (0: at the end).", at_least=0
     )
+    final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
+    formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files of vectors: gensim's, word2vec's.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,6 +259,13 @@ TYPES = {
     for section, kind in SECTIONS.items()
     for name, hint in get_type_hints(kind).items()
 }
+# Keys that take `auto`, a number that stands for it.
+AUTO = {
+    f"{section}.{entry.name}": entry.metadata
+    for section, kind in SECTIONS.items()
+    for entry in fields(kind)
+    if entry.metadata["auto"] is not None
+}
 TYPE_NAMES = {
     int: "a whole number",
     int | None: "a whole number or null",
@@ -223,17 +278,21 @@ TYPE_NAMES = {
 # What word2vec.c, fastText, gensim (before and after 4.0) and torch.optim call these keys.
 FOREIGN_NAMES = {
     "corpus.path": ("input", "sentences", "corpus_file"),
-    "model.vector_size": ("size", "dim"),
+    "model.vector_size": ("size", "dim", "dims", "dimension", "embedding_dim"),
     "model.window": ("ws",),
     "model.negative": ("neg",),
     "model.sample": ("subsample", "t"),
+    "optimizer.name": ("optim",),
     "optimizer.lr": ("alpha", "learning_rate"),
     "optimizer.min_lr": ("min_alpha",),
     "train.epochs": ("iter",),
-    "train.batch_size": ("batch", "batch_words"),
-    "run.dir": ("output",),
+    "train.batch_size": ("batch", "batch_words", "bs"),
+    "train.device": ("gpu", "cuda"),
+    "run.dir": ("output", "out", "save"),
     **{f"optimizer.args.{name}": (name,) for name in ("betas", "eps", "momentum", "weight_decay")},
 }
+FOREIGN_VALUES = {"gpu": "cuda", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}
+YAML_SUFFIXES = (".yaml", ".yml")
 YAML_ERRORS = (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError)
 
 
@@ -241,7 +300,8 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     """Return the defaults, overlaid by YAML files, then by assignments.
 
     A later value of a key replaces the earlier one as a whole; `optimizer.args.<name>=value` sets
-    one entry of `optimizer.args`.
+    one entry of `optimizer.args`. Another `optimizer.name` takes the settings of that optimizer in
+    configs/optimizers, which what is set beside it overrides.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is wrong.
@@ -249,15 +309,16 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     merged = OmegaConf.structured(Config)
     for section in SECTIONS:
         OmegaConf.set_readonly(merged[section], False)  # a frozen dataclass starts read-only
-    for path in files:
-        for name, value in _read_yaml(path):
-            _set(merged, name, value, source=str(path))
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or not name:
-            expected = "neither an existing .yaml file nor section.key=value; see --help-config"
-            raise ConfigError(f"{assignment!r} is {expected}")
-        _set(merged, name, _parse(name, text), source=COMMAND_LINE)
+    sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
+    optimizer = None
+    for source, entries in [*sources, (COMMAND_LINE, [*map(_split, assignments)])]:
+        given = dict(entries)
+        name = given.get("optimizer.name", optimizer)
+        if name != optimizer and isinstance(name, str) and "$" not in name:
+            entries = [*_shipped(name, given), *entries]
+            optimizer = name
+        for key_name, value in entries:
+            _set(merged, key_name, value, source)
     try:
         config: Any = OmegaConf.to_object(merged)  # resolves ${...} and checks ranges
         return config
@@ -268,13 +329,17 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML; `load_config([path])` returns an equal one."""
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in flat_config(config).items():
+        section, _, last = name.partition(".")
+        sections.setdefault(section, {})[last] = value
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(sections)))
 
 
 def flat_config(config: Config) -> dict[str, Any]:
     """Return the value of each key by its dotted name."""
     return {
-        f"{section}.{name}": value
+        f"{section}.{name}": _spelled(f"{section}.{name}", value)
         for section, values in asdict(config).items()
         for name, value in values.items()
     }
@@ -303,7 +368,7 @@ def describe_config() -> str:
         for entry in fields(kind):
             choices = ", ".join(_choices(TYPES[f"{section}.{entry.name}"]))
             one_of = f" One of: {choices}." if choices else ""
-            default = getattr(kind(), entry.name)
+            default = _spelled(f"{section}.{entry.name}", getattr(kind(), entry.name))
             written = default if default and isinstance(default, str) else json.dumps(default)
             lines += [f"  # {entry.metadata['help']}{one_of}", f"  {entry.name}: {written}"]
     return "\n".join(lines[1:]) + "\n"
@@ -311,16 +376,83 @@ def describe_config() -> str:
 
 def config_reference() -> str:
     """Return the content of docs/configuration.md."""
-    source = "Generated by `make docs` from `w2v/config.py`; `train.py --help-config` prints it."
+    source = "Generated by `make docs` from `w2v/config.py`; `w2v train --help-config` prints it."
     return f"# Configuration\n\n{source}\n\n```yaml\n{describe_config()}```\n"
 
 
-def _read_yaml(path: str | Path) -> Iterator[tuple[str, Any]]:
+def find_config(name: str | Path) -> Path:
+    """Return the file of a config: a path, or a name such as adam or text8.
+
+    Raises:
+        ConfigError: There is none; the message suggests the nearest.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"{name} is no .yaml file; name a text as corpus.path={name}")
+    shipped = path if path.is_file() else shipped_config(str(name))
+    if shipped:
+        return shipped
+    near = _nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
+    near = near or nearest_config(path.stem)
+    remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"
+    raise ConfigError(f"config file {name} does not exist; {remedy}")
+
+
+def shipped_config(name: str) -> Path | None:
+    """Return the shipped file of a name: adam, optimizers/adam.yaml, text8."""
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    files = (CONFIGS / f"{short}.yaml", CONFIGS / "optimizers" / f"{short}.yaml")
+    return next((file for file in files if file.is_file()), None)
+
+
+def nearest_config(name: str, cutoff: float = 0.6) -> str:
+    """Return the shipped file whose name is most similar, or nothing."""
+    known = {file.stem: str(file.relative_to(CONFIGS.parent)) for file in CONFIGS.rglob("*.yaml")}
+    return known.get(_nearest(name.lower(), known, cutoff), "")
+
+
+def check_optimizer(name: str) -> None:
+    """Raise `ConfigError` unless it is a known optimizer or `package.Class`."""
+    if name in OPTIMIZERS or "." in name:
+        return
+    where, known = f"optimizer.name={_show(name)}", " ".join(OPTIMIZERS)
+    mixes = {other.lower(): other for other in NOT_ROWWISE}.get(name.lower())
+    if mixes:
+        raise ConfigError(f"{where} mixes rows, so it cannot be paged; choose one of {known}")
+    lower = {other.lower(): other for other in OPTIMIZERS}
+    near = lower.get(_nearest(name.lower(), lower, cutoff=0.5))
+    hint = f"did you mean {near}?" if near else f"choose one of {known}, or package.Class"
+    raise ConfigError(f"{where} is not a known optimizer; {hint}")
+
+
+def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return the settings that an optimizer has without those that are given."""
+    check_optimizer(name)
+    default = OptimizerConfig()
+    for key_name in (f"optimizer.{key_name}" for key_name in PER_OPTIMIZER):
+        yield key_name, _spelled(key_name, getattr(default, key_name.split(".")[1]))
+    if name in OPTIMIZERS:
+        yield from _read_yaml(CONFIGS / "optimizers" / f"{name.lower()}.yaml")
+    elif "optimizer.lr" not in given:
+        raise ConfigError(f"optimizer.name={_show(name)} has no shipped rate; set optimizer.lr too")
+
+
+def _split(assignment: str) -> tuple[str, Any]:
+    """Return the name and the parsed value of section.key=value."""
+    name, equals, text = assignment.partition("=")
+    if not equals or not name:
+        expected = "neither an existing .yaml file nor section.key=value; see --help-config"
+        raise ConfigError(f"{_show(assignment)!r} is {expected}")
+    return name, _parse(name, text)
+
+
+def _spelled(name: str, value: Any) -> Any:
+    """Return a value as it is written, such as `auto`."""
+    return "auto" if name in AUTO and value == AUTO[name]["auto"] else value
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of a YAML file."""
-    if not Path(path).is_file():
-        near = _nearest(str(path), map(str, Path(path).parent.glob("*.yaml")), cutoff=0.5)
-        remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"
-        raise ConfigError(f"config file {path} does not exist; {remedy}")
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
     except YAML_ERRORS as error:
@@ -346,7 +478,16 @@ def _parse(name: str, text: str) -> Any:
         return parsed["value"]
     except YAML_ERRORS as error:
         where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
-        raise ConfigError(f"{where} cannot be read as YAML: {_one_line(error)}") from None
+        reason = _missing_space(text) or _one_line(error)
+        if text.count("{") + text.count("[") > text.count("}") + text.count("]"):
+            reason = "a bracket is open; quote what has spaces: 'section.key={name: value}'"
+        raise ConfigError(f"{where} cannot be read as YAML: {reason}") from None
+
+
+def _missing_space(text: str) -> str:
+    """Say where YAML needs a space, if that is what {name:value} lacks."""
+    found = re.search(r"[{,]\s*(\w+:)[^\s}]", text)
+    return f'a space is missing after "{found[1]}"' if found else ""
 
 
 def _set(merged: Any, name: str, value: Any, source: str) -> None:
@@ -358,29 +499,39 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
     hint = TYPES.get(name)
     parent, _, last = name.rpartition(".")
     if hint is None and not (parent == "optimizer.args" and last.isidentifier()):
-        raise ConfigError(f"unknown key {name!r} (from {source}); {_suggestion(name)}")
+        raise ConfigError(f"unknown key {_show(name)!r} (from {source}); {_suggestion(name)}")
+    if name == "optimizer.args" and isinstance(value, dict):
+        for key_name, entry in value.items():  # {momentum:0.9} is a key without a value
+            if entry is None and (space := _missing_space(f"{{{key_name}")):
+                raise ConfigError(f"{where}: {space}")
+    if name in AUTO and value == AUTO[name]["auto"]:  # only `auto` itself may say so
+        require(False, name, value, range_in_words(AUTO[name], value))
     try:
         # OmegaConf would take "???" as its mark of a missing value, and any number as a bool.
         if value == "???" or (hint is bool and type(value) is int):
             raise ValueError
+        if value == "auto" and name in AUTO:
+            value = AUTO[name]["auto"]
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
         OmegaConf.update(merged, name, value, merge=False)
     except GrammarParseError as error:
         raise ConfigError(f"{where} is not a valid ${{...}}: {_one_line(error)}") from None
     except (OmegaConfBaseException, ValueError, OverflowError):
-        raise ConfigError(f"{where} is not {_expected(hint, value)}") from None
+        raise ConfigError(f"{where} is not {_expected(name, value)}") from None
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
-def _expected(hint: Any, value: Any) -> str:
+def _expected(name: str, value: Any) -> str:
     """Describe what a key takes, with the nearest valid spelling."""
+    hint = TYPES.get(name)
     if choices := _choices(hint):
-        near = _nearest(str(value), choices)
+        near = FOREIGN_VALUES.get(str(value).lower(), "")
+        near = near if near in choices else _nearest(str(value), choices)
         return f"one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
-    words = TYPE_NAMES[hint]
+    words = TYPE_NAMES[hint] + (" or auto" if name in AUTO else "")
     if hint in (int, int | None) and isinstance(value, float) and value.is_integer():
         words += f"; write {value:.0f}"
     return words
@@ -388,23 +539,31 @@ def _expected(hint: Any, value: Any) -> str:
 
 def _suggestion(unknown: str) -> str:
     """Return the remedy for an unknown key: the nearest one, if any."""
+    if near := nearest_key(unknown):
+        return f"did you mean '{near}'?"
+    section, _, last = unknown.rpartition(".")
+    if not section and (near := _nearest(last.lower(), SECTIONS, cutoff=0.7)):
+        return f"did you mean the section '{near}'?"
+    return "see --help-config"
+
+
+def nearest_key(unknown: str) -> str:
+    """Return the key that a name of this or another program means, if any."""
     unknown = unknown.replace("-", "_").lstrip("_").lower()
     section, _, last = unknown.rpartition(".")
     for name, foreign_names in FOREIGN_NAMES.items():
         if last in foreign_names:
-            return f"did you mean '{name}'?"
-    if not section and (near := _nearest(last, SECTIONS, cutoff=0.7)):
-        return f"did you mean the section '{near}'?"
+            return name
+    if not section and _nearest(last, SECTIONS, cutoff=0.7):
+        return ""
     # Compare the last parts first: a key in the wrong section is the most common mistake.
     names = list(TYPES)
     if section == "optimizer":  # the key of another section only if it is spelled exactly
         names = [name for name in names if name.startswith("optimizer.") or name.endswith(last)]
     if near := _nearest(last, [name.split(".")[1] for name in names]):
         names = [name for name in names if name.endswith(f".{near}")]
-        return f"did you mean '{_nearest(unknown, names, cutoff=0)}'?"
-    if section == "optimizer" and last.isidentifier():
-        return f"did you mean 'optimizer.args.{last}'?"
-    return "see --help-config"
+        return _nearest(unknown, names, cutoff=0)
+    return f"optimizer.args.{last}" if section == "optimizer" and last.isidentifier() else ""
 
 
 def _nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
@@ -413,13 +572,13 @@ def _nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def _show(value: Any) -> str:
-    """Return a value as in YAML, on one line of at most 80 characters."""
+    """Return a value as in YAML, on one line of at most 60 characters."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = one_line(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def _one_line(error: Exception) -> str:
     """Return the message of an error without OmegaConf's appendix."""
-    return " ".join(str(error).split("\n    full_key")[0].split())
+    return one_line(str(error).split("\n    full_key")[0])

@@ -1,5 +1,6 @@
-"""Plots of bench-transfer and bench-precision.
+"""Pictures of the documents, drawn from files of results.
 
+python tests/bench/plot.py                # docs/summary-light.svg and -dark.svg for README
 python tests/bench/plot.py tests/bench/results/transfer-2026-11-21.json [picture.png]
 """
 
@@ -12,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # also when run as a program
+from tests.bench import tables  # noqa: E402
+
+THEMES = {  # text, bars of w2v, bars of others
+    "light": ("#1f2328", "#2f7de1", "#afb8c1"),
+    "dark": ("#e6edf3", "#2f7de1", "#656c76"),
+}
 RECORDS = re.compile(r"records (\d+) B x (\d+) rows of (\S+) GiB")
 MOVES = {
     "gather [GB/s]": ("gather: CPU memory to GPU", "to GPU [GB/s]"),
@@ -54,6 +62,41 @@ def draw(results: Path, picture: Path | None = None) -> None:
     temporary.replace(picture)
     pyplot.close(figure)
     print(f"plot: {picture}")
+
+
+def draw_summary(folder: Path = ROOT / "docs") -> None:
+    """Draw the tables "summary" and "cpu", for light and dark pages."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shown = {"One H200": "summary", "Two CPU cores": "cpu"}
+    bars = {title: summary_bars(tables.TABLES[name]) for title, name in shown.items()}
+    # Equal runs give equal files, whose text is text.
+    matplotlib.rcParams.update({"svg.hashsalt": "w2v", "svg.fonttype": "none", "font.size": 9})
+    for theme, (ink, ours, others) in THEMES.items():
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        panels = figure.subplots(2, 2, sharey="row", height_ratios=[len(b) for b in bars.values()])
+        for (title, cases), row in zip(bars.items(), panels, strict=True):
+            labels = [f"{label}  " for label, _, _ in cases]
+            colors = [ours if label.startswith("w2v") else others for label in labels]
+            for panel, column, form in zip(row, (1, 2), ("{:.3g}", "{:.1f} %"), strict=True):
+                drawn = panel.barh(labels, [case[column] for case in cases], color=colors)
+                panel.bar_label(drawn, fmt=form, padding=3, color=ink)
+                panel.spines[:].set_visible(False)
+                panel.tick_params(length=0, labelbottom=False, colors=ink)
+                panel.margins(x=0.15)
+            row[0].invert_yaxis()
+            row[0].set_title(f"{title}: M words/s", color=ink, loc="left", fontsize=10)
+            row[1].set_title("analogies that are right", color=ink, loc="left", fontsize=10)
+        picture = folder / f"summary-{theme}.svg"
+        figure.savefig(picture, transparent=True, metadata={"Date": None})
+        print(f"picture: {picture}")
+
+
+def summary_bars(table: tables.Table) -> list[tuple[str, float, float]]:
+    """Return label, million words/s and percent of analogies of each case."""
+    figures = [(label, figures) for label, _, figures in tables.cases(table)]
+    return [(label, f["words/s"] / 1e6, f["analogies [%]"]) for label, f in figures]
 
 
 def _curves(cases: dict[str, dict[str, float]], pattern: re.Pattern, metric: str, x: int) -> dict:
@@ -109,4 +152,4 @@ TITLES = {
 }
 
 if __name__ == "__main__":
-    draw(*map(Path, sys.argv[1:3]))
+    draw(*map(Path, sys.argv[1:3])) if sys.argv[1:] else draw_summary()

@@ -2,7 +2,7 @@
 
     python tests/bench/precision.py --corpus wiki100.txt [--steps 500] [--batches 128 1024 ...]
 
-The learning rate follows the batch size as in `w2v.api.compare.scale_batch_size`, and falls to 0.
+The learning rate is the automatic one, and falls to 0.
 The fused kernels use no matrix products, so that amp would change nothing there.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,7 +18,6 @@ from tests.bench import plot, results
 from tests.bench.measure import require_gpu
 from tests.bench.results import Figures, Results
 from tests.bench.steps import Steps, gpu_memory, make_plan
-from w2v.api.compare import scale_batch_size
 from w2v.config import Config, load_config
 from w2v.system import console
 from w2v.text import open_corpus
@@ -61,7 +61,8 @@ def sweep(args: argparse.Namespace) -> Path:
             measure(config, text, 3)  # compiles the kernels
             for batch in args.batches:
                 case = f"{corpus} {precision} {kernels} batch {batch} {args.steps} steps"
-                figures = measure(scale_batch_size(config, batch), text, args.steps)
+                train = replace(config.train, batch_size=batch)
+                figures = measure(replace(config, train=train), text, args.steps)
                 found.add(" ".join([case, *args.set]), figures)
     return found.path
 

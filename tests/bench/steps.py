@@ -198,7 +198,7 @@ def gpu_memory(step: TrainingStep, ids_N: object) -> Figures:
 
 
 def release(trainer: Trainer) -> None:
-    """Free the memory of all but the input vectors."""
+    """Free the memory of all but the tables."""
     trainer.loop.step.finish()
     return_freed_memory()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -61,7 +61,7 @@ TABLES = {
             r"wiki100 sgd resident float32": "w2v, all rows on the GPU, SGD",
             r"wiki100 adamw resident float32": "w2v, all rows on the GPU, AdamW",
             rf"wiki100 adamw mapped:50% float32 {SHARED}": (
-                "w2v, GPU memory for half of the rows, AdamW, shared negatives"
+                "w2v, half of the rows on the GPU, AdamW, shared negatives"
             ),
         },
         [Column("M words/s", "words/s", ".0f", 1e-6), SECONDS, ANALOGIES],
@@ -148,6 +148,15 @@ TABLES = {
             Column("both at once", "both [GB/s]", ".1f GB/s"),
         ],
     ),
+    "narrow": Table(
+        ["transfer-2026-11-21", "transfer-2026-11-22-2"],
+        {r"records 512 B x (\d+) rows of (.*)": r"\1 records of 512 bytes, of a table of \2"},
+        [
+            Column("to the GPU", "gather share [%]", ".0f %"),
+            Column("from the GPU", "scatter share [%]", ".0f %"),
+            Column("both at once", "both share [%]", ".0f %"),
+        ],
+    ),
     "rows": Table(
         ["transfer-2026-11-21-2"],
         {r"131072 of 10000000 rows, (.*)": r"\1"},
@@ -172,25 +181,37 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
     return f"{shown} {unit}".strip()
 
 
-def markdown(table: Table) -> str:
-    """Return the table, and below it commit and command of its files."""
-    lines = [["", "commit"][: 1 + table.sources] + [column.heading for column in table.columns]]
-    lines.append(["---"] * len(lines[0]))
-    sources = []
-    for file in table.files:
-        run = json.loads((ROOT / "tests/bench/results" / f"{file}.json").read_text())
-        hardware = run["gpu"] or run["cpu"]
-        commit = f", commit {run['commit']}" if run["commit"] else ""
-        sources.append(f"- {hardware}, {run['date']}{commit}: `{run['command']}`\n")
+def read(file: str) -> dict:
+    """Return the content of a file of results."""
+    return json.loads((ROOT / "tests/bench/results" / f"{file}.json").read_text())
+
+
+def cases(table: Table) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield label, commit and figures of each case that a pattern matches."""
+    for run in map(read, table.files):
         for case, figures in run["figures"].items():
             matches = (re.fullmatch(pattern, case) for pattern in table.labels)
             match = next(filter(None, matches), None)
             if match:
-                label = [match.expand(table.labels[match.re.pattern])]
-                label += [run["commit"]] * table.sources
-                lines.append(label + [cell(figures, column) for column in table.columns])
+                yield match.expand(table.labels[match.re.pattern]), run["commit"], figures
+
+
+def markdown(table: Table) -> str:
+    """Return the table, and below it commit and command of its files."""
+    lines = [["", "commit"][: 1 + table.sources] + [column.heading for column in table.columns]]
+    lines.append(["---"] * len(lines[0]))
+    for label, commit, figures in cases(table):
+        cells = [cell(figures, column) for column in table.columns]
+        lines.append([label, *[commit] * table.sources, *cells])
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return text + "\n" + "".join(sources) if table.sources else text
+    return f"{text}\n{''.join(map(source, table.files))}" if table.sources else text
+
+
+def source(file: str) -> str:
+    """Return a line with hardware, date, commit and command of a file."""
+    run = read(file)
+    commit = f", commit {run['commit']}" if run["commit"] else ""
+    return f"- {run['gpu'] or run['cpu']}, {run['date']}{commit}: `{run['command']}`\n"
 
 
 def render(document: str) -> str:

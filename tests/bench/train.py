@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--precisions", nargs="+", default=["float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     args = parser.parse_args(arguments)
-    console.log_to_console(quiet=True)
+    console.log_to_console(console.ERRORS)
     try:
         measure(args)
     except (ValueError, MemoryError) as error:

@@ -74,7 +74,7 @@ def measure(benchmark: str, settings: list[str], args: argparse.Namespace) -> No
     """Plan a run, time its steps after the warm-up, and save the figures."""
     config = load_config(CONFIGS, [*COMMON, *settings, *args.set])
     ranks = plan.join_ranks(config)
-    console.log_to_console(quiet=ranks.rank > 0)
+    console.log_to_console(console.ERRORS if ranks.rank else console.DETAILS)
     device = plan.choose_device(config, Machine.here(ranks))
     began = time.perf_counter()
     text = generate(args.vocabulary, args.words, args.exponent, device)

@@ -1,6 +1,8 @@
-"""Documents: commands run, links and keys exist, tables agree with files."""
+"""Documents: commands and blocks run, links and tables are right."""
 
 import gzip
+import importlib.util
+import json
 import os
 import random
 import re
@@ -12,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import evaluate
-from tests.bench import tables
-from w2v.config import config_keys, config_reference, load_config
+from tests.bench import plot, tables
+from w2v.api import cli
+from w2v.config import config_keys, config_reference, load_config, shipped_config
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -36,7 +38,8 @@ def anchors(doc):
 
 @each_doc
 def test_links_lead_somewhere(doc):
-    for target in re.findall(r"\]\(([^)]+)\)", doc.read_text(encoding="utf-8")):
+    text = doc.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text) + re.findall(r' src(?:set)?="(.+?)"', text):
         if not target.startswith("https://"):
             name, _, anchor = target.partition("#")
             linked = doc.parent / name if name else doc
@@ -59,20 +62,48 @@ def test_keys_targets_modules_and_arguments_exist(doc, monkeypatch):
         assert re.search(rf"^{target}: .*##", makefile, re.M), target
     for module in re.findall(r"(?:^ {4}|`)python -m (w2v\.[a-z0-9_.]+)", text, re.M):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
-    for program, rest in re.findall(r"(?:^ {4}|`)python (\w+)\.py ([^`\n]*)", text, re.M):
-        words = shlex.split(rest, comments=True)
-        if program == "evaluate":
-            evaluate.arguments(words)
-        elif program == "train" and "..." not in words:
-            settings = [word for word in words if "=" in word and word != "section.key=value"]
-            load_config([word for word in words if word.startswith("configs/")], settings)
+    for command in re.findall(r"(?:^ {4}|`)w2v ([a-z]+ .*?)(?:`|$)", text, re.M):
+        name, *words = shlex.split(command, comments=True)
+        options = cli.parse(name, words)
+        if name == "train":
+            settings = [word for word in options.settings if "=" in word]
+            load_config(filter(shipped_config, options.settings), settings)
+
+
+def test_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert (tmp_path / "optimizers" / "index.html").exists()
+
+
+def test_generated_pages_agree_with_the_code():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert (ROOT / "docs" / "configuration.md").read_text() == config_reference(), "run make docs"
+    assert (ROOT / "docs" / "api.md").read_text() == generate.api(), "run make docs"
 
 
 def test_generated_tables_agree_with_their_files():
-    assert (ROOT / "docs" / "configuration.md").read_text() == config_reference(), "run make docs"
     for doc in tables.DOCUMENTS:
         text = doc.read_text(encoding="utf-8")
         assert tables.MARKED.search(text) and text == tables.render(text), f"{doc}: run make docs"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_picture_of_readme_has_the_figures_of_the_tables(theme):
+    picture = (ROOT / "docs" / f"summary-{theme}.svg").read_text(encoding="utf-8")
+    shown = re.findall(r"<text[^>]*>([^<]+)</text>", picture)
+    for name in ("summary", "cpu"):
+        bars = plot.summary_bars(tables.TABLES[name])
+        assert bars
+        for label, words_per_s, analogies in bars:
+            assert {label, f"{words_per_s:.3g}", f"{analogies:.1f} %"} <= set(map(str.strip, shown))
 
 
 def test_a_table_shows_the_cases_that_match(tmp_path, monkeypatch):
@@ -86,13 +117,6 @@ def test_a_table_shows_the_cases_that_match(tmp_path, monkeypatch):
     made = tables.markdown(tables.Table(["file"], {r"a (\d)": r"case \1"}, columns))
     assert made.startswith("|  | commit | time |\n| --- | --- | --- |\n| case 1 |")
     assert "| case 1 | abc | 2.00 ± 0.01 s |\n| case 2 | abc |  |\n\n- 2 cores, today" in made
-
-
-def test_the_example_of_word2vec_runs(tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [block for block in blocks if "Word2Vec(" in block]
-    monkeypatch.chdir(tmp_path)
-    exec(block + 'assert Word2Vec.load("model.w2v").wv.most_similar("mat")', {})
 
 
 @pytest.mark.parametrize(
@@ -116,36 +140,72 @@ def write_texts(folder, lines):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(text)
     (folder / "my" / "text.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "msr.txt").write_text("king man queen woman\n")
+    (folder / "mturk287.txt").write_text("king\tqueen\t9\nking\tparis\t1\n")
+    (folder / "men.csv.gz").write_bytes(gzip.compress(b"man,woman,50\nman,world,1\n"))
     (folder / "my.yaml").write_text("corpus: {path: my/text.txt}\ntrain: {epochs: 1}\n")
 
 
-def test_documented_commands_run(programs):
+def test_documented_commands_run(programs, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     folder = programs.output.parent
     (folder / "configs").symlink_to(ROOT / "configs")
     write_texts(folder, 100)
     asked = set()
-    for line in lines_of(r"python train\.py", r"python evaluate\.py"):
-        _, script, *words = shlex.split(line, comments=True)
-        if {"a.yaml", "transfer.engine=mapped"} & set(words):
-            continue  # a placeholder, or needs a GPU
+    commands = dict.fromkeys(
+        tuple(shlex.split(line, comments=True)[1:]) for line in lines_of("w2v")
+    )
+    for name, *words in commands:
+        if {"transfer.engine=mapped", "sample", "--seeds"} & set(words):
+            continue  # needs a GPU, or half a minute
         arguments = []
         for word in words:
             if word.startswith("runs/2") and not (folder / word).exists():
                 max(folder.glob("runs/*/")).rename(folder / word)
             matches = sorted(folder.glob(word)) if "*" in word else []
             arguments += [str(path) for path in matches] or [word]
-        status, said = programs.run(*arguments, program=Path(script).stem)
-        assert status == 0, f"{line}: {said}"
-        asked.add(words[0])
-    assert asked >= set("score nn analogies compare plot map export card".split())
+        status, said = programs.run(name, *arguments, program="evaluate")
+        assert status == 0, f"w2v {name} {words}: {said}"
+        asked.add(name)
+    assert asked >= set("train score nn analogies compare plot map report export card".split())
     exported = {path.suffix for path in (folder / "exported").iterdir()}
     assert exported == {".txt", ".safetensors", ".tsv", ".pbtxt"}
+    run_blocks(folder, max(folder.glob("runs/2*/")), monkeypatch)
 
 
-@pytest.mark.skipif("W2V_README" not in os.environ, reason="minutes; make test-readme runs it")
-def test_make_commands_run_line_by_line(tmp_path):
+def run_blocks(folder, run, monkeypatch):
+    """Execute the Python blocks of the documents, beside a run."""
+    sketches = {"architecture.md", "api.md", "library.md"}  # library.md has tests of its own
+    for doc in DOCS:
+        blocks = re.findall(r"```python\n(.*?)```", doc.read_text(encoding="utf-8"), re.DOTALL)
+        for block in [] if doc.name in sketches else blocks:
+            place = max(run.glob("checkpoints/step-*")) if "manifest" in block else folder
+            names = {"sentences": [["the", "world", "sat"]] * 200}
+            block = block.replace("<run>", run.name)
+            monkeypatch.chdir(place)
+            exec(compile(block, doc.name, "exec"), names)
+    assert (folder / "model.w2v").exists() and list(folder.glob("runs/*/report.html"))
+
+
+slow = pytest.mark.skipif("W2V_README" not in os.environ, reason="make test-readme runs it")
+
+
+@slow
+def test_tour_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {}
+    for cell in cells:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+    assert len(names["model"].wv) > 5_000 and min(names["accuracy"].values()) > 0.005
+    assert {path.name for path in tmp_path.iterdir()} >= {"map.png", "vectors.kv", "model.w2v"}
+
+
+@slow
+def test_long_commands_run_line_by_line(tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".*", "runs", "data", "__pycache__")
@@ -153,6 +213,7 @@ def test_make_commands_run_line_by_line(tmp_path):
     write_texts(folder, 17_000)  # enough to hold words out
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PY": sys.executable}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    for line in lines_of("make (?:train|compare|sweep|bench-cpu)"):
+    for line in lines_of("make (?:train|compare|sweep|bench-cpu)", "w2v compare .*--seeds"):
+        line = line.replace("w2v", f"{sys.executable} -m w2v")
         subprocess.run(line, shell=True, cwd=folder, env=environment, check=True)
     assert list(folder.glob("runs/compare-*/table.md")) and list(folder.glob("runs/*/vectors.kv"))

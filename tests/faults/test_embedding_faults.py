@@ -101,7 +101,7 @@ def test_bad_learning_rates_are_refused_and_the_page_stays(tmp_path, lr):
 
 BAD_SETTINGS = [
     ({"optimizer": "adamax"}, "optimizer.name=adamax .*did you mean Adamax"),
-    ({"optimizer": "Muon"}, "optimizer.name=Muon .*not row-separable"),
+    ({"optimizer": "Muon"}, "optimizer.name=Muon mixes rows"),
     ({"lr": -1.0}, "optimizer.lr=-1.0"),
     ({"step": "rows"}, "step='rows' is unknown; choose 'table' or 'row'"),
     ({"device": "gpu"}, "device='gpu' cannot be used; choose from cpu"),

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 import evaluate
 import train
 from tests.support.tiny import tiny_arguments, tiny_paths
-from w2v.training import plan, shards
-from w2v.training.checkpoint import _sealed, latest
+from w2v.system.files import sealed
+from w2v.training import checkpoint, plan, shards
+from w2v.training.checkpoint import latest
 from w2v.training.memory import Budget
 from w2v.vectors import load as vector_files
 
@@ -157,14 +159,14 @@ def test_vocabulary_of_more_words_than_ids_can_number(tmp_path, run_main, monkey
 
 
 def sealed_with(**values):
-    return lambda data: _sealed(json.loads(data) | values).encode()
+    return lambda data: sealed(json.loads(data) | values).encode()
 
 
 CHECKPOINTS = {
     "missing shard": ("input-00000-of-00001.safetensors", removed, "is damaged (No such file"),
     "truncated shard": ("input-00000-of-00001.safetensors", truncated, "bytes instead of"),
     "flipped shard": ("output-00000-of-00001.safetensors", flipped, "is damaged (its CRC-32 is"),
-    "missing manifest": ("manifest.json", removed, "is damaged (FileNotFoundError"),
+    "missing manifest": ("manifest.json", removed, "is damaged ([Errno 2] No such file"),
     "truncated manifest": ("manifest.json", truncated, "is damaged (JSONDecodeError"),
     "flipped manifest": ("manifest.json", flipped, "manifest.json is damaged ("),
     "older format": ("manifest.json", sealed_with(format=2), "is of format 2"),
@@ -185,11 +187,34 @@ def test_bad_checkpoint(tiny_run, run_main, name, change, words):
         assert (tiny_run / "config.yaml").read_bytes() == config
 
 
+def swapped(data):
+    lines = data.split(b"\n")
+    return b"\n".join([*lines[:2][::-1], *lines[2:]])
+
+
+def shuffled(data):
+    lines = data.split(b"\n")
+    rest = lines[len(lines) // 2 :]
+    random.Random(0).shuffle(rest)
+    return b"\n".join([*lines[: len(lines) // 2], *rest])
+
+
+def joined(data):
+    return data.replace(b"\n", b" ")
+
+
+@pytest.mark.parametrize("change", [swapped, shuffled, joined])
+def test_resuming_with_another_text_of_the_same_words(tiny_run, run_main, change):
+    with changed(tiny_run.parents[1] / "text.txt", change):
+        status, error = run_main(train, "--resume", tiny_run, "train.epochs=9")
+    assert status == 2 and "another text" in error, error
+
+
 @pytest.mark.parametrize(
     "run, more, words",
     [
         ("{run}x", [], "{run}x"),
-        ("latest", ["run.dir={run}"], "finds no run in {run}"),
+        ("latest", ["run.dir={run}"], "no folder in {run} holds config.yaml"),
         ("{run}", ["model.window=9"], "model.window=9 instead of 5"),
     ],
 )
@@ -243,11 +268,70 @@ def test_pickled_vectors_run_no_code(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_vectors_that_name_pickles_run_no_code(tiny_run, tmp_path):
+    kv = vector_files.load(tiny_run)
+    vars(kv)["__scipys"] = ["made"]
+    (tmp_path / "x.kv").write_bytes(pickle.dumps(kv))
+    (tmp_path / "x.kv.made").write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(vector_files.VectorsError, match="gensim would unpickle"):
+        vector_files.load(tmp_path / "x.kv")
+    assert not (tmp_path / "made").exists()
+
+
 def test_program_neither_unpickles_nor_evaluates_files():
     dangerous = ["pickle.load", "torch.load", "allow_pickle=True", " eval(", " exec(", "yaml.load("]
     for path in [*(ROOT / "w2v").rglob("*.py"), ROOT / "train.py", ROOT / "evaluate.py"]:
         source = path.read_text(encoding="utf-8")
         assert not [word for word in dangerous if word in source], path
+
+
+def test_metrics_of_another_kind(tiny_run, run_main):
+    with changed(tiny_run / "metrics.jsonl", lambda data: data + b"3\n"):
+        status, error = run_main(evaluate, "plot", tiny_run)
+    assert status == 2 and "is not a whole run folder" in error, error
+
+
+def strict(text):
+    """Read JSON, in which NaN is an error."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model__sample": 1e-12}, "nothing to train on"),
+        ({"optimizer__lr": 1e9, "optimizer__name": "Adamax"}, "above that of untrained vectors"),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, changes, words):
+    assert train.main(tiny_arguments(tmp_path, **changes)) == 0
+    assert words in capsys.readouterr().out
+    for path in (tmp_path / "runs").rglob("*.json*"):
+        for text in (
+            path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        ):
+            strict(text)
+    [card] = (tmp_path / "runs").rglob("README.md")
+    assert "nan" not in card.read_text()
+
+
+WORD = "a\x1b[31m<b>|`"
+
+
+def test_words_with_marks_are_shown_as_text(tmp_path, capsys):
+    (tmp_path / "<i>").mkdir()
+    arguments = tiny_arguments(tmp_path / "<i>", f"{WORD} {WORD} b c d\n" * 40)
+    assert train.main(arguments) == 0
+    [run] = (tmp_path / "<i>" / "runs").iterdir()
+    assert evaluate.main(["nn", str(run), "b"]) == 0
+    assert evaluate.main(["nn", str(run), "a\x1b"]) == 2
+    assert evaluate.main(["export", str(run), "--safetensors", "--projector", "5"]) == 0
+    console = "".join(capsys.readouterr())
+    vocab = (run / "vocab.tsv").read_text()  # has the words themselves
+    card = (run / "README.md").read_text()
+    for text in (console, card, *(path.read_text() for path in run.glob("*.tsv"))):
+        assert "\x1b" not in text.replace(vocab, "")
+    assert r"\x1b[31m" in console and "&#60;i&#62;" in card.split("```")[0]
 
 
 # Memory and disks
@@ -305,6 +389,7 @@ def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch
     """A checkpoint has 5 MB, and there is no room for three."""
     monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 50)
     monkeypatch.setattr(Budget, "copies", copies)
+    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
     monkeypatch.setattr(shards, "FILE_BYTES", 1 << 20)
     arguments = tiny_arguments(tmp_path, BIG, train__epochs=4, train__batch_size=4096)
     with mounted(tmp_path / "small", 12 << 20) as small:
@@ -329,8 +414,10 @@ def test_disk_full_while_vectors_are_exported(tmp_path, run_main, monkeypatch):
         status, error = run_main(train, *arguments, f"run.dir={small}")
         run = next(small.iterdir())
         assert status == 2 and f"error: {run}" in error and "make room" in error, error
-        assert not temporary_files(run) and not (run / "vectors.kv").exists()
-        assert latest(run / "checkpoints")
+        assert not temporary_files(run) and latest(run / "checkpoints")
+        # Files are whole or not there; a checkpoint is written at the same time.
+        if (run / "vectors.kv").exists():
+            assert len(vector_files.load(run / "vectors.kv")) == 20_000
 
 
 @pytest.mark.parametrize("limit", [1 << 10, 12 << 10])
@@ -354,8 +441,14 @@ def test_runs_on_a_read_only_disk(tmp_path, run_main):
         assert status == 2 and f"error: {small}/runs" in error and "Read-only" in error, error
 
 
+def test_run_dir_that_is_a_dangling_link(tmp_path, run_main):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    status, error = run_main(train, *tiny_arguments(tmp_path), f"run.dir={tmp_path / 'link'}")
+    assert status == 2 and "link: File exists" in error, error
+
+
 def test_run_dir_that_is_a_file(tmp_path, run_main):
     file = tmp_path / "file"
     file.touch()
     status, error = run_main(train, *tiny_arguments(tmp_path), f"run.dir={file}")
-    assert status == 2 and str(file) in error and "Not a directory; check" in error, error
+    assert status == 2 and f"{file}: File exists; check" in error, error

@@ -26,7 +26,7 @@ from w2v.training import run_folder as run_folders
 from w2v.training.checkpoint import Checkpoint, Checkpoints
 
 ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("W2V_KILLS", "3"))
+KILLS = int(os.environ.get("W2V_KILLS", "2"))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def assert_finished_like(run, whole):
     assert (run / "vectors.bin").read_bytes() == (whole / "vectors.bin").read_bytes()
     ends = []
     for folder in (run, whole):
-        line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-        ends.append((line["step"], line["words"]))
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        ends.append([(line["step"], line["words"]) for line in lines if "step" in line][-1])
     assert ends[0] == ends[1]
     names = [path.name for path in run.rglob("*")]
     assert not [name for name in names if name.endswith((".partial", ".part")) or ".saving" in name]
@@ -118,7 +118,9 @@ def test_kills_while_copies_are_written(tmp_path, monkeypatch):
 
 
 def wait_for(folder, pattern):
+    end = time.monotonic() + 60
     while not list(folder.glob(pattern)):
+        assert time.monotonic() < end, f"no {pattern}"
         time.sleep(0.01)
 
 
@@ -134,7 +136,7 @@ def test_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number,
     found, output = programs.wait()
     run = run_folder(tmp_path)
     assert found == status, output
-    assert "stopping at step" in output and f"python train.py --resume {run}" in output
+    assert "stopping at step" in output and f"w2v train --resume {run}" in output
     (saved,) = check_checkpoints(run)
     state = Checkpoint(saved).state
     assert 0 < state["epochs_done"] < 200 and not (run / "vectors.bin").exists()
@@ -174,7 +176,7 @@ def test_second_signal_counts_while_the_program_ends_by_the_first():
 
 def test_signal_before_training_leaves_nothing_half_written(programs, arguments, tmp_path):
     text, data, runs = tmp_path / "text.txt", tmp_path / "data", tmp_path / "runs"
-    text.write_text("some words that are read for a while " * 3_000_000)
+    text.write_text("some words that are read for a while " * 1_000_000)
     paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={runs}"]
     process = programs.start(*arguments, *paths)
     while "reading" not in programs.output.read_text():
@@ -192,5 +194,6 @@ def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):
     with run_folders.lock(run):
         status, output = programs.run("--resume", run)
     expected = f"error: {run} is in use by process {os.getpid()}; wait for it"
-    assert status == 2 and expected in output and output.count("\n") == 1, output
+    assert status == 2 and output.splitlines()[-1].startswith(expected), output
+    assert "Traceback" not in output
     assert not checkpoint.latest(run / "checkpoints")

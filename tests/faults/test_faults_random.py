@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.tiny import TEXT, tiny_arguments, tiny_paths, tiny_settings
 from w2v.config import Config
 
-CASES = int(os.environ.get("W2V_CASES", "10"))  # of each property
+CASES = int(os.environ.get("W2V_CASES", "6"))  # of each property
 OPTIMIZERS = "Adam Adamax RMSprop SGD Adagrad NAdam Rprop SparseAdam LBFGS Optimizer".split()
 SIZES = {  # kept small: a number modulo three, times this
     "model.vector_size": 1,

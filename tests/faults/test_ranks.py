@@ -23,7 +23,7 @@ from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.distributed import launcher
 from w2v.training.checkpoint import Checkpoint
 
-KILLS = int(os.environ.get("W2V_RANK_KILLS", "3"))
+KILLS = int(os.environ.get("W2V_RANK_KILLS", "1"))
 FUSED = ["train.deterministic=false"]  # on GPUs with the kernels made for several ranks
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Ahead
-from w2v.kernels.reference import ReferenceKernels
+from w2v.kernels.reference import ReferenceKernels, unique_rows
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
@@ -57,7 +57,10 @@ class WholeNumberKernels(ReferenceKernels):
 
     def unique_rows(self, batch):
         rows = [rows_U.to(self.shape.device) for rows_U in batch.rows]
-        return self._zero_grads(*rows, self.shape.rows)
+        masks = [torch.ones_like(rows_U, dtype=torch.bool) for rows_U in rows]
+        of_tables = zip(rows, masks, strict=True)
+        unique = [unique_rows(*of_table, self.shape.rows) for of_table in of_tables]
+        return self._zero_grads(*unique)
 
     def skipgram(self, batch, page, rows, lr):
         for its in (rows.inputs, rows.outputs):

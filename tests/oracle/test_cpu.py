@@ -1,10 +1,7 @@
 """CPU kernels: threads, SGD center by center, the search for negatives."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +17,8 @@ from tests.support.steps import (
     train_on_text,
 )
 from w2v.config import OptimizerConfig
-from w2v.kernels import cpu
 from w2v.kernels.batch import FAULT_BITS
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import search
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,16 +104,6 @@ def test_rows_that_would_not_stay_finite_are_not_written(name):
     assert all(table.isfinite().all() for table in records(step))
 
 
-def test_finished_step_keeps_the_input_vectors_alone():
-    batch, _ = problem(1, 200, 5, 5, 20, 100)
-    step = make("Adam")
-    train(step, [batch], 0.02)
-    vectors = step.inputs["weight"].clone()
-    step.finish()
-    assert torch.equal(step.inputs["weight"], vectors)
-    assert [table.bytes for table in tables_of(step)] == [20 * 100 * 4, 0]
-
-
 def test_only_plain_sgd_steps_center_by_center():
     def is_plain_sgd(**config):
         return RowOptimizer(OptimizerConfig(**config)).is_plain_sgd
@@ -128,27 +113,3 @@ def test_only_plain_sgd_steps_center_by_center():
     assert not is_plain_sgd(name="SGD", args={"weight_decay": 0.1})
     assert not is_plain_sgd(name="SGD", args={"momentum": 0.9})
     assert not is_plain_sgd(name="Adam")
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=50).filter(any),
-    st.lists(st.floats(0, 1, exclude_max=True), min_size=1),
-)
-def test_inversion_finds_the_words_of_the_search(noise, uniform):
-    cdf_V = torch.from_numpy(np.cumsum(noise) / np.sum(noise))
-    numbers = torch.tensor([*uniform, *cdf_V.clamp(max=1).tolist(), 0.0, 1.0], dtype=torch.float64)
-    assert torch.equal(cpu.inversion(cdf_V)(numbers), search(cdf_V)(numbers))
-
-
-def test_kernels_compile_where_no_folder_for_a_cache_is_writable(tmp_path):
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-from numba.core import caching
-caching.CacheImpl._locator_classes = []
-import torch
-from w2v.kernels import cpu
-print(cpu.inversion(torch.tensor([0.5, 1.0]))(torch.tensor([0.7])).item())
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "1\n", done.stderr

@@ -24,7 +24,16 @@ from tests.support.steps import (
 )
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels import cuda, launch
-from w2v.kernels.batch import FAULT_BITS, Grads, Page, StepShape, StepState, TableGrads, View
+from w2v.kernels.batch import (
+    FAULT_BITS,
+    Grads,
+    Page,
+    StepShape,
+    StepState,
+    TableGrads,
+    Update,
+    View,
+)
 from w2v.kernels.cpu import CpuKernels, ThreadGrads
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
@@ -37,10 +46,10 @@ VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
     ("draw.cu", {}),
-    ("claim.cu", {"WINDOW": 5, "TARGETS": 6}),
-    ("shard.cu", {"RANKS": 1, "HEADS": 1, "ELEMENT": 0, "WIDE": 4}),
-    ("shard.cu", {"RANKS": 4, "HEADS": 6, "ELEMENT": 1, "WIDE": 1}),
-    ("shard.cu", {"RANKS": 1000, "HEADS": 1, "ELEMENT": 2, "WIDE": 4}),
+    ("unique.cu", {"WINDOW": 5, "TARGETS": 6}),
+    ("shard.cu", {"RANKS": 1, "HEADER_ROWS": 1, "ELEMENT": 0, "WIDE": 4}),
+    ("shard.cu", {"RANKS": 4, "HEADER_ROWS": 6, "ELEMENT": 1, "WIDE": 1}),
+    ("shard.cu", {"RANKS": 1000, "HEADER_ROWS": 1, "ELEMENT": 2, "WIDE": 4}),
     ("sgns.cu", {"DIM": 128, "WINDOW": 5, "TARGETS": 6, "ELEMENT": 0, "COUNTED": 0}),
     ("sgns.cu", {"DIM": 33, "WINDOW": 20, "TARGETS": 65, "ELEMENT": 1, "COUNTED": 1}),
     ("sgns.cu", {"DIM": 1024, "WINDOW": 1, "TARGETS": 2, "ELEMENT": 2, "COUNTED": 0}),
@@ -218,7 +227,7 @@ def optimizer_steps(config, kernels, dim=50, steps=20, dtype=torch.float32):
             touched.append((rows_U, torch.randn(len(rows_U), dim, generator=g), pairs_U))
         grads = grads_of(tested, touched)
         lr = 0.05 * (1 - number / steps)
-        tested.optimizer_step(optimizer, tables, page, grads, lr, state)
+        tested.optimizer_step(Update(optimizer, tables, lr), page, grads, state)
         assert kernels == "reference" or all(map(is_reset, grads[:2]))
     assert not state.fault
     return tables
@@ -322,7 +331,7 @@ def test_steps_write_nothing_that_is_not_finite(kernels, name, loss, grad, fault
     for number, step_loss, touched in ((5, loss, first), (6, 1.0, [sound, sound])):
         state.step = number
         grads = grads_of(tested, touched, step_loss)
-        tested.optimizer_step(optimizer, tables, page, grads, 0.1, state)
+        tested.optimizer_step(Update(optimizer, tables, 0.1), page, grads, state)
         assert kernels == "reference" or all(map(is_reset, grads[:2]))
     bit = fault << which if fault == 2 else fault
     assert int(state.fault) == ((5 << FAULT_BITS) + bit if fault else 0)
@@ -378,17 +387,17 @@ def test_training_on_a_gpu(name, engine, slots, steps_per_page):
     check_training("cuda", name, engine=engine, slots=slots, steps_per_page=steps_per_page)
 
 
-def sampler_of_random_words(model, words, batch_size, draw=None):
+def sampler_of_random_words(model, words, batch_size):
     ids = np.random.default_rng(1).integers(0, 5000, words)
     text, device = one_sentence(ids, 5000), torch.device("cuda")
-    return Sampler(text, model, batch_size, 1, device, draw=draw)
+    return Sampler(text, model, batch_size, 1, device)
 
 
 @pytest.mark.gpu
 def test_buffers_have_room_for_the_words_of_a_pool_alone():
     step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 8, "cuda", "cuda")
     model = ModelConfig(negative=5, negative_pool=100)
-    sampler = sampler_of_random_words(model, 4000, 500, step.kernels.draw)
+    sampler = sampler_of_random_words(model, 4000, 500)
     for planned in step.prefetched(sampler.epoch()):
         step(planned, 0.01)
         _, outputs = step.kernels._rows

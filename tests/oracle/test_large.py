@@ -8,7 +8,7 @@ import torch
 
 from tests.support.steps import train
 from w2v.config import OptimizerConfig
-from w2v.distributed.exchange import SingleProcess
+from w2v.distributed.exchange import Exchange
 from w2v.kernels.batch import Batch, StepShape, StepState
 from w2v.kernels.cuda import CudaKernels
 from w2v.model.optim import RowOptimizer
@@ -16,7 +16,7 @@ from w2v.model.table import Table
 from w2v.system.resources import free_host_bytes, lockable_bytes
 from w2v.training.step import TrainingStep
 from w2v.transfer.cache import MappedCache
-from w2v.transfer.engine import Resident
+from w2v.transfer.engine import Engine
 from w2v.transfer.links import MappedLink
 
 ROWS, FEW, DIM, DTYPE = 18_000_000, 1000, 128, torch.float16
@@ -109,9 +109,9 @@ def test_fused_steps_train_the_last_rows(name):
         first = rows - FEW
         tables = [make_table(rows, "cuda", seed, optimizer.states(DIM)) for seed in (1, 2)]
         kernels = CudaKernels(StepShape(rows, DIM, DTYPE, device))
-        exchange, state = SingleProcess(kernels, 1), StepState(device)
+        exchange, state = Exchange(kernels, 1), StepState(device)
         planning = torch.cuda.Stream(device)
-        engine = Resident(tables)
+        engine = Engine(tables)
         step = TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
         batch = Batch(words + first, sentences, 400, windows, negatives + first, 5, 0.0)
         losses, _ = train(step, [batch] * 3, 0.1)

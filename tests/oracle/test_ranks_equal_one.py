@@ -21,12 +21,12 @@ from tests.support.steps import (
     train,
 )
 from tests.support.threaded import checked, together
-from w2v.config import OptimizerConfig
+from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import FAULT_BITS, Batch, Page, StepShape, View
+from w2v.kernels.batch import FAULT_BITS, Batch, Counts, Page, Requests, StepShape, View
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
-from w2v.model.optim import FUSED_BETAS, rowwise_optimizers
+from w2v.model.optim import FUSED_BETAS
 
 ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 12, 64, 0.01
 EPOCHS = 2
@@ -121,7 +121,7 @@ def test_ranks_in_threads(kernels, device, size, how):
     check(threads(size), kernels=kernels, device=device, **how)
 
 
-@pytest.mark.parametrize("name", rowwise_optimizers())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     check(threads(3), name=name)
 
@@ -228,7 +228,7 @@ def test_numbers_that_are_not_finite_stop_all_ranks(kernels, device, value, foun
     assert threads(2)(body) == [(faults[0], wrote), (faults[1], wrote)]
 
 
-def test_rows_are_dealt_in_turn():
+def test_row_v_belongs_to_rank_v_modulo_n():
     shards = []
     for rank in range(3):
         ranks = Ranks()
@@ -245,9 +245,9 @@ def shard_operations(kernels, batch, seed):
     zeros = partial(torch.zeros, dtype=torch.int32, device=device)
 
     # List the rows by owner. The order within an owner is that in which threads come: sort it.
-    ids_before, counts_before_N = zeros(size * headers) - 1, zeros(size) + headers
+    before = Requests(zeros(size * headers) - 1, zeros(size) + headers)
     send_N = zeros(size)
-    listed = kernels.list_requests(batch, send_N, zeros(size), (ids_before, counts_before_N))
+    listed = kernels.list_requests(batch, send_N, zeros(size), before)
     total = int(send_N.sum())
     rows_U, ids_U = (part[:total].long() for part in listed)
     owners_U = torch.arange(size, device=device).repeat_interleave(send_N)
@@ -255,20 +255,20 @@ def shard_operations(kernels, batch, seed):
     rows_U, ids_U = rows_U[order_U], ids_U[order_U].int()
     found = {"send": send_N, "rows": rows_U, "ids": ids_U}
 
-    # The headers of the batch before tell how many they are.
+    # The headers of the batch before have their numbers.
     recv_N, host_2N = zeros(size), torch.zeros(2, size, dtype=torch.int32)
     if device.type == "cuda":
         host_2N = host_2N.pin_memory()
-    kernels.read_counts(ids_before, counts_before_N, send_N, recv_N, host_2N)
+    kernels.read_counts(before, Counts(send_N, recv_N), host_2N)
     found |= {"received": recv_N, "on the host": host_2N.to(device, copy=True)}
 
-    # An owner that is asked for all these ids lends its weights.
+    # An owner sends the weights of all requested ids.
     marks_TV = torch.zeros(2, shape.stride, dtype=torch.bool, device=device)
     kernels.mark_requested(ids_U, marks_TV)
     slots_TV = torch.randperm(2 * shape.stride, generator=g).int().to(device).view(2, -1)
     records_SR = torch.randn(2 * shape.stride, shape.dim + 8, generator=g).to(device, shape.dtype)
     page = Page(View(records_SR, slots_TV[0]), View(records_SR, None))
-    weights_MD, owned = kernels.lend(ids_U, page)
+    weights_MD, owned = kernels.gather_weights(ids_U, page)
     found |= {"marks": marks_TV, "weights": weights_MD[ids_U >= 0]}
 
     # They come in the order of the list, with zero gradients.
@@ -286,7 +286,7 @@ def shard_operations(kernels, batch, seed):
     fault = torch.tensor((7 << 35) + 5, device=device)
     kernels.write_headers(borrowed, fault, send_N)
     fault.zero_()
-    kernels.collect(ids_U, send_N, grad_UD, pairs_U, owned, fault)
+    kernels.collect(Requests(ids_U, send_N), (grad_UD, pairs_U), owned, fault)
     found |= {"loss": owned.loss, "pairs": owned.pairs, "fault": fault}
     found |= {"input gradients": sorted_grads(owned.inputs)}
     return found | {"output gradients": sorted_grads(owned.outputs)}

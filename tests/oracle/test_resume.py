@@ -12,14 +12,21 @@ import pytest
 import torch
 
 from tests.support.steps import make_step
-from w2v.config import ConfigError, load_config, save_config
+from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.kernels.batch import Position
-from w2v.model import optim
 from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
+from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, latest
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
+
+
+@pytest.fixture(autouse=True)
+def after_each_epoch(monkeypatch):
+    """Write a checkpoint after each epoch, however short it is."""
+    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
+
 
 ROWS, DIM = 60, 6
 STEPS = 200  # in 4 epochs
@@ -62,7 +69,7 @@ def on_gpu(place):
 COMBINATIONS = [
     pytest.param(name, place, marks=on_gpu(place))
     for place in PLACES
-    for name in optim.rowwise_optimizers()
+    for name in OPTIMIZERS
     if on_gpu(place) or place == "tight" or name == "NAdam"
 ]
 
@@ -123,7 +130,7 @@ def make(
         config.train.batch_size,
         seed=1,
         device=torch.device(device),
-        inversion=step.kernels.inversion,
+        subsample=step.kernels.subsample,
         draw=step.kernels.draw,
     )
     loop = DisturbedLoop(config, sampler, step)
@@ -205,9 +212,9 @@ def test_checkpoints_change_nothing(tmp_path):
     by_epoch = trained(tmp_path / "epochs", epochs)
     assert saved_position(tmp_path / "epochs") == [1, 0, 0, 0]
     by_step = make(tmp_path / "steps", epochs, "run.checkpoint_minutes=1e-9", place="tight")
-    save = by_step.checkpoints.save
+    save, wait = by_step.checkpoints.save, by_step.checkpoints.wait
     # Else none is due while the one before is written.
-    by_step.checkpoints.save = lambda state: save(state, wait=True)
+    by_step.checkpoints.save = lambda state: (save(state, copied=False), wait())
     with by_step:
         by_step.train()
     assert saved_position(tmp_path / "steps") == [1, 1, 18, 50]
@@ -216,7 +223,8 @@ def test_checkpoints_change_nothing(tmp_path):
 
 
 def read_curve(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "step" in line]
 
 
 def test_curve_goes_on_without_a_gap_or_a_second_line(tmp_path):
@@ -246,7 +254,8 @@ def test_tensorboard_curve_goes_on_and_ends_with_the_scores(tmp_path):
         save_config(trainer.config, tmp_path / "config.yaml")
         trainer.train()
         trainer.export()
-    shown, lines = EventAccumulator(str(tmp_path)).Reload(), read_curve(tmp_path)
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    lines = [line for line in read_curve(tmp_path) if "loss" in line]
     training = {f"training/{name}" for name in ("loss", "lr", "words_per_s")}
     assert set(shown.Tags()["scalars"]) == {*training, "scores/analogies"}
     events = shown.Scalars("training/loss")
@@ -264,6 +273,16 @@ def test_finished_run_trains_nothing_and_more_epochs_go_on(tmp_path):
     assert longer.metrics.step == 250 and longer.loop.sampler.position == Position(5)
     with pytest.raises(ConfigError, match="train.epochs=3, but 4 passes are done"):
         trained(tmp_path / "run", "train.epochs=3")
+
+
+def test_the_last_checkpoint_and_the_binary_file_can_be_left_out(tmp_path):
+    options = "run.final_checkpoint=false", "run.checkpoint_minutes=0", "run.formats=kv"
+    with make(tmp_path, *options) as trainer:
+        save_config(trainer.config, tmp_path / "config.yaml")
+        trainer.train()
+        trainer.export()
+    assert latest(tmp_path / "checkpoints") is None
+    assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".sha256"}
 
 
 def test_moved_rows_are_counted_through(tmp_path):
@@ -291,9 +310,9 @@ def test_numbers_that_are_not_finite_stop_the_run_and_are_not_written(tmp_path, 
     with pytest.raises(Diverged) as stop, trainer:
         trainer.train()
     message = str(stop.value)
-    assert "at step 61 (Adamax, lr 0.035)" in message and "the loss" in message
+    assert "at step 61 (Adam, lr 0.035)" in message and "the loss" in message
     good = f"{tmp_path}/checkpoints/step-00000050"
-    command = f"python train.py --resume {tmp_path} optimizer.lr=0.0125"
+    command = f"w2v train --resume {tmp_path} optimizer.lr=0.0125"
     remedies = [good, command] if saved else ["no checkpoint yet"]
     assert all(part in message for part in remedies) and "\n" not in message
     assert trainer.loop.step.inputs["weight"].isfinite().all()

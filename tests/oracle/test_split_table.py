@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from w2v.api.embedding import Embedding
-from w2v.model.optim import rowwise_optimizers
+from w2v.config import OPTIMIZERS
 
 ROWS, DIM = 9, 6
 PLACES = [  # of the weights, of the state, and the device
@@ -29,7 +29,7 @@ def trained(steps=6, **settings):
 
 @everywhere
 @pytest.mark.parametrize("step", ["table", "row"])
-@pytest.mark.parametrize("name", [name for name in rowwise_optimizers() if name != "SGD"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD"])
 def test_split_table_trains_like_a_joint_one(storage, state_storage, device, name, step):
     settings = {"optimizer": name, "step": step, "device": device}
     split = trained(storage=storage, state_storage=state_storage, **settings).table

@@ -1,5 +1,6 @@
 """Reading text in plain Python: the reference for the compiled reader."""
 
+import unicodedata
 from collections import Counter
 
 import numpy as np
@@ -9,25 +10,37 @@ from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
 
 
-def read_sentences(files, lowercase=False, max_sentence_length=10_000):
+def read_sentences(files, lowercase=False, tokenize="whitespace", max_sentence_length=10_000):
     """Return the sentences of plain files as gensim's LineSentence does."""
+    lowercase = lowercase or tokenize == "words"
     sentences = []
     for path in files:
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
         text = "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
         for line in (text.lower() if lowercase else text).split("\n"):
+            if tokenize == "words":
+                line = "".join(character if is_part(character) else " " for character in line)
             words = line.split()
             for start in range(0, len(words), max_sentence_length):
                 sentences.append(words[start : start + max_sentence_length])
     return sentences
 
 
+def is_part(character):
+    """Return whether a word of raw text may have this character."""
+    is_mark = unicodedata.category(character).startswith("M")
+    return character.isalnum() or character == "_" or is_mark
+
+
 def count(sentences, min_count=1, max_final_vocab=None):
     """Return the vocabulary of sentences."""
     counter = Counter(word for sentence in sentences for word in sentence)
     counts = np.array(list(counter.values()), np.int64)
+    words = np.array(list(counter), object)
     limits = VocabConfig(min_count, max_final_vocab)
-    return Vocab.select(list(counter).__getitem__, counts, limits)[0]
+    return Vocab.select(
+        lambda numbers: words[numbers].tolist(), counts, np.arange(len(words)), limits
+    )[0]
 
 
 def encode(sentences, vocab):

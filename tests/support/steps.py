@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from w2v.config import ModelConfig
-from w2v.distributed.exchange import RankExchange, SingleProcess
+from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, StepShape, StepState
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
@@ -16,7 +16,7 @@ from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, record_width, side_by_side, uniform
 from w2v.training.step import TrainingStep
 from w2v.transfer.cache import MappedCache, TorchCache
-from w2v.transfer.engine import Paged, Resident
+from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between
 
 DTYPE = torch.float32
@@ -58,7 +58,7 @@ def make_step(
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
-    exchange = SingleProcess(kernels, steps_per_page)
+    exchange = Exchange(kernels, steps_per_page)
     if ranks is not SINGLE:
         exchange = RankExchange(ranks, kernels, shape, steps_per_page, state, planning)
     engine = make_engine(engine, tables, slots, uses_TV, device)
@@ -99,7 +99,7 @@ def make_tables(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, 
 def make_engine(name, tables, slots, uses_TV, device):
     """Return an engine by name: "resident", "paged", "cache" or "torch cache"."""
     if name == "resident":
-        return Resident(tables)
+        return Engine(tables)
     link = link_between(tables[0], device)
     if name == "paged":
         return Paged(link, tables, device)
@@ -134,9 +134,9 @@ def train_on_text(config, kernels="reference", device="cpu", **how):
     offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
     ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
     text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
-    inversion = step.kernels.inversion
+    draws = {"draw": step.kernels.draw, "subsample": step.kernels.subsample}
     where = torch.device(device)
-    sampler = Sampler(text, ModelConfig(negative=3), 64, 1, where, inversion=inversion)
+    sampler = Sampler(text, ModelConfig(negative=3), 64, 1, where, **draws)
     losses = [train(step, sampler.epoch(), config.lr)[0] for _ in range(3)]
     return step, torch.cat(losses)
 

@@ -104,7 +104,8 @@ def test_scalars_are_saved_for_each_rank(tmp_path, room):
         tables = make_tables(ranks)
         tables[0].scalars["step"].fill_(ranks.rank)
         keeper = Checkpoints(tmp_path, tables, room, ranks)
-        keeper.save({"step": 1}, wait=True)
+        keeper.save({"step": 1})
+        keeper.wait()
 
     def read(ranks):
         tables = make_tables(ranks, filled=False)
@@ -250,7 +251,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
         older.setattr(checkpoint, "FORMAT", 2)
         save(tmp_path)
-    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 3"):
+    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 4"):
         latest(tmp_path)
 
 
@@ -289,4 +290,17 @@ def test_no_checkpoint_by_time_is_due_with_zero_minutes(monkeypatch):
     monkeypatch.setattr(checkpoint, "time", clock)
     timer = SaveTimer(0)
     clock.now = 1e9
-    assert not timer.due
+    assert not timer.due and not timer.due_after_epoch
+
+
+def test_an_epoch_of_a_minute_is_worth_a_checkpoint(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(checkpoint, "time", clock)
+    timer, seldom = SaveTimer(0.5), SaveTimer(10)
+    due = []
+    for clock.now in (29, 30, 59, 60):
+        due.append((timer.due_after_epoch, seldom.due_after_epoch))
+    assert due == [(False, False), (True, False), (True, False), (True, True)]
+    with seldom.saving():
+        pass
+    assert not seldom.due_after_epoch

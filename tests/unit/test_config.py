@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from w2v.config import (
+    AUTO,
     FOREIGN_NAMES,
     Config,
     ConfigError,
@@ -111,7 +112,7 @@ def test_section_without_keys_changes_nothing(write):
 @pytest.mark.parametrize(
     ("assignment", "expected"),
     [
-        ("optimizer.lr=abc", "a number"),
+        ("optimizer.lr=abc", "a number or auto"),
         ("model.window=few", "a whole number"),
         ("model.window=null", "a whole number"),
         ("model.window=true", "a whole number"),
@@ -135,7 +136,7 @@ def test_wrong_type_is_named_with_what_is_expected(assignment, expected):
 @pytest.mark.parametrize(
     ("assignment", "start"),
     [
-        ("optimizer.lr=1" + "0" * 400, f"optimizer.lr=1{'0' * 76}... {CLI} is not a number"),
+        ("optimizer.lr=1" + "0" * 400, f"optimizer.lr=1{'0' * 56}... {CLI} is not a number"),
         ("train.epochs=1e1", f"train.epochs=10.0 {CLI} is not a whole number; write 10"),
         ("optimizer.args={1: 2}", f"optimizer.args={{1: 2}} {CLI} is not a mapping"),
         ("model.window={a: 1}", f"model.window={{'a': 1}} {CLI} is not a whole number"),
@@ -155,20 +156,43 @@ def test_unusable_assignment_is_named(assignment, start):
 
 
 @pytest.mark.parametrize(
+    ("assignments", "must_be"),
+    [
+        ("model.negative_pool=0 model.negative_pool_steps=8", "1 without a pool to share"),
+        ("optimizer.lr=0.4 optimizer.min_lr=0.5", "from 0 to optimizer.lr=0.4"),
+    ],
+)
+def test_value_that_does_not_suit_another_is_refused(assignments, must_be):
+    *_, last = assignments.split()
+    message = f"{last} is out of range; it must be {must_be}"
+    assert config_error(*assignments.split()).startswith(message)
+
+
+@pytest.mark.parametrize("key", list(AUTO))
+def test_auto_is_kept_and_written_as_such(key, tmp_path):
+    config = load_config([], [f"{key}=auto"])
+    assert flat_config(config)[key] == "auto"
+    save_config(config, tmp_path / "c.yaml")
+    assert (
+        "auto" in (tmp_path / "c.yaml").read_text() and load_config([tmp_path / "c.yaml"]) == config
+    )
+    chosen = load_config([tmp_path / "c.yaml"], [f"{key}=3"])
+    assert flat_config(chosen)[key] == 3
+
+
+@pytest.mark.parametrize(
     ("assignment", "must_be"),
     [
         ("model.window=0", "at least 1"),
         ("model.vector_size=0", "at least 1"),
-        ("model.negative_pool=-1", "at least 0"),
+        ("model.negative_pool=-1", "at least 0 or auto"),
         ("model.negative_pool_steps=0", "at least 1"),
-        ("model.negative_pool_steps=8", "1 without a pool to share; set model.negative_pool=65536"),
         ("model.negative=0", "at least 1"),
         ("model.sample=1.0", "at least 0 and below 1"),
         ("model.ns_exponent=nan", "finite"),
         ("optimizer.lr=inf", "above 0 and finite"),
         ("optimizer.lr=0.0", "above 0"),
         ("optimizer.warmup=1.0", "at least 0 and below 1"),
-        ("optimizer.min_lr=0.5", "from 0 to optimizer.lr=0.4"),
         ("train.epochs=0", "at least 1"),
         ("train.batch_size=0", "at least 1"),
         ("train.seed=-1", f"at least 0 and below {2**63}"),
@@ -240,7 +264,7 @@ def test_foreign_names_lead_to_keys():
         ("modle: {window: 3}\n", "unknown key 'modle.window' (from {path}); did you mean"),
         ("modle:\n", "unknown key 'modle' (from {path}); did you mean the section 'model'?"),
         ("window: 3\n", "unknown key 'window' (from {path}); did you mean 'model.window'?"),
-        ('"a\\nb": 3\n', "unknown key 'a\\nb' (from {path}); see --help-config"),
+        ('"a\\nb": 3\n', "unknown key 'a b' (from {path}); see --help-config"),
         ("model: 3\n", "model=3 (from {path}): 'model' is a section; write model.<key>"),
         ("optimizer:\n  lr: |\n    a\n    b\n", "optimizer.lr=a b (from {path}) is not a number"),
         ("train:\n  seed: ???\n", "train.seed=??? (from {path}) is not a whole number"),
@@ -349,3 +373,24 @@ def test_config_changes_take_a_missing_key_for_its_default():
     new["model.negative_pool_steps"] = 8
     message = "model.negative_pool_steps=8 instead of 1"
     assert config_changes(old, new) == {"model.negative_pool_steps": message}
+
+
+@pytest.mark.parametrize("name", ["adam", "optimizers/adam.yaml", "configs/optimizers/adam.yaml"])
+def test_shipped_configs_are_found_by_name_from_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config([name]).optimizer.name == "Adam"
+
+
+def test_optimizer_name_takes_its_shipped_settings_and_not_the_last_ones(write):
+    adamw, sgd = load_config(["adamw"]), load_config(["sgd"])
+    assert load_config(["text8"], ["optimizer.name=SGD"]).optimizer == sgd.optimizer
+    changed = load_config(["sgd"], ["optimizer.lr=0.5", "optimizer.name=AdamW"])
+    assert changed.optimizer == dataclasses.replace(adamw.optimizer, lr=0.5)
+    own = write("optimizer: {name: AdamW, lr: 0.5, args: {}}\n")
+    assert load_config([own], ["optimizer.name=AdamW"]).optimizer.args == {}
+
+
+def test_a_class_of_ones_own_needs_a_rate():
+    assert "set optimizer.lr too" in config_error("optimizer.name=mine.Adam")
+    config = load_config(["adamw"], ["optimizer.name=mine.Adam", "optimizer.lr=0.1"])
+    assert (config.optimizer.name, config.optimizer.args) == ("mine.Adam", {})

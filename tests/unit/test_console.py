@@ -1,12 +1,20 @@
 """Messages reach the console and train.log, whoever reads them."""
 
 import contextlib
+import fcntl
+import io
+import logging
 import os
+import pty
+import struct
 import sys
+import termios
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from w2v.system import console
 from w2v.system.console import log, log_to_console, log_to_file
 
 
@@ -40,14 +48,49 @@ def test_unwritable_console_does_not_end_training(monkeypatch, tmp_path, open_ou
     assert [line.split(" INFO ")[1] for line in lines] == ["message 0", "message 1", "message 2"]
 
 
-@pytest.mark.parametrize(("quiet", "expected"), [(False, "message\nerror\n"), (True, "error\n")])
-def test_messages_are_written_at_once(monkeypatch, tmp_path, quiet, expected):
+LEVELS = {
+    console.DETAILS: "detail message result error",
+    logging.INFO: "message result error",
+    console.RESULTS: "result error",
+    console.ERRORS: "error",
+}
+
+
+@pytest.mark.parametrize(("level", "expected"), LEVELS.items())
+def test_messages_are_written_at_once(monkeypatch, tmp_path, level, expected):
     with open(tmp_path / "output", "w") as file, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", file)
-        log_to_console(quiet)
-        log.info("message")
-        log.error("error")
-        assert (tmp_path / "output").read_text() == expected
+        log_to_console(level)
+        with log_to_file(tmp_path / "train.log"):
+            log.debug("detail")
+            log.info("message")
+            log.log(console.RESULTS, "result")
+            log.error("error")
+        assert (tmp_path / "output").read_text().split() == expected.split()
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert len(lines) == (1 if level == console.ERRORS else 4)
+
+
+@pytest.mark.parametrize(("no_color", "expected"), [("", True), ("1", False)])
+def test_warnings_have_a_colour_in_a_terminal_alone(monkeypatch, no_color, expected):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    for is_terminal in (True, False):
+        output = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(console, "is_terminal", lambda _, found=is_terminal: found)
+        log_to_console()
+        log.warning("take care")
+        log.info("go on")
+        assert ("\033[" in output.getvalue()) == (is_terminal and expected)
+        assert output.getvalue().endswith("go on\n")
+
+
+def test_a_terminal_of_width_0_gets_lines():
+    _, descriptor = pty.openpty()
+    with open(descriptor, "w") as terminal:
+        assert terminal.isatty() and not console.is_terminal(terminal)
+        fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        assert console.is_terminal(terminal)
 
 
 def test_unencodable_characters_are_escaped(monkeypatch, tmp_path):
@@ -57,3 +100,15 @@ def test_unencodable_characters_are_escaped(monkeypatch, tmp_path):
         log_to_console()
         log.info("naïve 日")
     assert path.read_text(encoding="latin-1") == "naïve \\u65e5\n"
+
+
+def test_a_log_file_on_a_full_disk_is_reported_once(monkeypatch, capsys):
+    log_to_console()
+    with log_to_file(Path("/dev/full")):
+        for number in range(3):
+            log.info(f"message \x1b[2J{number}")
+    out, errors = capsys.readouterr()
+    assert errors == "" and out.count("/dev/full cannot be written") == 1
+    assert [line for line in out.splitlines() if "message" in line] == [
+        rf"message \x1b[2J{number}" for number in range(3)
+    ]

@@ -49,14 +49,14 @@ def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
     path.unlink()
     if cut is not None:
         path.write_bytes(content)
-    with pytest.raises(CorpusError, match=r"holds no whole corpus .*delete the folder"):
+    with pytest.raises(CorpusError, match=r"ids is damaged \("):
         Corpus.open(tmp_path / "ids")
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     Corpus.write(tmp_path / "ids", blocks([["a", "b"]]))
     monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
-    with pytest.raises(CorpusError, match="holds no whole corpus"):
+    with pytest.raises(CorpusError, match=r"is damaged \(format 2 instead of 3"):
         Corpus.open(tmp_path / "ids")
 
 
@@ -81,6 +81,17 @@ def test_a_text_is_encoded_once_for_the_same_settings(configured, monkeypatch):
     assert open_corpus(configured("vocab.max_final_vocab=2"))[0].words == ["b", "a"]
     sentences = open_corpus(configured("corpus.max_sentence_length=2"))[1].offsets
     assert sentences.tolist() == list(range(0, 31, 2))
+
+
+def test_raw_text_is_split_into_words(configured, tmp_path):
+    (tmp_path / "text").write_text("The cat, it sat. A dog!\n" * 30)
+    vocab, corpus = open_corpus(configured())
+    assert vocab.words == ["the", "cat", "it", "sat", "a", "dog"]
+    assert corpus.tokenized.endswith("tokenize=words")
+    again = open_corpus(configured("corpus.tokenize=words"))[1]
+    assert np.array_equal(again.ids, corpus.ids) and not again.tokenized
+    plain = open_corpus(configured("corpus.tokenize=whitespace"))[0]
+    assert plain.words == ["The", "cat,", "it", "sat.", "A", "dog!"]
 
 
 def test_a_cache_without_its_vocabulary_is_written_again(configured, tmp_path):

@@ -1,5 +1,7 @@
 """Question files and judged word pairs are read as gensim reads them."""
 
+import gzip
+
 import pytest
 
 from w2v.vectors.datasets import EvaluationError, judged_pairs, read_questions
@@ -17,10 +19,38 @@ def test_lines_of_other_than_four_words_are_skipped(tmp_path):
     assert read_questions(tmp_path / "q.txt") == [("s", [["A", "B", "C", "D"]])]
 
 
+def test_questions_without_a_section_are_in_one_named_after_the_file(tmp_path):
+    path = tmp_path / "msr.txt.gz"
+    path.write_bytes(gzip.compress(b"a b c d\n: s\ne f g h\n"))
+    assert read_questions(path) == [("msr", [["A", "B", "C", "D"]]), ("s", [["E", "F", "G", "H"]])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat\tdog\t8.5\nsun\tmoon\t.25\n",
+        "word 1,word 2,mean,deviation\ncat,dog,8.5,1.2\nsun,moon,0.25,3\n",
+        "# by hand\ncat dog N 8.5 SYNONYMS\nsun moon N 0.25 NONE\n",
+    ],
+)
+def test_pairs_of_a_file_have_their_first_number(tmp_path, text):
+    for path, content in (
+        (tmp_path / "pairs.txt", text.encode()),
+        (tmp_path / "pairs.csv.gz", gzip.compress(text.encode())),
+    ):
+        path.write_bytes(content)
+        assert judged_pairs(path) == [("CAT", "DOG", 8.5), ("SUN", "MOON", 0.25)]
+
+
+def test_pairs_files_without_a_pair_are_refused(tmp_path):
+    (tmp_path / "pairs.txt").write_text("a b\n")
+    with pytest.raises(EvaluationError, match="holds no pair of words; write"):
+        judged_pairs(tmp_path / "pairs.txt")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a b c d\n", "line 1: a question before the first section; begin"),
         (b": s\na b c\n", "holds no question; write"),
         (b"", "holds no question; write"),
         (b": s\n\xff", "cannot be read .*; name a UTF-8 text file"),

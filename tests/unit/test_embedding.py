@@ -1,6 +1,9 @@
 """Paged embeddings train as nn.Embedding and return what was put."""
 
+import copy
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from torch import nn
 
 from tests.support.embeddings import DIM, ROWS, embedding, everywhere, row_store
 from w2v.api.embedding import RowStore
-from w2v.model.optim import rowwise_optimizers
+from w2v.config import OPTIMIZERS
 
 
 def batches(steps=5, count=40):
@@ -31,7 +34,7 @@ def train_step(table, ids, target):
 
 @everywhere
 @pytest.mark.parametrize("step", ["table", "row"])
-@pytest.mark.parametrize("name", rowwise_optimizers())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, step):
     torch.manual_seed(0)
     paged = embedding(tmp_path, storage, device, optimizer=name, step=step)
@@ -108,7 +111,7 @@ def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
     assert (table.get(range(ROWS)).float() - target).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("name", rowwise_optimizers())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_16_bit_rows_in_float32(tmp_path, name):
     def trained(dtype):
         table = embedding(tmp_path, optimizer=name, lr=0.05, dtype=dtype)
@@ -141,10 +144,43 @@ def test_a_page_outside_the_loss_changes_nothing(tmp_path, storage, device, step
 @everywhere
 def test_a_page_without_rows_can_be_stepped(tmp_path, storage, device):
     table = embedding(tmp_path, storage, device)
-    empty = table.page(torch.empty(0, dtype=torch.int64))
-    assert empty.vectors.shape == (0, DIM)
-    empty.vectors.sum().backward()
-    table.step(empty)
+    for ids in (torch.empty(0, dtype=torch.int64), []):
+        assert table.get(ids).shape == (0, DIM)
+        table.put(ids, torch.empty(0, DIM))
+        empty = table.page(ids)
+        assert empty.vectors.shape == (0, DIM)
+        empty.vectors.sum().backward()
+        table.step(empty)
+
+
+def test_threads_share_an_embedding_and_its_pages_stay_their_own(tmp_path):
+    table = embedding(tmp_path, optimizer="SGD", lr=1.0)
+    before = table.get(range(ROWS))
+
+    def train(row):
+        for _ in range(30):
+            page = table.page([row])
+            (page.vectors * (row + 1)).sum().backward()
+            table.step(page)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet inside a step
+    try:
+        with ThreadPoolExecutor(ROWS) as pool:
+            list(pool.map(train, range(ROWS)))
+    finally:
+        sys.setswitchinterval(interval)
+    expected = before - 30 * torch.arange(1, ROWS + 1)[:, None]
+    torch.testing.assert_close(table.get(range(ROWS)), expected)
+
+
+def test_a_copy_trains_on_and_numpy_integers_are_seeds(tmp_path):
+    table = embedding(tmp_path, seed=np.int64(3))
+    assert torch.equal(table.get([0]), embedding(tmp_path, seed=3).get([0]))
+    other = copy.deepcopy(table)
+    for each in (table, other):
+        train_step(each, torch.arange(ROWS)[None], torch.ones(1, ROWS))
+    assert torch.equal(table.get(range(ROWS)), other.get(range(ROWS)))
 
 
 def test_gradients_accumulate_and_may_be_changed(tmp_path):

@@ -20,11 +20,13 @@ from w2v.text.sources import CorpusError
 from w2v.text.vocab import VocabError
 
 ROOT = Path(__file__).parents[2]
+LIMITS = ("min_count", "max_final_vocab")
 
 
-def read(files, folder, workers=2, lowercase=False, max_sentence_length=10_000, **limits):
+def read(files, folder, workers=2, **settings):
     """Return the vocabulary, the encoded sentences and the words read."""
-    reading = CorpusConfig(lowercase=lowercase, max_sentence_length=max_sentence_length)
+    limits = {name: settings.pop(name) for name in LIMITS if name in settings}
+    reading = CorpusConfig(**settings)
     limits = VocabConfig(**{"min_count": 1} | limits)
     vocab, blocks = encode.encode_files(files, reading, limits, workers, folder)
     return vocab, *joined(blocks)
@@ -57,6 +59,7 @@ def check_against_plain(files, folder, workers, how, **limits):
 
 
 LETTERS = ["a", "b", "cd", "A", "é", "É", "İ", "Σ", "語", "😀", "\ufffd", "\ufeff", "long-word-x"]
+LETTERS += ["it's", "e\u0301.", "_x", "\x07", "\U00020000"]
 SPACES = [" ", "\n", "\r\n", "\t", "\x0b", "\x1f", "\x85", "\xa0", "\u2028", "\u3000"]
 BROKEN = [b"\xff", b"\xc2", b"\xe2\x80", b"\xed\xa0\x80", b"\xf0\x9f", b"\x80"]
 PIECES = [piece.encode() for piece in LETTERS * 2 + SPACES] + BROKEN
@@ -67,20 +70,31 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(b"".join)
 @given(
     data=st.lists(TEXTS, min_size=1, max_size=3),
     block_bytes=st.integers(1, 70),
+    table_words=st.integers(0, 20),
     workers=st.integers(1, 3),
     max_sentence_length=st.integers(2, 5),
     lowercase=st.booleans(),
+    mode=st.sampled_from(["whitespace", "words"]),
     min_count=st.integers(1, 2),
 )
 def test_any_text_is_read_as_in_plain_python(
-    tmp_path_factory, data, block_bytes, workers, max_sentence_length, lowercase, min_count
+    tmp_path_factory,
+    data,
+    block_bytes,
+    table_words,
+    workers,
+    max_sentence_length,
+    lowercase,
+    mode,
+    min_count,
 ):
     folder = tmp_path_factory.mktemp("texts")
     files = [folder / f"text{number}" for number in range(len(data))]
     for file, content in zip(files, data, strict=True):
         file.write_bytes(content)
-    how = {"lowercase": lowercase, "max_sentence_length": max_sentence_length}
-    with mock.patch.object(encode, "BLOCK_BYTES", block_bytes):
+    how = {"lowercase": lowercase, "tokenize": mode, "max_sentence_length": max_sentence_length}
+    sizes = {"BLOCK_BYTES": block_bytes, "TABLE_WORDS": table_words}
+    with mock.patch.multiple(encode, **sizes):
         check_against_plain(files, folder, workers, how, min_count=min_count)
     assert sorted(folder.iterdir()) == files
 
@@ -135,6 +149,14 @@ def test_long_words_and_rare_whitespace_are_text(tmp_path, monkeypatch):
     (tmp_path / "text").write_text(text, encoding="utf-8")
     vocab, _, _ = read([tmp_path / "text"], tmp_path)
     assert vocab.words == ["b", "c", "語" * 10_000, "a"]
+
+
+def test_json_lines_are_read(tmp_path):
+    lines = [f'{{"body": "word{n % 7} again\\nnew line"}}' for n in range(500)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    vocab, ids, words = read([tmp_path / "texts.jsonl"], tmp_path, field="body")
+    assert vocab.words[:3] == ["again", "new", "line"] and len(vocab.words) == 10
+    assert len(ids) == 1000 and words == 2000
 
 
 def test_progress_without_a_terminal_is_logged(tmp_path, monkeypatch, caplog):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from w2v.model.table import RowState, Table
-from w2v.transfer.engine import Paged, Resident
+from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between, measure_copy_rate
 
 ROWS, DIM = 400, 30
@@ -63,7 +63,7 @@ def test_pages_bring_and_write_back_exactly_the_marked_rows(place):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_resident_page_is_the_tables_themselves(device):
     tables = make_tables(device)
-    engine = Resident(tables)
+    engine = Engine(tables)
     engine.prefetch(random_marks(1).to(device))
     rows = torch.tensor([3, 5], device=device)
     for view, table in zip(engine.page(), tables, strict=True):

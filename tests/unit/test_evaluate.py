@@ -1,6 +1,7 @@
 """The torch scorer gives gensim's counts and correlations."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -194,6 +195,26 @@ def test_similarity_equals_gensims_own_call():
     assert score.spearman == spearman[0] and score.oov == pytest.approx(oov / 100)
 
 
+def test_further_files_are_scored_beside_gensims(tmp_path):
+    words, vectors, sections = planted()
+    kv = kv_of(words, vectors)
+    questions = write_questions(tmp_path / "mine.txt", sections)
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("".join(f"{a},{b},{n}\n" for n, (a, b) in enumerate(pairwise(words))))
+    google, similarities, further = evaluate.scores(words, kv.vectors, [questions], [pairs])
+    assert google.total.counted == 0 and further["mine"].total.accuracy > 0.2
+    assert [score.name for score in similarities] == ["wordsim353", "simlex999", "pairs"]
+    assert similarities[2] == evaluate.similarity(words, vectors, pairs)
+    assert similarities[2].pairs == len(words) - 1
+    assert evaluate.scores(words, kv.vectors, [questions], by_gensim=kv)[2] == further
+
+
+def test_report_without_counted_questions_and_pairs_is_a_line():
+    score = evaluate.AnalogyScore((evaluate.Section("family", 0, 0, 8),))
+    pairs = [evaluate.SimilarityScore("wordsim353", None, 0, 1.0)]
+    assert evaluate.report(score, pairs).startswith("no scores: ")
+
+
 def test_report_is_aligned_and_json_is_plain():
     sections = evaluate.Section("family", 3, 4, 1), evaluate.Section("gram8-plural", 0, 0, 7)
     similarities = [
@@ -214,7 +235,11 @@ def test_report_is_aligned_and_json_is_plain():
         "WordSim-353      0.613      340    3.7 %",
         "SimLex-999           -        0  100.0 %",
     ]
-    plain = json.loads(json.dumps(evaluate.as_dict(score, similarities), allow_nan=False))
+    further = {"msr": evaluate.AnalogyScore([evaluate.Section("msr", 1, 2, 3)])}
+    lines = evaluate.report(score, similarities, further).splitlines()
+    assert lines[8:10] == ["msr             50.0 %        1        2        3", ""]
+    plain = json.loads(json.dumps(evaluate.as_dict(score, similarities, further), allow_nan=False))
+    assert plain["questions"]["msr"]["total"]["counted"] == 2
     total = {"name": "total", "correct": 3, "counted": 4, "skipped": 8, "accuracy": 0.75}
     assert plain["analogies"]["total"] == total
     assert plain["similarity"]["simlex999"]["spearman"] is None

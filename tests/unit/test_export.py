@@ -15,7 +15,7 @@ from tests.support.planted import kv_of
 from tests.support.threaded import checked, together
 from w2v.model.table import Table
 from w2v.vectors import export
-from w2v.vectors.load import VectorsError, load
+from w2v.vectors.load import SUMS, VectorsError, load
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
 
@@ -177,19 +177,19 @@ def sharded(size, body, words=23, dim=5, dtype=torch.float32):
     return checked(together(size, run)), rows_VD.float().numpy()
 
 
-def saved_by(size, folder, keep=0, dtype=torch.float32):
-    """Save the rows of `size` ranks; return what rank 0 kept, and the rows."""
+def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin")):
+    """Save the rows of `size` ranks, and return them."""
     words = [f"w{row}" for row in range(23)]
 
     def body(ranks, table):
         blocks = export.in_order(table, ranks)
         if ranks.rank:
             return list(blocks)
-        return export.save_rows(words, np.arange(23, 0, -1), 5, blocks, folder, keep)
+        return export.save_rows(words, np.arange(23, 0, -1), 5, blocks, folder, formats)
 
-    (kept_ND, *others), rows_VD = sharded(size, body, dtype=dtype)
+    (_, *others), rows_VD = sharded(size, body, dtype=dtype)
     assert others == [[]] * (size - 1)
-    return kept_ND, rows_VD
+    return rows_VD
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -198,19 +198,24 @@ def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, siz
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     if large:
         monkeypatch.setattr(export, "LARGE", 100)
-    keep = 99 if large else 7
-    kept_ND, rows_VD = saved_by(size, tmp_path, keep, torch.bfloat16)
-    assert np.array_equal(kept_ND, rows_VD[:keep])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows_VD = saved_by(size, folder, torch.bfloat16)
     plain = kv_of([f"w{row}" for row in range(23)], rows_VD)
     expected = tmp_path / "gensim"
     export.save(plain, expected, ["bin"])
     plain.save(str(expected / "vectors.kv"), separately=["vectors"] if large else None)
-    assert names_in(tmp_path) == names_in(expected) and len(names_in(expected)) == 2 + large
-    for name in set(names_in(expected)) - {"vectors.kv"}:
-        assert (tmp_path / name).read_bytes() == (expected / name).read_bytes()
+    export.seal(expected)
+    assert names_in(folder) == names_in(expected) and len(names_in(expected)) == 3 + large
+    sums = [(saved / SUMS).read_text() for saved in (folder, expected)]
+    assert [line for line in sums[0].splitlines() if not line.endswith(".kv")] == [
+        line for line in sums[1].splitlines() if not line.endswith(".kv")
+    ]
+    for name in set(names_in(expected)) - {"vectors.kv", SUMS}:
+        assert (folder / name).read_bytes() == (expected / name).read_bytes()
     # The pickle may differ in its bytes, but not in what it holds.
     theirs = KeyedVectors.load(str(expected / "vectors.kv"))
-    for ours in (load(tmp_path), KeyedVectors.load(str(tmp_path / "vectors.kv"))):
+    for ours in (load(folder), KeyedVectors.load(str(folder / "vectors.kv"))):
         assert vars(ours).keys() == vars(theirs).keys()
         assert ours.most_similar("w1") == theirs.most_similar("w1")
         for again in (ours, pickle.loads(pickle.dumps(ours))):
@@ -219,8 +224,13 @@ def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, siz
             assert again.key_to_index == theirs.key_to_index
             assert np.array_equal(again.expandos["count"], theirs.expandos["count"])
     if large:
-        mapped = KeyedVectors.load(str(tmp_path / "vectors.kv"), mmap="r")
+        mapped = KeyedVectors.load(str(folder / "vectors.kv"), mmap="r")
         assert isinstance(mapped.vectors, np.memmap)
+
+
+def test_vectors_are_saved_for_gensim_alone(tmp_path):
+    saved_by(1, tmp_path, formats=["kv"])
+    assert names_in(tmp_path) == ["vectors.kv", SUMS] and len(load(tmp_path)) == 23
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,6 +1,7 @@
 """Atomic writes, locks and error messages."""
 
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -10,16 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from w2v.config import ConfigError
 from w2v.system import files
 from w2v.system.files import (
     TEMPORARY_SUFFIX,
     apply_umask,
+    as_json,
     atomic_path,
     atomic_write,
     error_message,
     exclusive,
+    kernel_folder,
     naming_file,
-    newest_file,
+    printable,
+    refused,
     write_synced,
 )
 
@@ -104,15 +109,6 @@ def test_umask_applies(tmp_path):
     assert private.stat().st_mode == plain.stat().st_mode
 
 
-def test_newest_file(tmp_path):
-    assert newest_file(tmp_path, "file") is None
-    for number, folder in enumerate(["b", "a", "c"]):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "file").touch()
-        os.utime(tmp_path / folder / "file", (number % 2, number % 2))
-    assert newest_file(tmp_path, "file") == tmp_path / "a" / "file"
-
-
 def test_exclusive_waits_for_the_other_one(tmp_path):
     waiting = threading.Event()
     order = []
@@ -149,3 +145,39 @@ def test_naming_file_names_only_errors_without_a_name(tmp_path):
 )
 def test_error_message_is_one_line_with_a_remedy(error, message):
     assert error_message(error).startswith(message)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o775, None])
+def test_kernels_are_kept_where_the_user_alone_may_write(tmp_path, monkeypatch, caplog, mode):
+    folder = tmp_path / "kernels"
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    monkeypatch.setenv("W2V_KERNELS", str(folder))
+    found = kernel_folder("W2V_KERNELS")
+    assert found.stat().st_mode & 0o022 == 0 and found.stat().st_uid == os.geteuid()
+    is_private = mode is None or not mode & 0o022
+    assert (found == folder) == is_private == (not caplog.messages)
+    assert is_private or "compiled in each run" in caplog.text
+
+
+def test_json_has_null_for_numbers_that_are_not_finite():
+    content = {"a": [1, math.nan, (math.inf, 2.5)], "b": {"c": -math.inf, "d": "NaN"}}
+    text = as_json(content)
+    assert text == '{"a": [1, null, [null, 2.5]], "b": {"c": null, "d": "NaN"}}'
+
+
+def test_control_characters_are_escaped():
+    assert printable("a\x1b[31m\x07\u202eb") == r"a\x1b[31m\x07\u202eb"
+    assert printable("naïve 日本 \u200c\n\t") == "naïve 日本 \u200c\n\t"
+    assert error_message(ValueError("a\x1b[2J")) == r"a\x1b[2J"
+
+
+def test_damage_is_refused_and_bugs_are_raised():
+    with (
+        pytest.raises(ConfigError, match=r"x \(KeyError: 'y'\); z"),
+        refused(ConfigError, "x", "z"),
+    ):
+        {}["y"]
+    with pytest.raises(AssertionError), refused(ConfigError, "x", "z"):
+        raise AssertionError

@@ -5,14 +5,14 @@ import torch
 
 from w2v.model.table import RowState, Table
 from w2v.transfer import links
-from w2v.transfer.links import LocalLink, MappedLink, StagedLink, link_between
+from w2v.transfer.links import Link, MappedLink, StagedLink, link_between
 
 ROWS = 5000
 GPU = pytest.mark.gpu
 # Storage of the table, and the compute device.
 PLACES = {
-    "cpu": ("cpu", "cpu", LocalLink),
-    "cuda": ("cuda", "cuda", LocalLink),
+    "cpu": ("cpu", "cpu", Link),
+    "cuda": ("cuda", "cuda", Link),
     "mapped": ("pinned", "cuda", MappedLink),
     "staged": ("cpu", "cuda", StagedLink),
 }

@@ -18,7 +18,7 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path):
     export.save(kv_of(["the", "paris"], np.eye(2)), folder)
     assert load.find(folder) == load.find("latest", tmp_path / "runs") == folder / "vectors.kv"
     assert load.find(folder / "vectors.bin") == folder / "vectors.bin"
-    with pytest.raises(RunError, match="runs holds no vectors.kv; name"):
+    with pytest.raises(RunError, match="runs holds several runs; .* such as .*one"):
         load.find(tmp_path / "runs")
     with pytest.raises(RunError, match="onee does not exist; did you mean .*one"):
         load.find(tmp_path / "runs" / "onee")
@@ -69,3 +69,15 @@ def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):
     kv.save(str(tmp_path / "x.kv"))
     with pytest.raises(VectorsError, match="or is damaged"):
         load.load(tmp_path / "x.kv")
+
+
+@pytest.mark.parametrize("sep_limit", [5, 10**9])
+def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
+    kv = kv_of(["the", "paris", "london"], np.eye(3))
+    kv.save(str(tmp_path / "x.kv"), sep_limit=sep_limit)
+    assert (tmp_path / "x.kv.vectors.npy").exists() == (sep_limit == 5)
+    words = load.load_words(tmp_path / "x.kv")
+    assert words.index_to_key == kv.index_to_key and np.array_equal(words.vectors, np.eye(3))
+    (tmp_path / "x.kv").write_bytes(b"damaged")
+    with pytest.raises(VectorsError, match="or is damaged"):
+        load.load_words(tmp_path / "x.kv")

@@ -55,6 +55,24 @@ def test_loss_is_the_mean_over_pairs_since_the_last_line(path, clock):
     ]
 
 
+def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, clock):
+    with Metrics(path, total_words=400, log_seconds=math.inf) as metrics:
+        step(metrics, 100, loss=9.0)
+        metrics.end_epoch(1)
+        step(metrics, 200, loss=10.0, pairs=4)
+        clock.now += 1
+        metrics.log(0.1)
+        state = metrics.state(0.1)
+        step(metrics, 300, loss=2.0, pairs=2)
+        metrics.end_epoch(1)
+    assert metrics.epoch_loss == 2.0
+    with Metrics(path, total_words=400, log_seconds=math.inf, state=state) as resumed:
+        assert resumed.epoch_loss == 9.0
+        step(resumed, 300, loss=2.0, pairs=2)
+        resumed.end_epoch(1)
+    assert resumed.epoch_loss == 2.0
+
+
 def test_report_is_due_when_a_line_is(path, clock):
     with Metrics(path, total_words=400, log_seconds=1) as metrics:
         step(metrics, 100)
@@ -89,9 +107,9 @@ def test_time_of_the_run_is_estimated_once_from_the_steps_after_the_first(path, 
             if metrics.due:
                 metrics.report(0.1)
     assert caplog.messages == [
-        "  3% of the words  0.005 Mw/s  loss 1.0000  lr 0.1",
+        "  3% of the words  0.005 M words/s  loss 1.0000  lr 0.1",
         "time      about 15 s of training: 0.2 M words/s at its beginning",
-        " 20% of the words  0.042 Mw/s  loss 1.0000  lr 0.1  58 s left",
+        " 20% of the words  0.042 M words/s  loss 1.0000  lr 0.1  58 s left",
     ]
 
 

@@ -14,7 +14,7 @@ from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.model.table import Table
 from w2v.training.paging import LOOKAHEAD_SHARE, MOST_STEPS, choose_lookahead, choose_paging
 from w2v.transfer.cache import TorchCache
-from w2v.transfer.links import LocalLink
+from w2v.transfer.links import Link
 
 CPU = torch.device("cpu")
 ROWS, CENTERS = 5_000, 500
@@ -107,7 +107,7 @@ def test_rows_of_the_lookahead_window_fit_into_their_share_of_the_cache(text, ba
 def misses(text, lookahead, slots, pages):
     """Return how many rows a cache reads for so many pages, once it is full."""
     tables = [Table(name, ROWS, 1, {}, {}, "cpu", aligned=False) for name in ("input", "output")]
-    cache = TorchCache(LocalLink(), tables, slots, CPU)
+    cache = TorchCache(Link(), tables, slots, CPU)
     sampler = Sampler(text, MODEL, CENTERS, 1, CPU, lookahead=lookahead)
     batches = (batch for _ in range(9) for batch in sampler.epoch())
     read = []

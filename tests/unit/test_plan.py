@@ -18,8 +18,8 @@ from w2v.training import plan
 from w2v.training.memory import Machine
 from w2v.training.plan import choose_device, choose_engine, choose_kernels, make_plan
 from w2v.transfer.cache import TorchCache
-from w2v.transfer.engine import Paged, Resident
-from w2v.transfer.links import LocalLink
+from w2v.transfer.engine import Engine, Paged
+from w2v.transfer.links import Link
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CPU_ONLY = Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")
@@ -51,6 +51,15 @@ def zipf_plan(rows, words, *assignments):
     return make_plan(config, zipf_text(rows, words))
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_memory_counts_fresh_negatives_until_a_pool_is_chosen(kernels):
+    needs = [
+        zipf_plan(5000, 50_000, f"train.kernels={kernels}", *pool).budget.job.needs()
+        for pool in ([], ["model.negative_pool=0"])
+    ]
+    assert needs[0] == needs[1]
+
+
 def test_device():
     assert choose_device(configured(), CPU_ONLY).type == "cpu"
     assert choose_device(configured(), WITH_GPU).type == "cuda"
@@ -77,7 +86,7 @@ def test_cupy_for_another_cuda_version_is_warned_of(caplog):
         (["train.kernels=reference"], CPU_ONLY, 1, "reference"),
         (["train.precision=bf16"], CPU_ONLY, 1, "reference"),
         ([], CPU_ONLY, 2, "reference"),
-        (["optimizer.name=SGD"], CPU_ONLY, 1, "sequential"),
+        (["optimizer.name=SGD", "optimizer.occurrence_cap=0"], CPU_ONLY, 1, "sequential"),
         (["optimizer.name=SGD", "optimizer.occurrence_cap=8"], CPU_ONLY, 1, "cpu"),
         (["optimizer.name=NAdam"], CPU_ONLY, 1, "cpu"),
         ([], WITH_GPU, 1, "cuda"),
@@ -115,7 +124,7 @@ def test_fused_kernels_that_cannot_be_had_are_an_error(setting, machine, ranks, 
         choose_kernels(config, machine, device, optimizer, Threads(0, ranks, None))
 
 
-@pytest.mark.parametrize("gib, engine", [(1, "resident"), (97, "resident"), (99, "mapped")])
+@pytest.mark.parametrize("gib, engine", [(1, "resident"), (99, "resident"), (100, "mapped")])
 def test_tables_stay_on_the_gpu_if_they_fit(gib, engine):
     chosen, reason = choose_engine(configured(), WITH_GPU, GPU, gib * 2**30)
     assert chosen == engine
@@ -175,7 +184,7 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
     enough = "model.sample=0", "train.epochs=10"
     assert not warning(*enough, "train.batch_size=1000")
     few = warning(*enough, "train.batch_size=4000")
-    assert "train.batch_size=4000 leaves 25 " in few and "train.batch_size=100 " in few
+    assert "train.batch_size=4000 leaves 25 " in few and "train.batch_size=auto" in few
     none = warning("model.sample=1e-6", "train.epochs=1", "train.batch_size=1")
     assert "train.batch_size=1 " in none and "more text" in none
 
@@ -183,7 +192,7 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
 @pytest.mark.parametrize(
     "precision, settings, warned",
     [
-        ("fp16", ["optimizer.name=Adam"], "1e-08.*optimizer.args.eps=0.00025"),
+        ("fp16", ["optimizer.args={eps: 1e-8}"], "1e-08.*optimizer.args.eps=0.00025"),
         ("fp16", ["optimizer.name=Adagrad"], "Adagrad .*1e-10"),
         ("fp16", ["optimizer.name=Adam", "optimizer.args.eps=0.001"], None),
         ("fp16", ["optimizer.name=SGD"], None),
@@ -200,18 +209,26 @@ def test_plan_in_words(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 50)
     paths = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
-    words = str(make_plan(configured(*paths)))
+    made = make_plan(configured(*paths, "optimizer.lr=0.4"))
+    assert len(made.lines()) <= 9
+    words = str(made)
     for part in (
         "200 words in 50 sentences",
         "4 kept of 4",
-        "2 x 4 x 100, Adamax: weight + exp_avg + exp_inf",
+        "2 x 4 x 100: weight + exp_avg + exp_avg_sq",
+        "Adam, lr 0.4, linear, batches of 1, 5 epochs",
+        "auto      batch_size 1 centers",
         "resident on cpu",
         "compiled by numba, precision float32",
     ):
         assert part in words
-    assert "each center a step" in str(make_plan(configured(*paths, "optimizer.name=SGD")))
+    assert "each center a step" in str(
+        make_plan(configured(*paths, "optimizer.name=SGD", "optimizer.occurrence_cap=0"))
+    )
     plain = make_plan(configured(*paths, "train.kernels=reference", "train.precision=bf16"))
     assert "plain torch, precision bf16" in str(plain)
+    text.write_text("One two, three four.\n" * 50)
+    assert "50 % of the tokens end in punctuation" in str(make_plan(configured(*paths)))
 
 
 def test_vocabulary_smaller_than_the_ranks_is_an_error():
@@ -252,25 +269,14 @@ def test_lookahead_where_rows_are_paged():
     assert without.paging == (paged.paging.steps, 0)
 
 
-def test_shared_negatives_are_hinted_at_where_rows_are_paged():
-    made = zipf_plan(2_000, 20_000)
-    assert "hint " not in str(made)
-    paged = replace(made, engine="mapped", slots=1_000)
-    hint = re.search(
-        r"hint .* (model.negative_pool=\d+) (model.negative_pool_steps=\d+)", str(paged)
-    )
-    shared = replace(paged, config=configured(*hint.groups()))
-    assert "hint " not in str(shared)
-
-
 def test_build_makes_the_planned_parts(monkeypatch):
-    monkeypatch.setitem(plan.LINKS, "staged", (LocalLink, "cpu"))
+    monkeypatch.setitem(plan.LINKS, "staged", (Link, "cpu"))
     small = "model.vector_size=4", "train.batch_size=50"
     made = zipf_plan(200, 2000, *small)
     staged = replace(made, engine="staged", slots=300)
     for planned, engine, kernels in (
-        (made, Resident, CpuKernels),
-        (replace(made, kernels="sequential"), Resident, SequentialSgdKernels),
+        (made, Engine, CpuKernels),
+        (replace(made, kernels="sequential"), Engine, SequentialSgdKernels),
         (replace(staged, kernels="reference"), TorchCache, ReferenceKernels),
         (replace(staged, kernels="reference", slots=0), Paged, ReferenceKernels),
     ):
@@ -282,7 +288,7 @@ def test_build_makes_the_planned_parts(monkeypatch):
 
 
 def test_lookahead_changes_no_bit_and_reads_fewer_rows(monkeypatch, one_thread):
-    monkeypatch.setitem(plan.LINKS, "staged", (LocalLink, "cpu"))
+    monkeypatch.setitem(plan.LINKS, "staged", (Link, "cpu"))
     model = "model.vector_size=4", "model.negative_pool=128", "model.negative_pool_steps=8"
     steps = "optimizer.name=Adam", "optimizer.lr=0.01", "train.batch_size=128"
     made = zipf_plan(5_000, 75_000, *model, *steps, "train.kernels=reference", "train.epochs=2")

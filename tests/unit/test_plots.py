@@ -1,5 +1,6 @@
 """Plots show the runs and words they should; errors name the remedy."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import evaluate
 from tests.support.planted import kv_of
 from tests.support.runs import write_run
 from w2v.vectors import export, plots
+from w2v.vectors.runs import picture_path, read
 
 imread = pytest.importorskip("matplotlib.image").imread
 pytest.importorskip("sklearn")
@@ -51,12 +53,57 @@ def test_letters_missing_from_the_font_are_logged_once(tmp_path, caplog, recwarn
     assert "missing from font" in message and "font.family" in message and not recwarn.list
 
 
-def test_frequent_words_are_named_first():
+def test_frequent_words_are_named_first_and_beside_their_dots():
     axis = plots._figure(4, 4).subplots()
-    places = np.array([[0, 0], [0, 0], [1, 1], [0.0, 0.001]])
+    # More names for one place than its four corners have room for.
+    places = np.array([[0, 0]] * 6 + [[1, 1], [0.0, 0.001]])
     axis.scatter(*places.T)
-    assert plots._name_dots(axis, places, ["first", "second", "third", "fourth"]) == 2
-    assert [text.get_text() for text in axis.texts] == ["first", "third"]
+    words = [f"word{number}" for number in range(8)]
+    assert plots._name_dots(axis, places, words, ["k"] * 8) == 5
+    assert [text.get_text() for text in axis.texts] == ["word0", "word1", "word2", "word3", "word6"]
+    boxes = [text.get_window_extent() for text in axis.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_groups_are_those_of_the_vectors():
+    clouds = two_clouds()
+    found = plots.groups(clouds)
+    assert not set(found[:30]) & set(found[30:]) and max(found) < len(plots.COLORS)
+
+
+def test_seeds_are_a_line_with_a_band(tmp_path, monkeypatch):
+    runs = [read(write_run(tmp_path / str(seed), metrics=curve_of(seed))) for seed in (1, 2)]
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, file, name: figures.append(figure))
+    plots.curves({"SGD": runs, "Adam": runs[:1]}, tmp_path)
+    (figure,) = figures
+    loss = figure.axes[0]
+    assert loss.get_title() and "enwiki-sample" in figure.get_suptitle()
+    mean, single = (line.get_ydata() for line in loss.lines)
+    # Seed 2 ends first; epochs are drawn where they are known.
+    assert mean.tolist() == [3.0, 2.25] and single.tolist() == [2, 1.5, 1]
+    (band,) = loss.collections
+    (low, high) = band.get_paths()[0].get_extents().intervaly
+    assert (low, high) == (1.5, 4.0)
+
+
+def curve_of(seed):
+    """Return lines in time and of epochs, of which seed 1 has one more."""
+    timed = [{"words": 5, "seconds": 1, "loss": 9.0}]
+    losses = [(10, 2.0 * seed), (20, 1 + 0.5 * seed + seed - 1)] + [(30, 1.0)] * (seed == 1)
+    return timed + [
+        {"epoch": words // 10, "words": words, "seconds": words, "loss": loss}
+        for words, loss in losses
+    ]
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_pictures_of_several_runs_have_a_folder(tmp_path, names):
+    folders = [tmp_path / name for name in names]
+    expected = tmp_path / ("a" if len(names) == 1 else "pictures") / "x.png"
+    assert picture_path(folders, "x.png") == expected
+    assert picture_path(folders, "x.png", tmp_path) == tmp_path / "x.png"
+    assert picture_path(folders, "x.png", tmp_path / "y.png") == tmp_path / "y.png"
 
 
 def test_curves_of_finished_and_unfinished_runs(tmp_path):
@@ -79,7 +126,6 @@ def test_what_cannot_be_drawn_is_refused(folder, capsys):
     for argv, message in (
         (["map", str(folder), "--words", "3"], "a map of 3 words"),
         (["plot", str(empty)], "metrics.jsonl of empty is empty"),
-        (["map", str(folder), "--to", str(empty)], f"{empty} is a folder; name a file"),
     ):
         assert evaluate.main(argv) == 2
         error = capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from w2v.system.process import Signals, cores, describe_environment, git_commit, with_exit_status
+from w2v.system.process import Signals, cores, describe_environment, git_commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,19 +19,6 @@ def run_code(code):
     restored = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     command = [sys.executable, "-c", imports + restored + code]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize("status", [None, 0, 3])
-def test_program_without_an_error_has_its_own_status(status):
-    assert with_exit_status(lambda: status)() == (status or 0)
-
-
-def test_user_errors_are_printed_and_bugs_are_raised(capsys):
-    assert with_exit_status(int)("x\ny") == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and printed.count("\n") == 1
-    with pytest.raises(TypeError):
-        with_exit_status(int)(None)
 
 
 def test_cores_are_those_of_the_affinity_mask(monkeypatch):
@@ -72,6 +59,21 @@ def test_ignored_signals_stay_ignored():
     code = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     done = run_code(code + "with process.Signals(): os.kill(os.getpid(), signal.SIGHUP); print(1)")
     assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
+def test_closed_streams_take_no_other_file(closed, tmp_path):
+    code = f"""
+import os, sys
+from w2v.system.process import Signals
+with Signals(), open({str(tmp_path / "file")!r}, "w") as file:
+    print("message", file=sys.stderr)
+    print("message")
+    file.write(str(file.fileno() > 2))
+"""
+    arguments = f'"{sys.executable}" -c "$0" ' + " ".join(f"{number}>&-" for number in closed)
+    subprocess.run(["sh", "-c", arguments, code], cwd=ROOT, check=True)
+    assert (tmp_path / "file").read_text() == "True"
 
 
 def test_child_ends_with_its_parent():

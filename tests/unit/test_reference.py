@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from w2v.kernels.batch import Batch, Page, StepShape, View
+from w2v.kernels import reference
+from w2v.kernels.batch import Batch, Page, Pairs, StepShape, View
 from w2v.kernels.reference import (
     LossScale,
     ReferenceKernels,
+    all_finite,
     count_pairs,
     expand,
-    skipgram,
-    sum_rows,
     unique_rows,
 )
 
@@ -22,7 +22,7 @@ ROWS, DIM = 10, 4
 
 
 def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
-    """Return random arguments of `skipgram` with masked pairs."""
+    """Return vectors of both tables, and masked pairs of them."""
     g = torch.Generator().manual_seed(seed)
     inputs = torch.randn(U, D, generator=g, dtype=torch.float64)
     outputs = torch.randn(V, D, generator=g, dtype=torch.float64)
@@ -34,7 +34,7 @@ def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
 
 
 def one_pair(inputs, outputs, has_negative):
-    """Return arguments of `skipgram` for one context, target and negative."""
+    """Return the vectors, and a pair of one context, target and negative."""
     one = torch.ones(1, 1, dtype=torch.bool)
     contexts = torch.zeros(1, 1, dtype=torch.long)
     return (
@@ -45,6 +45,12 @@ def one_pair(inputs, outputs, has_negative):
         torch.tensor([[0, 1]]),
         torch.tensor([[True, has_negative]]),
     )
+
+
+def skipgram(inputs, outputs, *places, **how):
+    """Return the loss, and the gradients of inputs and outputs."""
+    grads = torch.zeros_like(inputs), torch.zeros_like(outputs)
+    return reference.skipgram(inputs, outputs, Pairs(*places), grads, **how), *grads
 
 
 def counted(contexts, context_mask, targets, target_mask):
@@ -65,21 +71,20 @@ def test_closed_form_equals_autograd(seed):
     inputs, outputs, *places = random_problem(seed)
     expected = loss_by_pairs(inputs.requires_grad_(), outputs.requires_grad_(), *places)
     grad_input, grad_output = torch.autograd.grad(expected, (inputs, outputs))
-    result = skipgram(inputs.detach(), outputs.detach(), *places)
-    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(result.grad_input_UD, grad_input, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(result.grad_output_UD, grad_output, rtol=1e-10, atol=1e-12)
-    assert result.pairs == places[1].sum()
+    loss, *grads = skipgram(inputs.detach(), outputs.detach(), *places)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, [grad_input, grad_output], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pairs_of_each_row_are_counted(seed):
     inputs, outputs, *places = random_problem(seed)
-    expected = [0] * len(inputs), [0] * len(outputs)
+    expected = [1] * len(inputs), [1] * len(outputs)
     for _, input_row, output_row in counted(*places):
         expected[0][input_row] += 1
         expected[1][output_row] += 1
-    found = count_pairs(*places, (len(inputs), len(outputs)))
+    found = [torch.ones(len(vectors), dtype=torch.int32) for vectors in (inputs, outputs)]
+    count_pairs(Pairs(*places), found)
     assert tuple(counts.tolist() for counts in found) == expected
 
 
@@ -88,9 +93,8 @@ def test_16_bit_products_are_close(product, error):
     inputs, outputs, *places = random_problem(3, B=50, D=64)
     vectors = inputs.float(), outputs.float()
     exact, close = (skipgram(*vectors, *places, product=dtype) for dtype in (None, product))
-    assert close.loss.item() == pytest.approx(exact.loss.item(), rel=error)
-    for name in ("grad_input_UD", "grad_output_UD"):
-        ours, theirs = getattr(close, name), getattr(exact, name)
+    assert close[0].item() == pytest.approx(exact[0].item(), rel=error)
+    for ours, theirs in zip(close[1:], exact[1:], strict=True):
         assert ours.dtype == torch.float32
         assert 0 < (ours - theirs).norm() < error * theirs.norm()
 
@@ -99,7 +103,9 @@ def test_loss_scale_keeps_gradients_that_float16_would_lose():
     pair = one_pair(torch.tensor([[4000.0]]), torch.tensor([[0.003], [0.0]]), has_negative=False)
     scale = torch.tensor(2.0**12)
     products = [(None, None), (torch.float16, None), (torch.float16, scale)]
-    exact, plain, scaled = (skipgram(*pair, *given).grad_input_UD.item() for given in products)
+    exact, plain, scaled = (
+        skipgram(*pair, product=product, scale=scale)[1].item() for product, scale in products
+    )
     assert exact == pytest.approx(-1.84e-8, rel=0.02)
     assert plain == 0
     assert scaled == pytest.approx(exact, rel=0.02)
@@ -122,9 +128,9 @@ def test_gradcheck():
     class Loss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, inputs, outputs, *places):
-            result = skipgram(inputs, outputs, *places)
-            ctx.save_for_backward(result.grad_input_UD, result.grad_output_UD)
-            return result.loss
+            loss, *grads = skipgram(inputs, outputs, *places)
+            ctx.save_for_backward(*grads)
+            return loss
 
         @staticmethod
         def backward(ctx, grad):
@@ -137,14 +143,18 @@ def test_gradcheck():
 
 def test_large_logits_stay_finite():
     pair = one_pair(torch.full((1, 2), 300.0), torch.full((2, 2), 300.0), has_negative=True)
-    result = skipgram(*pair)
-    assert result.loss.item() == pytest.approx(180_000.0)
-    assert result.grad_input_UD.isfinite().all() and result.grad_output_UD.isfinite().all()
+    loss, *grads = skipgram(*pair)
+    assert loss.item() == pytest.approx(180_000.0)
+    assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_sum_rows():
-    sums = sum_rows(torch.arange(12.0).view(2, 3, 2), torch.tensor([[0, 2, 0], [2, 2, 0]]), 4)
-    assert sums.tolist() == [[14, 17], [0, 0], [16, 19], [0, 0]]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_not_finite_is_found(dtype):
+    values = torch.linspace(-9, 9, 60, dtype=dtype).view(20, 3)
+    assert all_finite(values) and all_finite(values[:0])
+    for number in (torch.inf, -torch.inf, torch.nan):
+        values[13, 1] = number
+        assert not all_finite(values)
 
 
 def make_batch(words, sentences, windows, negatives, first=0, window=2):
@@ -180,10 +190,9 @@ def test_unique_rows_are_those_of_counted_pairs():
         torch.tensor([[9, 1], [7, 7], [3, 9]]),
         torch.tensor([[1, 0], [0, 0], [1, 1]]).bool(),
     )
-    rows_U, places = unique_rows(ids, mask, ROWS)
+    rows_U, number_V = unique_rows(ids, mask, ROWS)
     assert rows_U.tolist() == [3, 9]
-    assert rows_U[places][mask].tolist() == ids[mask].tolist()
-    assert not places[~mask].any()
+    assert number_V.tolist() == [-1, -1, -1, 0, -1, -1, -1, -1, -1, 1]
     kernels = ReferenceKernels(StepShape(ROWS, DIM, torch.float32, CPU))
     rows = kernels.unique_rows(make_pairs_batch())
     assert rows.inputs.rows_U.tolist() == [1, 3, 7, 9]

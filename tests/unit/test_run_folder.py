@@ -10,7 +10,7 @@ from tests.support.threaded import checked, raised, together
 from w2v.config import ConfigError, flat_config, load_config
 from w2v.training import run_folder
 from w2v.training.checkpoint import Checkpoints
-from w2v.training.run_folder import RunFolderError
+from w2v.vectors.runs import RunError
 
 
 def config_for(folder, *more):
@@ -28,7 +28,7 @@ def begun(runs, *more):
 def test_each_run_gets_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda pattern: "2026-11-22-101500")
     folders = [run_folder.create(config_for(tmp_path / "runs")) for _ in range(3)]
-    name = "2026-11-22-101500-text8-adamax"
+    name = "2026-11-22-101500-text8-adam"
     assert [folder.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
     assert run_folder.create(config_for(tmp_path, "run.name=mine")).name.endswith("-mine")
 
@@ -41,12 +41,10 @@ def test_ranks_get_the_folder_of_the_first(tmp_path):
 def test_latest_is_the_run_created_last(tmp_path):
     first, second = begun(tmp_path, "run.name=a"), begun(tmp_path, "run.name=b")
     os.utime(second / "config.yaml", (1, 1))
-    assert run_folder.find("latest", tmp_path) == first
-    assert run_folder.find(str(second), tmp_path) == second
-    with pytest.raises(RunFolderError, match="finds no run in .*empty"):
-        run_folder.find("latest", tmp_path / "empty")
-    with pytest.raises(RunFolderError, match="holds no config.yaml"):
-        run_folder.find(str(tmp_path), tmp_path)
+    assert run_folder.find_to_resume("latest", str(tmp_path)) == first
+    assert run_folder.find_to_resume(str(second), str(tmp_path)) == second
+    with pytest.raises(RunError, match="holds several runs"):
+        run_folder.find_to_resume(str(tmp_path), str(tmp_path))
 
 
 def test_restarted_job_goes_on_in_its_folder(tmp_path, monkeypatch):
@@ -68,7 +66,8 @@ def test_settings_that_must_not_change_are_refused(tmp_path):
     run_folder.resume_config(folder, [], free + fixed)  # before the first checkpoint
     config = flat_config(load_config([folder / "config.yaml"]))
     keeper = Checkpoints(folder / "checkpoints", make_tables(), 0)
-    keeper.save({"step": 1, "config": config}, wait=True)
+    keeper.save({"step": 1, "config": config})
+    keeper.wait()
     run_folder.resume_config(folder, [], free)
     expected = "step-00000001 .*: model.window=3 instead of 5; train.seed=2 instead of 1; leave"
     with pytest.raises(ConfigError, match=expected):
@@ -77,17 +76,17 @@ def test_settings_that_must_not_change_are_refused(tmp_path):
 
 def test_only_one_process_has_the_lock(tmp_path):
     with run_folder.lock(tmp_path):
-        with pytest.raises(RunFolderError, match=f"is in use by process {os.getpid()}; wait for"):
+        with pytest.raises(RunError, match=f"is in use by process {os.getpid()}; wait for"):
             run_folder.lock(tmp_path)
         (tmp_path / ".lock").write_text("")  # its user has not written its number yet
-        with pytest.raises(RunFolderError, match="is in use by another process"):
+        with pytest.raises(RunError, match="is in use by another process"):
             run_folder.lock(tmp_path)
     run_folder.lock(tmp_path).close()
 
 
 def test_lock_removes_what_a_killed_process_left(tmp_path):
     (tmp_path / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
-    (tmp_path / "scores.json.part").touch()
+    (tmp_path / ".scores.json.x.partial").mkdir()
     (tmp_path / "vectors.kv").touch()
     run_folder.lock(tmp_path).close()
     assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoints", "vectors.kv"]

@@ -1,6 +1,7 @@
 """Run folders are found and read; runs of one setting are one row."""
 
 import csv
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import evaluate
 from tests.support.runs import scores_of, write_run
 from w2v.api import runs as comparison
-from w2v.config import config_keys
+from w2v.config import config_keys, load_config, save_config
 from w2v.vectors.runs import RunError, find, find_all, read
 
 
@@ -28,7 +29,13 @@ def runs(tmp_path):
     rmsprop = ["optimizer.name=RMSprop", "optimizer.lr=0.04", "optimizer.args.alpha=0.9"]
     write_run(tmp_path / "rmsprop", scores_of(0.3), *rmsprop, metrics=[loss, epoch])
     diverged = {"diverged": "the loss is nan"}
-    write_run(tmp_path / "sgd", diverged, "optimizer.name=SGD", "optimizer.lr=3")
+    write_run(
+        tmp_path / "sgd",
+        diverged,
+        "optimizer.name=SGD",
+        "optimizer.lr=3",
+        "optimizer.occurrence_cap=0",
+    )
     (tmp_path / "empty").mkdir()
     return tmp_path
 
@@ -43,7 +50,7 @@ def test_find_names_what_is_missing(runs, tmp_path):
         find(runs / "empty", "scores.json")
     with pytest.raises(RunError, match="adam9 does not exist; did you mean .*adam"):
         find(runs / "adam9", "scores.json")
-    with pytest.raises(RunError, match="no folder in .*empty holds scores.json; train first"):
+    with pytest.raises(RunError, match="no folder in .*empty holds scores.json; name a run"):
         find("latest", "scores.json", runs / "empty")
 
 
@@ -60,6 +67,11 @@ def test_find_all_takes_runs_folders_of_runs_and_latest(runs, monkeypatch, caplo
     assert find_all([runs, runs / "sgd", runs]) == [runs / name for name in names]
     assert find_all([runs / "adam1", runs / "empty"]) == [runs / "adam1"]
     assert caplog.messages == [f"left out, as there is no scores.json in it: {runs / 'empty'}"]
+    caplog.clear()
+    (runs / "pictures").mkdir()  # which w2v makes, so that `runs/*` names it
+    (runs / "curves.png").touch()
+    assert find_all(runs.glob("*1*")) == find_all([runs / "adam1", *runs.glob("*ur*")])
+    assert not caplog.messages
     with pytest.raises(RunError, match="no scores.json in .*empty"):
         find_all([runs / "empty"])
     (runs / "runs").symlink_to(runs)
@@ -99,6 +111,33 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs):
     assert rows[1].values("SimLex-999") == rows[1].values("GPU MiB") == []
 
 
+def test_rows_are_ranked_by_all_sets_over_all_corpora(tmp_path):
+    for name, corpus, own in (
+        ("Adam", "a", 0.9),
+        ("Adam", "b", 0.1),
+        ("SGD", "a", 0.6),
+        ("SGD", "b", 0.5),
+    ):
+        run = tmp_path / f"{name}{corpus}"
+        run.mkdir()
+        settings = [f"optimizer.name={name}", f"corpus.path={corpus}", "optimizer.lr=0.1"]
+        save_config(load_config([], settings), run / "config.yaml")
+        (run / "metrics.jsonl").touch()
+        part = {"accuracy": 0.5, "counted": 10}
+        scores = {
+            "analogies": {"total": part, "semantic": part, "syntactic": part},
+            "similarity": {"own": {"spearman": own}},
+            "questions": {"msr": {"total": part}},
+        }
+        (run / "scores.json").write_text(json.dumps(scores))
+    rows = rows_of(tmp_path)
+    found = [(row.settings["optimizer.name"], row.settings["corpus.path"]) for row in rows]
+    assert found == [("SGD", "a"), ("SGD", "b"), ("Adam", "a"), ("Adam", "b")]
+    header, first, *_ = comparison.table(rows)
+    assert dict(zip(header, first, strict=True))["own"] == "0.600"
+    assert dict(zip(header, first, strict=True))["msr %"] == "50.0"
+
+
 def test_table_holds_means_spreads_and_differing_settings(runs):
     header, *lines = comparison.table(rows_of(runs))
     rmsprop, adam, sgd = (dict(zip(header, line, strict=True)) for line in lines)
@@ -106,8 +145,30 @@ def test_table_holds_means_spreads_and_differing_settings(runs):
     assert "SimLex-999" not in header and "GPU MiB" not in header  # no run has them
     assert adam["analogies %"] == f"{mean([10, 20, 40]):.1f} +- {stdev([10, 20, 40]):.1f}"
     assert (adam["seeds"], adam["host MiB"]) == ("3", "4 +- 0")
-    assert rmsprop["analogies %"] == "30.0" and rmsprop["other settings"] == 'args={"alpha": 0.9}'
+    assert rmsprop["analogies %"] == "30.0" and 'args={"alpha": 0.9' in rmsprop["other settings"]
     assert (sgd["seeds"], sgd["held-out loss"]) == ("0 of 1", "diverged")
+
+
+def test_a_run_without_counted_questions_has_no_accuracy(tmp_path):
+    scores = scores_of(0.0)
+    scores["analogies"]["total"]["counted"] = 0
+    write_run(tmp_path / "baskets", scores)
+    header, line = comparison.table(rows_of(tmp_path))
+    assert read(tmp_path / "baskets").curve("analogies") == []
+    assert "analogies %" not in header and line[header.index("questions")] == "0"
+
+
+def test_a_terminal_gets_120_columns(runs):
+    lines = comparison.in_120_columns(comparison.table(rows_of(runs))).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert "questions" in lines[0] and "semantic" not in lines[0]
+    assert any(line.startswith("RMSprop 0.04: args=") for line in lines[4:])
+
+
+def test_one_seed_twice_is_one_seed(runs):
+    twice = [read(runs / name) for name in ("adam1", "adam1", "adam2")]
+    header, line = comparison.table(comparison.rows(twice))
+    assert line[header.index("seeds")] == "2"
 
 
 def test_report_writes_all_formats(runs, tmp_path):
@@ -136,7 +197,7 @@ def test_report_without_matplotlib_warns(runs, tmp_path, monkeypatch, caplog):
 def test_evaluate_compares_the_runs_it_is_given(runs, capsys):
     assert evaluate.main(["compare", str(runs / "adam1"), str(runs / "adam2")]) == 0
     shown = capsys.readouterr().out
-    assert "Adam" in shown and "15.0 +- 7.1" in shown and "RMSprop" not in shown
+    assert "Adam" in shown and "15.0±7.1" in shown and "RMSprop" not in shown
     assert evaluate.main(["compare", str(runs / "empty")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "empty" in error

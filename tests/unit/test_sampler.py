@@ -14,12 +14,13 @@ from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
+from w2v.kernels.batch import StepShape
+from w2v.kernels.cpu import CpuKernels
 from w2v.kernels.reference import expand
 from w2v.model.sampler import CHUNK_PIECES, Position, Sampler, TrainingText, noise_distribution
 
 CPU = torch.device("cpu")
 COUNTS = np.array([9000.0, 900.0, 100.0])
-DRAWS = pytest.mark.parametrize("draw", [None, reference.draw], ids=["torch", "counters"])
 
 
 def even_text(ids, offsets, vocabulary):
@@ -27,15 +28,13 @@ def even_text(ids, offsets, vocabulary):
     return TrainingText(ids, offsets, np.ones(vocabulary), np.full(vocabulary, 1 / vocabulary))
 
 
-def make_sampler(
-    sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, draw=None, **model
-):
+def make_sampler(sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, **model):
     ids = np.concatenate(sentences).astype(np.int32)
     offsets = np.cumsum([0, *map(len, sentences)])
     keep = np.ones(vocabulary) if keep is None else keep
     noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
     text = TrainingText(ids, offsets, keep, noise)
-    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, draw=draw)
+    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU)
 
 
 @pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
@@ -109,30 +108,47 @@ def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
     assert all(90 <= len(batch.windows_B) <= 100 for batch in batches)
 
 
-@DRAWS
-def test_shrinking_windows_weigh_by_distance(draw):
+def test_shrinking_windows_weigh_by_distance():
     """A context at distance d is used with probability (W - d + 1) / W."""
-    sampler = make_sampler([np.arange(20_000)], 20_000, batch_size=5_000, window=4, draw=draw)
+    sampler = make_sampler([np.arange(20_000)], 20_000, batch_size=5_000, window=4)
     distances = np.abs([a - b for a, b in positive_pairs(sampler.epoch())])
     counts = np.bincount(distances, minlength=5)[1:]
     assert chisquare(counts, np.array([4, 3, 2, 1]) / 10 * counts.sum()).pvalue > 1e-3
 
 
-def test_subsampling_keeps_words_by_their_probability():
-    keep = np.array([0.1, 0.5, 0.9, 1.0])
-    sampler = make_sampler([np.tile(np.arange(4), 5_000)], 4, batch_size=1_000, keep=keep)
-    counts = np.bincount(centers(sampler.epoch()), minlength=4)
-    deviation = np.sqrt(5_000 * keep * (1 - keep))
-    assert np.all(np.abs(counts - 5_000 * keep) <= 4 * deviation)
+def cpu_kernels(threads):
+    return CpuKernels(StepShape(2, 4, torch.float32, CPU), threads)
 
 
-@DRAWS
+@pytest.mark.parametrize("kernels", [reference, cpu_kernels(3)], ids=["reference", "cpu"])
+def test_subsampling_keeps_words_by_their_probability(kernels):
+    keep_V = np.array([0.1, 0.5, 0.9, 1.0])
+    words_N = torch.arange(4, dtype=torch.int32).repeat(10_000)
+    edges_S = np.array([0, 3, 3, 20_000, 20_001, 40_000])
+    trained_S = np.array([True, True, False, True, True])
+    keep = torch.from_numpy(keep_V).float()
+    words_n, sentences_n = kernels.subsample(2**64 - 5, words_N, edges_S, keep, trained_S)
+    assert words_n.dtype == sentences_n.dtype == torch.int32
+    assert set(sentences_n.tolist()) <= {0, 3, 4} and (sentences_n.diff() >= 0).all()
+    deviation = np.sqrt(5_000 * keep_V * (1 - keep_V))
+    assert np.all(np.abs(np.bincount(words_n) - 5_000 * keep_V) <= 4 * deviation + 1)
+    assert all(0 <= word < 3 for word in words_n[sentences_n == 0])  # the words of the sentence
+
+
+def test_subsampling_does_not_depend_on_the_number_of_threads():
+    text = torch.arange(1000, dtype=torch.int32) % 7, np.array([0, 10, 900, 1000])
+    chances = torch.full((7,), 0.5), np.ones(3, np.bool_)
+    results = [cpu_kernels(threads).subsample(3, *text, *chances) for threads in (1, 2, 5)]
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))
+
+
 @pytest.mark.parametrize("pool", [0, 512])
-def test_negatives_follow_their_distribution(pool, draw):
+def test_negatives_follow_their_distribution(pool):
     noise = np.array([1, 2, 3, 4, 10.0]) / 20
     model = {"negative": 5, "negative_pool": pool}
     sentences = [np.zeros(40_000, dtype=int)]
-    batches = list(make_sampler(sentences, 5, 256, noise=noise, draw=draw, **model).epoch())
+    batches = list(make_sampler(sentences, 5, 256, noise=noise, **model).epoch())
     drawn_BK = torch.cat([batch.negatives_BK for batch in batches])
     counts = np.bincount(drawn_BK.flatten(), minlength=5)
     assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
@@ -141,11 +157,10 @@ def test_negatives_follow_their_distribution(pool, draw):
     assert torch.equal(counted_BK, drawn_BK != 0)
 
 
-@DRAWS
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_pool_bounds_the_negatives_of_its_steps(draw, steps):
+def test_a_pool_bounds_the_negatives_of_its_steps(steps):
     model = {"negative_pool": 32, "negative_pool_steps": steps}
-    sampler = make_sampler([np.zeros(5_000, dtype=int)], 10_000, 100, draw=draw, **model)
+    sampler = make_sampler([np.zeros(5_000, dtype=int)], 10_000, 100, **model)
     pools = []
     for _ in range(2):
         drawn = [set(batch.negatives_BK.unique().tolist()) for batch in sampler.epoch()]
@@ -155,18 +170,16 @@ def test_a_pool_bounds_the_negatives_of_its_steps(draw, steps):
     assert all(len(pool & other) < 8 for pool, other in pairwise(pools))
 
 
-@DRAWS
-def test_a_pool_is_a_stratified_sample(draw):
+def test_a_pool_is_a_stratified_sample():
     noise = np.array([1, 2, 5, 8]) / 16
     model = {"negative": 1_000, "negative_pool": 16}
-    sampler = make_sampler([np.zeros(64, dtype=int)], 4, noise=noise, draw=draw, **model)
+    sampler = make_sampler([np.zeros(64, dtype=int)], 4, noise=noise, **model)
     counts = np.bincount(next(sampler.epoch()).negatives_BK.flatten(), minlength=4)
     assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
 
 
-@DRAWS
-def test_equal_seeds_draw_equal_batches_and_epochs_differ(draw):
-    samplers = [make_sampler(random_sentences(), 30, 16, seed, draw=draw) for seed in (1, 1, 2)]
+def test_equal_seeds_draw_equal_batches_and_epochs_differ():
+    samplers = [make_sampler(random_sentences(), 30, 16, seed) for seed in (1, 1, 2)]
     first, second, other = ([list(s.epoch()), list(s.epoch())] for s in samplers)
     assert is_equal(first[0], second[0])
     assert is_equal(first[1], second[1])
@@ -187,7 +200,7 @@ def test_a_position_continues_anywhere(pool):
         assert is_equal(rest, [batch for _, batch in seen[number + 1 :]])
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @settings(max_examples=60)
 @given(
     key=st.integers(0, 2**64 - 1),
@@ -198,14 +211,15 @@ def test_a_position_continues_anywhere(pool):
     words=st.integers(1, 5000),
     shrinks=st.booleans(),
 )
-def test_the_kernel_draws_what_the_reference_draws(
-    key, size, negative, window, pool, words, shrinks
+def test_kernels_draw_what_the_reference_draws(
+    kernels, key, size, negative, window, pool, words, shrinks
 ):
     generator = torch.Generator().manual_seed(words)
     cdf_V = torch.rand(words, generator=generator, dtype=torch.float64).cumsum(0)
     cdf_V /= cdf_V[-1].clone()
-    args = key, size, 1 if shrinks else window, window, negative, pool, key ^ 1
-    drawn = cuda.draw(*args, cdf_V.cuda())
+    args = key, size, (1 if shrinks else window, window), negative, (pool, key ^ 1)
+    on_cpu = cpu_kernels(threads=3)
+    drawn = on_cpu.draw(*args, cdf_V) if kernels == "cpu" else cuda.draw(*args, cdf_V.cuda())
     for tensor, expected in zip(drawn, reference.draw(*args, cdf_V), strict=True):
         assert torch.equal(tensor.cpu(), expected)
 

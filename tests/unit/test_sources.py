@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from tests.support.plain_text import read_sentences
+from w2v.config import CorpusConfig
 from w2v.text import sources
-from w2v.text.sources import CorpusError, content_key, locate, opened
+from w2v.text.sources import CorpusError, content_key, locate, opened, tokenize_mode
 
 
 def zst(data: bytes) -> bytes:
@@ -218,6 +219,17 @@ def test_content_key_depends_on_content_order_and_settings(tmp_path):
     assert len({first, *others}) == 5
 
 
+def test_all_pieces_of_a_file_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 10)
+    keys = set()
+    for place in (0, 9, 10, 25, 29):
+        data = bytearray(30)
+        data[place] = 1
+        (tmp_path / "text").write_bytes(data)
+        keys.add(content_key([tmp_path / "text"], tmp_path))
+    assert len(keys) == 5
+
+
 def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, monkeypatch):
     path = tmp_path / "text"
     data = tmp_path / "data"
@@ -226,7 +238,7 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, monkeypa
     assert not data.exists()  # the file is so new that it might change unseen
     monkeypatch.setattr(sources, "CLOCK_TICK_NS", -1)
     assert content_key([path], data) == key
-    with mock.patch.object(sources, "hash_file", side_effect=AssertionError):
+    with mock.patch.object(sources, "hash_pieces", side_effect=AssertionError):
         assert content_key([path], data) == key
         assert content_key([path], data, min_count=1) != key
     times = path.stat()
@@ -238,3 +250,63 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, monkeypa
     assert content_key([path], data) == other
     with pytest.raises(CorpusError, match=r"gone cannot be read \(No such file or directory\)"):
         content_key([tmp_path / "gone"], data)
+
+
+JSON = '{"id": 1, "text": "naïve a\\nb"}\n\n{"text": "c \\ud800", "other": {}}\n'
+
+
+@pytest.mark.parametrize("ending", ["", *PACK])
+def test_a_field_of_json_lines_is_the_text(tmp_path, ending):
+    path = tmp_path / f"texts.jsonl{ending}"
+    path.write_bytes(PACK.get(ending, bytes)(JSON.encode() * 1000))
+    with opened(path) as file:
+        assert file.read() == b"na\xc3\xafve a\nb\nc \xed\xa0\x80\n" * 1000
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"title": "t", "body": "b"}', r"no text in the field 'text' \(it has title, body\)"),
+        ('{"text": 3}', "no text in the field 'text'"),
+        ("[1]", "no text in the field 'text'"),
+        ('{"text": ', "no JSON"),
+    ],
+)
+def test_json_lines_without_the_text_are_named(tmp_path, line, message):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(JSON + line + "\n", encoding="utf-8")
+    with (
+        pytest.raises(CorpusError, match=rf"texts\.jsonl line 4 .*{message}"),
+        opened(path) as file,
+    ):
+        file.read()
+
+
+RAW = "The cat, it sat.\n" * 50
+TOKENIZED = "the cat , it sat . don't\n" * 50
+HINDI = "बिल्ली बैठी थी और कुत्ता\n" * 50
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "mode"),
+    [
+        (RAW, "auto", "words"),
+        (RAW, "whitespace", "whitespace"),
+        (TOKENIZED, "auto", "whitespace"),
+        (TOKENIZED, "words", "words"),
+        (HINDI, "auto", "whitespace"),
+        ("", "auto", "whitespace"),
+    ],
+)
+def test_raw_text_is_recognised(tmp_path, text, setting, mode):
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    found, why = tokenize_mode([tmp_path / "text"], CorpusConfig(tokenize=setting))
+    assert found == mode
+    automatic = text == RAW and setting == "auto"
+    assert why == "50 % of the tokens end in punctuation: tokenize=words" * automatic
+
+
+@pytest.mark.parametrize("path", ["https://example.org/text.gz", "s3://bucket/text"])
+def test_a_url_is_no_corpus(tmp_path, path):
+    with pytest.raises(CorpusError, match="is a URL; fetch the text"):
+        locate(path, tmp_path)

@@ -6,76 +6,124 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w2v.text import tokenize
-from w2v.text.tokenize import LINE_END, WordTable, split
+from w2v.text.tokenize import LINE_END, Partitions, WordTable
 
 
-def words_of(text):
-    table = WordTable()
-    numbers = table.add(split(text.encode()))
-    return [table.word(number) for number in numbers if number != LINE_END]
+def number(data, table, first=0):
+    """Return the numbers of words, and what else was found."""
+    numbers = np.empty(len(data), np.int32)
+    return tokenize.number_words(tokenize.padded(data), len(data), first, table, numbers)
+
+
+def cleaned(text, words_only=False, lowercase=False):
+    data = text.encode()
+    becomes = tokenize.replacements(words_only, lowercase)
+    new, size = tokenize.normalised(tokenize.padded(data), len(data), becomes)
+    return new[:size].tobytes().decode() if size >= 0 else None
 
 
 def test_whitespace_is_that_of_python():
     characters = [chr(code) for code in range(1, 0x110000) if not 0xD800 <= code <= 0xDFFF]
     text = "a" + "a".join(characters)
-    assert words_of(text) == text.split()
+    table = WordTable()
+    numbers = number(cleaned(text).encode(), table).numbers
+    assert table.words(numbers[numbers != LINE_END]) == text.split()
 
 
-LETTERS = ["a", "é", "語", "😀", "seven77", "eight888", "nine99999", "nine99998", "x" * 16]
-SPACES = [" ", "\n", "\r\n", "\t", "\x1c", "\x85", "\xa0", "\u1680", "\u2009", "\u205f", "\u3000"]
+LETTERS = [
+    "a",
+    "é",
+    "語",
+    "😀",
+    "seven77",
+    "eight888",
+    "nine99999",
+    "nine99998",
+    "x" * 16,
+    "\1",
+    "\x1b",
+]
+LETTERS += ["x" * 17, "x" * 24]
+SPACES = [" ", "\n", "\r\n", "\t", "\x1c"]
 
 
 @given(st.lists(st.lists(st.sampled_from(LETTERS + SPACES), max_size=30).map("".join), max_size=4))
 def test_words_are_numbered_by_first_appearance_and_counted(texts):
     table = WordTable()
-    numbers = [number for text in texts for number in table.add(split(text.encode())).tolist()]
-    assert numbers.count(LINE_END) == sum(text.count("\n") for text in texts)
-    numbers = [number for number in numbers if number != LINE_END]
+    found = [number(text.encode(), table) for text in texts]
+    for text, numbered in zip(texts, found, strict=True):
+        assert numbered.lines == text.count("\n")
+        assert numbered.tail == len(text.rpartition("\n")[2].split())
+        longest = max([len(word.encode()) for word in text.split()], default=0)
+        assert longest == numbered.longest or longest < 8
+    numbers = [n for numbered in found for n in numbered.numbers.tolist() if n != LINE_END]
     words = [word for text in texts for word in text.split()]
     distinct = list(dict.fromkeys(words))
-    assert [table.word(number) for number in numbers] == words
+    assert table.words(np.arange(table.size)) == distinct
     assert numbers == [distinct.index(word) for word in words]
-    assert table.counts.tolist() == [words.count(word) for word in distinct]
+    assert table.counts[: table.size].tolist() == [words.count(word) for word in distinct]
 
 
-def test_the_table_grows_over_many_blocks():
-    table = WordTable()
-    blocks = [range(start, start + 3000) for start in range(0, 30_000, 1000)]
-    for block in blocks:
-        numbers = table.add(split(" ".join(f"word-number-{n}" for n in block).encode()))
-        assert numbers.tolist() == list(block)
-    counts = np.bincount(np.concatenate([np.array(block) for block in blocks]))
-    assert table.counts.tolist() == counts.tolist()
+def test_tables_grow_and_merge():
+    merged = Partitions()
+    text = {}
+    for start in (20_000, 0, 10_000):  # as threads do, in any order
+        table = WordTable()
+        words = [f"word-number-{n}" for n in range(start, start + 15_000)]
+        numbered = number(" ".join(words).encode(), table, first=start * 10)
+        codes = merged.merge(table)[numbered.numbers]
+        assert merged.words(codes) == words
+        text |= {start * 10 + place: word for place, word in enumerate(words)}
+    counts, firsts = merged.totals()
+    [used] = counts.nonzero()
+    words = merged.words(used)
+    first = {word: place for place, word in sorted(text.items(), reverse=True)}
+    assert dict(zip(words, firsts[used].tolist(), strict=True)) == first
+    expected = [list(text.values()).count(word) for word in words[:50]]
+    assert len(words) == 35_000 and counts[used][:50].tolist() == expected
 
 
-def test_words_with_the_same_digest_are_told_apart():
-    """The bytes of long words are folded into eight, in which these agree."""
-    words = [f"{first}1234567{second}" for first, second in ["ab", "ba", "cd", "dc"]]
-    tokens = split(" ".join(words * 2).encode())
-    assert len(set(tokens.digests.tolist())) < 4
-    assert WordTable().add(tokens).tolist() == [*range(4)] * 2
+def test_words_with_the_same_key_are_told_apart():
+    def mixed(chunk):
+        key = int.from_bytes(chunk, "little") * int(tokenize.FACTOR) % 2**64
+        return key ^ key >> 32
+
+    rng = np.random.default_rng(1)
+    words = []
+    while len(words) < 20:
+        first, second, end = (rng.integers(97, 123, 8, np.uint8).tobytes() for _ in range(3))
+        other_end = (mixed(first) ^ int.from_bytes(end, "little") ^ mixed(second)).to_bytes(
+            8, "little"
+        )
+        if min(other_end) > 32:
+            words += [first + end, second + other_end]
+    assert number(b" ".join(words * 2), WordTable()).numbers.tolist() == [*range(20)] * 2
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 100])
-@pytest.mark.parametrize("max_length", [2, 3, 100])
-def test_kept_sentences_do_not_depend_on_blocks(block, max_length):
-    numbers = np.array([0, 9, 1, -1, 2, -1, -1, 9, 9, -1, 3, 9, 9, 4, 5, 6, 7, -1], np.int32)
-    row_of = np.array([10, 11, 12, 13, 14, 15, 16, 17, -1, -1], np.int32)
-    sentence = np.zeros(3, np.int64)
-    found_ids = []
-    found_lengths = []
-    words = 0
-    for start in range(0, len(numbers), block):
-        part = numbers[start : start + block]
-        ids = np.empty(len(part) + 1, np.int32)
-        lengths = np.empty(len(part), np.int64)
-        counts = tokenize.kept_sentences(part, row_of, max_length, sentence, ids, lengths)
-        found_ids += ids[: counts[0]].tolist()
-        found_lengths += lengths[: counts[1]].tolist()
-        words += counts[2]
-    expected = {
-        2: ([15, 16], [2]),
-        3: ([10, 11, 14, 15, 16], [2, 3]),
-        100: ([10, 11, 13, 14, 15, 16, 17], [2, 5]),
-    }
-    assert (found_ids, found_lengths) == expected[max_length] and words == 13
+def test_a_nul_is_found():
+    assert number(b"a b\0c", WordTable()).has_nul and number(b"\0", WordTable()).has_nul
+    assert not number(b"a b\1c", WordTable()).has_nul
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff", b"\xc1\x81", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"a\xc3"]
+)
+def test_what_is_not_utf8_is_not_replaced(data):
+    becomes = tokenize.replacements(False, False)
+    assert tokenize.normalised(tokenize.padded(data), len(data), becomes)[1] == -1
+
+
+def test_lower_case_is_that_of_python():
+    points = [
+        p for p in range(1, 0x110000) if not 0xD800 <= p <= 0xDFFF and p not in (0x130, 0x3A3)
+    ]
+    text = "".join(c for c in map(chr, points) if not c.isspace())
+    assert cleaned(text, lowercase=True) == text.lower()
+    assert cleaned("a Σ", lowercase=True) is None and cleaned("aİ", lowercase=True) is None
+
+
+def test_words_only_keeps_letters_their_marks_and_numbers():
+    text = "Don't stop, “naïve” 語彙…\n3.5% ÉTÉ: हिन्दी e\u0301_x\n"
+    lines = [line.split() for line in cleaned(text, True, True).split("\n")]
+    assert lines[0] == ["don", "t", "stop", "naïve", "語彙"]
+    assert lines[1:] == [["3", "5", "été", "हिन्दी", "e\u0301_x"], []]

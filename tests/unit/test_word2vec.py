@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from tests.support.small_text import record_calls
 from w2v import Word2Vec
-from w2v.api.word2vec import CPU_SGD, TUNED
-from w2v.config import load_config
-from w2v.model.optim import RowOptimizer, rowwise_optimizers
+from w2v.api.word2vec import TUNED
+from w2v.config import OPTIMIZERS, load_config
+from w2v.model import auto
+from w2v.model.optim import RowOptimizer
+from w2v.text.vocab import keep_probabilities
 from w2v.training import plan
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +61,7 @@ def test_arguments_have_gensims_order_and_defaults():
     further = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in further)
     differ = {name for name in theirs if ours[name].default != theirs[name].default}
-    assert differ == {"sg", "alpha", "min_alpha"}
+    assert differ == {"sg", "alpha", "min_alpha", "workers"}
     train = inspect.signature(Word2Vec.train).parameters
     assert [*train, "kwargs"] == list(inspect.signature(gensim.models.Word2Vec.train).parameters)
 
@@ -67,23 +69,22 @@ def test_arguments_have_gensims_order_and_defaults():
 def test_without_alpha_the_optimizer_has_its_tuned_settings():
     model = Word2Vec(optimizer="AdamW", seed=7)
     tuned = load_config([TUNED / "adamw.yaml"])
-    config = model._config({}, epochs=5, seed=7)
-    assert config.optimizer == tuned.optimizer
+    config = model._config(vars(model), epochs=5, seed=7)
+    assert config.optimizer == replace(tuned.optimizer, lr=auto.RATES["AdamW"])
     assert config.train == replace(tuned.train, seed=7, device="auto")
-    assert model.alpha == tuned.optimizer.lr
+    assert model.alpha == auto.RATES["AdamW"]
 
 
 def test_sgd_on_the_cpu_steps_once_per_center_as_in_gensim():
     def optimizer(alpha=None, **arguments):
         model = Word2Vec(optimizer="SGD", device="cpu", alpha=alpha, **arguments)
-        return model._config({}, 5, 1, alpha).optimizer
+        return model._config(vars(model), 5, 1, alpha).optimizer
 
     assert RowOptimizer(optimizer(alpha=0.025)).is_plain_sgd
     assert optimizer(alpha=0.025).lr == 0.025
-    assert optimizer().lr == load_config([CPU_SGD]).optimizer.lr
     # These need batches, and so a cap on occurrences.
     cap = load_config([TUNED / "sgd.yaml"]).optimizer.occurrence_cap
-    assert optimizer(optimizer_args={"momentum": 0.5}).occurrence_cap == cap > 0
+    assert optimizer(optimizer_args={"momentum": 0.5}).occurrence_cap == cap != 0
     assert optimizer(settings=["train.kernels=reference"]).occurrence_cap == cap
 
 
@@ -109,7 +110,7 @@ def test_vocabulary_and_initial_vectors_are_gensims(text, min_count, most_words,
 def test_it_learns_and_its_vectors_are_gensims(model):
     assert type(model.wv) is gensim.models.KeyedVectors
     assert nearest(model, "red", 4) == set(COLORS) - {"red"}
-    assert 0 < model.get_latest_training_loss() < UNTRAINED_LOSS
+    assert 0 < model.loss_per_pair < UNTRAINED_LOSS
     assert model.predict_output_word(["one", "two"], topn=1)[0][0] in NUMBERS
 
 
@@ -127,7 +128,7 @@ def test_a_model_trained_on_a_gpu_continues_on_the_cpu(engine, tmp_path):
     before = loaded.wv.vectors.copy()
     for each in (model, loaded):
         assert each.train(sentences(seed=1), total_examples=400, epochs=1) == (3200, 3200)
-        assert each.get_latest_training_loss() < UNTRAINED_LOSS
+        assert each.loss_per_pair < UNTRAINED_LOSS
         assert not np.array_equal(each.wv.vectors, before)
 
 
@@ -170,15 +171,19 @@ def test_new_text_adds_words_and_keeps_the_old_ones(reloaded):
     assert not np.array_equal(reloaded.wv.vectors[present], before[present])
 
 
-def test_a_given_batch_size_is_kept_and_the_learning_rate_follows(monkeypatch):
-    configs = record_calls(monkeypatch, plan, "make_plan")
+def test_batch_size_and_alpha_are_those_given_or_suit_the_text(monkeypatch):
+    plans = []
+    make_plan = plan.make_plan
+    monkeypatch.setattr(
+        plan, "make_plan", lambda *args: plans.append(make_plan(*args)) or plans[-1]
+    )
     arguments = [{}, {"batch_size": 100}, {"batch_size": 25}, {"batch_size": 25, "alpha": 0.123}]
     for given_arguments in arguments:
         Word2Vec(sentences(), epochs=1, **given_arguments, **SMALL)
-    # 500 steps for 3,200 centers
-    assert [config.train.batch_size for config in configs] == [4, 100, 25, 25]
-    # Each of the 10 words is in every batch, however small.
-    assert configs[1].optimizer.lr == configs[2].optimizer.lr
+    configs = [planned.config for planned in plans]
+    chosen = auto.batch_size("Adamax", auto.Use.of(configs[0], plans[0].vocab))
+    assert [config.train.batch_size for config in configs] == [chosen, 100, 25, 25]
+    assert configs[0].optimizer.lr > 0
     assert configs[3].optimizer.lr == 0.123
 
 
@@ -214,10 +219,42 @@ def test_callbacks_see_each_epoch():
             self.calls.append("end")
 
     recorder = Recorder()
-    Word2Vec(sentences(), epochs=3, callbacks=[recorder], **SMALL)
+    settings = {"callbacks": [recorder], "compute_loss": True, "shrink_windows": False}
+    model = Word2Vec(sentences(), epochs=3, **settings, **SMALL)
     assert recorder.calls == ["train", "epoch", "epoch", "epoch", "end"]
-    assert recorder.losses[2] < recorder.losses[0]
     assert len(set(recorder.similarities)) == 3
+    # gensim's running sum; a sentence of 8 words has 2 * (7 + 6) pairs with a window of 2.
+    first, *later = np.diff([0, *recorder.losses]) / (400 * 26)
+    assert UNTRAINED_LOSS > first > later[0] > later[1] == pytest.approx(model.loss_per_pair)
+
+
+class Writer(CallbackAny2Vec):
+    def on_epoch_begin(self, model):
+        model.wv.vectors[model.wv.key_to_index["one"]] += 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_a_callback_writes_is_trained_on(reloaded, device):
+    reloaded.device = device
+    before = reloaded.wv["one"] + 3
+    text = sentences(topics=[COLORS])  # without that word
+    reloaded.train(text, total_examples=400, epochs=3, callbacks=[Writer()])
+    np.testing.assert_allclose(reloaded.wv["one"], before, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_callback_cannot_write_into_paged_vectors(reloaded, precision):
+    reloaded.device = "cuda"
+    reloaded.settings = ["transfer.engine=mapped", f"train.precision={precision}"]
+    text = {"corpus_iterable": sentences(), "total_examples": 400, "epochs": 2}
+    reloaded.train(**text, callbacks=[CallbackAny2Vec()])  # which writes nothing
+    with pytest.raises(ValueError, match="a callback has changed .*transfer.engine=resident"):
+        reloaded.train(**text, callbacks=[Writer()])
+
+
+def test_without_compute_loss_the_sum_is_zero_as_in_gensim(model):
+    assert model.get_latest_training_loss() == 0
 
 
 def test_a_corpus_file_gives_the_same_vectors(tmp_path, model):
@@ -227,10 +264,10 @@ def test_a_corpus_file_gives_the_same_vectors(tmp_path, model):
     assert np.array_equal(from_file.wv.vectors, model.wv.vectors)
 
 
-@pytest.mark.parametrize("name", rowwise_optimizers())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns(name):
     model = Word2Vec(sentences(), epochs=5, optimizer=name, **SMALL)
-    assert model.get_latest_training_loss() < UNTRAINED_LOSS
+    assert model.loss_per_pair < UNTRAINED_LOSS
     assert np.isfinite(model.wv.vectors).all()
 
 
@@ -246,18 +283,20 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"cbow_mean": 0}, "cbow_mean=0 is not supported"),
         ({"hashfxn": len}, "hashfxn=.* is not supported: .* set seed"),
         ({"null_word": 1}, "null_word=1 is not supported"),
-        ({"batch_words": 1}, "batch_words=1 is not supported: .*batch_size"),
-        ({"vector_size": 0}, "vector_size=0 is out of range"),
+        ({"vector_size": 0}, "^vector_size=0 is out of range"),
+        ({"window": "wide"}, "^window='wide' is not such a number as gensim takes"),
+        ({"sample": -1}, "^sample=-1.0 is out of range"),
+        ({"seed": 1.5}, "^seed=1.5 is not such a number as gensim takes"),
         ({"batch_size": 0}, "batch_size=0 is out of range; it must be None or at least 1"),
-        ({"alpha": -1.0}, "lr=-1.0 is out of range"),
+        ({"alpha": -1.0}, "^alpha=-1.0 is out of range"),
         ({"optimizer": "Adamaxx", "alpha": 0.1}, "did you mean Adamax?"),
-        ({"optimizer": "Adafactor", "alpha": 0.1}, "is not row-separable"),
-        ({"optimizer": "Mine"}, "optimizer='Mine' has no settings in .* or give alpha"),
-        ({"optimizer_args": {"beta": 1}}, "optimizer.args.beta .* did you mean betas?"),
+        ({"optimizer": "Adafactor"}, "mixes rows, so it cannot be paged"),
+        ({"optimizer": "Mine"}, "choose one of ASGD .* or package.Class"),
+        ({"optimizer_args": {"beta": 1}}, "optimizer_args.beta .* did you mean betas?"),
         ({"settings": ["model.window=3"]}, "'model.window=3' cannot be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
-        ({"device": "gpu"}, "train.device=gpu .* did you mean cpu?"),
+        ({"device": "gpu"}, "^device=gpu .* did you mean cuda?"),
         (
             {"sentences": [COLORS], "min_count": 1, "callbacks": [print]},
             "derive it from gensim's CallbackAny2Vec",
@@ -283,14 +322,30 @@ def test_locked_vectors_are_refused(reloaded):
     reloaded.train(sentences(), total_examples=400, epochs=1)
 
 
-@pytest.mark.parametrize(
-    "rates", [{"start_alpha": -1.0}, {"end_alpha": 9.0}, {"start_alpha": 0.5, "end_alpha": 0.6}]
-)
+@pytest.mark.parametrize("rates", [{"start_alpha": -1.0}, {"end_alpha": -1.0}])
 def test_a_refused_call_changes_nothing(model, rates):
     before = (model.alpha, model.min_alpha, model.epochs)
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="alpha=-1.0 is out of range"):
         model.train(sentences(), total_examples=400, epochs=2, **rates)
     assert (model.alpha, model.min_alpha, model.epochs) == before
+
+
+def test_the_learning_rates_of_calls_are_gensims(monkeypatch):
+    configs = record_calls(monkeypatch, plan, "make_plan")
+    model = Word2Vec(**SMALL)
+    model.build_vocab(sentences())
+    totals = {"total_examples": 400, "epochs": 1}
+    model.train(sentences(), **totals)  # the rate that suits the text
+    model.alpha = 0.5
+    for _ in range(2):  # the loop of old tutorials
+        model.train(sentences(), **totals)
+        model.alpha -= 0.25
+        model.min_alpha = model.alpha
+    model.train(sentences(), start_alpha=0.125, end_alpha=0.25, **totals)
+    model.train(sentences(), start_alpha=0.5, end_alpha=0.125, **totals)
+    rates = [(config.optimizer.lr, config.optimizer.min_lr) for config in configs]
+    assert rates[0] == (0, 0)  # auto
+    assert rates[1:] == [(0.5, 0), (0.25, 0.25), (0.25, 0.25), (0.5, 0.125)]
 
 
 def test_text_without_known_words_trains_nothing(model, caplog):
@@ -298,6 +353,101 @@ def test_text_without_known_words_trains_nothing(model, caplog):
     assert model.train([["x", "y"]], total_examples=1, epochs=3) == (0, 6)
     assert "nothing is trained" in caplog.text
     assert np.array_equal(model.wv.vectors, before)
+
+
+@pytest.mark.parametrize("renewed", ["build_vocab", "init_weights"])
+def test_new_words_or_weights_begin_with_a_new_optimizer_state(renewed):
+    model, fresh = Word2Vec(sentences(), epochs=1, **SMALL), Word2Vec(**SMALL)
+    text = sentences(topics=[NUMBERS] if renewed == "build_vocab" else (COLORS, NUMBERS))
+    fresh.build_vocab(text)
+    getattr(model, renewed)(*([text] if renewed == "build_vocab" else []))
+    fresh.train_count = model.train_count  # on which the seed depends
+    fresh.wv.vectors[:] = model.wv.vectors  # gensim keeps them
+    for each in (model, fresh):
+        each.train(text, total_examples=400, epochs=1)
+    assert np.array_equal(model.wv.vectors, fresh.wv.vectors)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [("Adam", None), ("SGD", None), ("Adagrad", None), ("SGD", {"momentum": 0.5})],
+)
+def test_another_optimizer_trains_on_with_a_new_state(reloaded, name, arguments):
+    reloaded.optimizer = name
+    reloaded.optimizer_args = arguments
+    reloaded.train(sentences(), total_examples=400, epochs=1)
+    assert reloaded.loss_per_pair < UNTRAINED_LOSS
+    reloaded.train(sentences(), total_examples=400, epochs=1)  # with that state
+
+
+def test_numpys_numbers_are_numbers(model):
+    numbers = {"vector_size": np.int64(16), "min_count": np.int32(1), "window": np.uint8(2)}
+    numbers |= {"sample": np.float32(0), "seed": np.int64(1), "epochs": np.int16(5)}
+    numbers |= {"negative": np.int64(5), "ns_exponent": np.float64(0.75), "device": "cpu"}
+    again = Word2Vec(sentences(), **numbers)
+    assert np.array_equal(again.wv.vectors, model.wv.vectors)
+
+
+def test_without_a_seed_each_model_differs():
+    first, second = (Word2Vec(sentences(), **SMALL | {"seed": None, "sample": None}) for _ in "ab")
+    assert first.sample is None and not np.array_equal(first.wv.vectors, second.wv.vectors)
+
+
+@pytest.mark.parametrize("sample", [None, 0, 1e-2, 20, 10**6])
+def test_subsampling_is_gensims(sample):
+    model = Word2Vec(**SMALL | {"sample": sample})
+    model.build_vocab(sentences())
+    counts = model.wv.expandos["count"]
+    share = model._config(vars(model), 1, 1, words=counts.sum()).model.sample
+    kept = keep_probabilities(counts, counts.sum(), share)
+    np.testing.assert_allclose(model.wv.expandos["sample_int"] / 2**32, kept, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shrink_windows", [True, False])
+def test_a_window_wider_than_any_sentence_is_the_whole_sentence(shrink_windows):
+    arguments = {"window": 10**9, "shrink_windows": shrink_windows, "compute_loss": True}
+    model = Word2Vec(sentences(100), **SMALL | {"epochs": 1} | arguments)
+    pairs = model.get_latest_training_loss() / model.loss_per_pair
+    assert pairs == pytest.approx(100 * 8 * 7)  # nearly all drawn windows exceed the sentence
+
+
+def test_workers_are_threads():
+    class Recorder(CallbackAny2Vec):
+        def on_epoch_begin(self, model):
+            self.threads = torch.get_num_threads()
+
+    recorder = Recorder()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Word2Vec(sentences(100), callbacks=[recorder], workers=1, batch_words=4, **SMALL)
+        assert (recorder.threads, torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_of_gensims_trains_on_with_sgd(tmp_path):
+    settings = {name: value for name, value in SMALL.items() if name != "device"}
+    theirs = gensim.models.Word2Vec(sentences(), sg=1, alpha=0.05, epochs=1, **settings)
+    theirs.save(str(tmp_path / "model"))
+    model = Word2Vec.load(str(tmp_path / "model"))
+    assert np.array_equal(model.wv.vectors, theirs.wv.vectors)
+    model.device = "cpu"
+    model.train(sentences(), total_examples=400, epochs=20)
+    assert type(model) is Word2Vec and model.loss_per_pair < 0.9 * UNTRAINED_LOSS
+    theirs.sg = 0
+    theirs.save(str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="sg=0 is not supported"):
+        Word2Vec.load(str(tmp_path / "model")).train(sentences(), total_examples=400, epochs=1)
+
+
+def test_torchs_default_dtype_changes_nothing(model):
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = Word2Vec(sentences(), epochs=5, **SMALL)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert np.array_equal(again.wv.vectors, model.wv.vectors)
 
 
 def test_importing_w2v_imports_neither_torch_nor_gensim():

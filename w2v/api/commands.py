@@ -1,4 +1,4 @@
-"""Commands of evaluate.py, which parses their arguments."""
+"""Commands that score, query, draw and export vectors; `cli` parses."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from w2v.api import runs
-from w2v.system.console import escape_unencodable
-from w2v.system.files import naming_file
+from w2v.system.files import naming_file, printable
 from w2v.vectors import card, evaluate, export, plots, query
 from w2v.vectors.datasets import EvaluationError
-from w2v.vectors.load import find, load
-from w2v.vectors.runs import find_all, read
+from w2v.vectors.load import VectorsError, find, load, load_words
+from w2v.vectors.runs import find_all, picture_path, read
 
 SIGNS = {"+", "-"}
 Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and their cosines
 
 
-def run(options: Namespace) -> int:
-    """Run a command and return the exit status."""
-    escape_unencodable()
-    return COMMANDS[options.command](options) or 0
-
-
 def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
-    gensim = options.scorer == "gensim"
-    scores = evaluate.scores(load(options.run), options.questions, options.restrict_vocab, gensim)
+    kv = load(options.run)
+    scores = evaluate.scores(
+        kv.index_to_key,
+        kv.vectors,
+        options.questions,
+        options.pairs,
+        options.restrict_vocab,
+        by_gensim=kv if options.scorer == "gensim" else None,
+    )
     as_json = json.dumps(evaluate.as_dict(*scores), indent=1)
     print(as_json if options.json else evaluate.report(*scores))
 
 
 def nn(options: Namespace) -> int:
     """Print the nearest neighbors of each word."""
-    kv = load(options.run)
+    kv = load_words(options.run)
     questions = [[word] for word in options.words]
-    return _answer(lambda words: query.neighbours(kv, " ".join(words), options.topn), questions)
+    return _answer(lambda words: query.combination(kv, [" ".join(words)], options.topn), questions)
 
 
 def analogies(options: Namespace) -> int:
     """Answer analogies (a b c) and sums of words (king - man + woman)."""
-    kv = load(options.run)
+    kv = load_words(options.run)
 
     def ask(words: list[str]) -> list[tuple[str, float]]:
         if SIGNS.intersection(words):
@@ -52,7 +51,7 @@ def analogies(options: Namespace) -> int:
             remedy = "nor a sum such as king - man + woman; see --help"
             raise EvaluationError(f"{' '.join(words)!r} is not 3 words, {remedy}")
         a, b, c = words
-        return query.analogy(kv, a, b, c, options.topn)
+        return query.combination(kv, [b, "-", a, "+", c], options.topn)
 
     words = options.words
     if SIGNS.intersection(words):
@@ -66,6 +65,9 @@ def analogies(options: Namespace) -> int:
 
 def export_vectors(options: Namespace) -> None:
     """Write the vectors in other formats, and print the paths of the files."""
+    if not (options.formats or options.safetensors or options.projector):
+        remedy = "add --kv, --bin, --text, --safetensors or --projector N"
+        raise VectorsError(f"export has nothing to write; {remedy}")
     path = find(options.run)
     kv = load(path)
     folder = Path(options.to or path.parent)
@@ -88,20 +90,20 @@ def draw_map(options: Namespace) -> None:
 def plot(options: Namespace) -> None:
     """Draw loss, throughput and scores of runs."""
     folders = find_all(options.runs, "metrics.jsonl")
-    file = Path(options.to or folders[0] / "curves.png")
+    file = picture_path(folders, "curves.png", options.to)
     print(plots.curves({folder.name: [read(folder)] for folder in folders}, file))
 
 
-COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
-    "score": score,
-    "nn": nn,
-    "analogies": analogies,
-    "export": export_vectors,
-    "map": draw_map,
-    "plot": plot,
-    "compare": lambda options: print(runs.report(options.runs, options.to)),
-    "card": lambda options: print(card.write(find(options.run).parent)),
-}
+def write_report(options: Namespace) -> None:
+    """Write an HTML page about runs, finished or not."""
+    from w2v.vectors import report
+
+    print(report.write(options.runs, options.to))
+
+
+def write_card(options: Namespace) -> None:
+    """Write the model card of a finished run."""
+    print(card.write(find(options.run).parent))
 
 
 def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
@@ -114,8 +116,8 @@ def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
     status = 0
     for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
-            answers = [f"  {cosine:7.4f}  {word}" for word, cosine in ask(words)]
-            print(" ".join(words), *answers, sep="\n", flush=True)
+            answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
+            print(printable(" ".join(words)), *answers, sep="\n", flush=True)
         except EvaluationError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = 2 if questions else 0

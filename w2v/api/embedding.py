@@ -14,8 +14,11 @@ Shapes: V rows, D dimensions, U unique rows of a page, R elements of a record.
 from __future__ import annotations
 
 import math
+import operator
+import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 
 from w2v.config import OptimizerConfig
 from w2v.model import table_file
-from w2v.model.optim import RowOptimizer
+from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
 from w2v.model.table import Init, SplitTable, Storage, Table, normal
 from w2v.transfer.links import link_between
@@ -45,6 +48,13 @@ class _Rows:
         self._parts = [(part, link_between(part, self.device)) for part in tables]
         # Weak references, because a page that is dropped is released.
         self._in_flight: weakref.WeakSet[EmbeddingPage] = weakref.WeakSet()
+        self._lock = threading.RLock()  # buffers, optimizer and pages serve one thread at a time
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())  # a lock cannot be copied
 
     def _initialise(self, init: Init | None, device: torch.device | None = None) -> None:
         """Set the first weights, computed on a device; an existing file stays."""
@@ -68,9 +78,10 @@ class _Rows:
 
     def get(self, ids: Ids) -> Tensor:
         """Return rows [*ids.shape, D] in the table's dtype."""
-        rows_U, slots = self._unique(ids)
-        weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
-        return weight_UD[slots].to(self.table.dtype)
+        with self._lock:
+            rows_U, slots = self._unique(ids)
+            weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
+            return weight_UD[slots].to(self.table.dtype)
 
     def put(self, ids: Ids, values: Tensor | np.ndarray) -> None:
         """Set the weights of rows to `values` [*ids.shape, D].
@@ -81,18 +92,19 @@ class _Rows:
         values = torch.as_tensor(values).detach()
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
-        rows_U, slots = self._unique(ids, exclusive=True)
-        shape = [*slots.shape, self.table.dim]
-        if list(values.shape) != shape:
-            raise ValueError(f"values have shape {list(values.shape)}, but these ids take {shape}")
-        # The place of the last of equal ids, for each row.
-        order = torch.arange(slots.numel(), device=self.device)
-        last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
-        values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
-        records_UR = self._read(rows_U)
-        # Rounded to nearest here, `_write` has nothing left to round at random.
-        records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
-        self._write(rows_U, records_UR)
+        with self._lock:
+            rows_U, slots = self._unique(ids, exclusive=True)
+            shape = [*slots.shape, self.table.dim]
+            if (given := list(values.shape)) != shape:
+                raise ValueError(f"values have shape {given}, but these ids take {shape}")
+            # The place of the last of equal ids, for each row.
+            order = torch.arange(slots.numel(), device=self.device)
+            last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
+            values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
+            records_UR = self._read(rows_U)
+            # Rounded to nearest here, `_write` has nothing left to round at random.
+            records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
+            self._write(rows_U, records_UR)
 
     def save(self, path: str | Path) -> None:
         """Write the table to an .npy or .safetensors file.
@@ -100,25 +112,26 @@ class _Rows:
         .npy holds the weights, bfloat16 as float32; .safetensors also the optimizer state. Rows of
         open pages are saved as the table has them.
         """
-        self.flush()
-        if _suffix(path) == ".safetensors":
-            table_file.save(self.table, Path(path))
-        elif not self.table.is_in(path):  # otherwise the flush has written the file
-            save_npy(path, self.table["weight"])
+        with self._lock:
+            self.flush()
+            if _suffix(path) == ".safetensors":
+                table_file.save(self.table, Path(path))
+            elif not self.table.is_in(path):  # otherwise the flush has written the file
+                save_npy(path, self.table["weight"])
 
     def load(self, path: str | Path) -> None:
         """Read a file of `save`; .npy leaves the optimizer state as it is."""
-        if pages := sum(page.is_open for page in self._in_flight):
-            raise ValueError(
-                f"{pages} page(s) are in flight; step or release them, then load {path}"
-            )
-        self.flush()
-        if _suffix(path) == ".safetensors":
-            table_file.load(self.table, Path(path))
-            return
-        dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
-        rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
-        self.table.initialise(copy_rows(rows_VD))
+        with self._lock:
+            if pages := sum(page.is_open for page in self._in_flight):
+                remedy = f"step or release them, then load {path}"
+                raise ValueError(f"{pages} page(s) are in flight; {remedy}")
+            self.flush()
+            if _suffix(path) == ".safetensors":
+                table_file.load(self.table, Path(path))
+                return
+            dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
+            rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
+            self.table.initialise(copy_rows(rows_VD))
 
     def flush(self) -> None:
         """Return when all writes are in the table, and with "mmap" on disk."""
@@ -151,6 +164,8 @@ class _Rows:
         With `exclusive`, rows of a page in flight are refused.
         """
         ids = torch.as_tensor(ids)
+        if not ids.numel():
+            ids = ids.to(self.device, torch.int64)  # an empty list has become float32
         if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
             raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
         rows_U, slots = torch.unique(ids.to(self.device, torch.int64), return_inverse=True)
@@ -214,10 +229,10 @@ class Embedding(_Rows):
 
     Rows outside the page keep weight and state, as with torch.optim.SparseAdam. A page of all rows
     is stepped as torch steps an nn.Embedding, bit for bit in float32. Steps compute in float32 for
-    16-bit tables. `lr` is an attribute and may be changed.
+    16-bit tables. `lr` is an attribute and may be changed. Threads may share an embedding.
 
     Args:
-        optimizer: Name of a row-separable torch.optim class.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
         lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
         optimizer_args: Other arguments of the optimizer.
         step: Whether bias correction counts the steps of the "table" or of each "row".
@@ -234,7 +249,7 @@ class Embedding(_Rows):
         num_rows: int,
         dim: int,
         *,
-        optimizer: str,
+        optimizer: str | type[torch.optim.Optimizer],
         lr: float,
         optimizer_args: dict[str, Any] | None = None,
         step: Literal["table", "row"] = "table",
@@ -252,7 +267,9 @@ class Embedding(_Rows):
             both = f"state_storage={state_storage!r} with storage={storage!r}"
             raise ValueError(f"{both}: a file holds both; leave state_storage out")
         self.lr = lr
-        config = OptimizerConfig(name=optimizer, lr=lr, args=optimizer_args or {}, step=step)
+        config = OptimizerConfig(
+            name=optimizer_name(optimizer), lr=lr, args=optimizer_args or {}, step=step
+        )
         self._optimizer = RowOptimizer(config)
         # An optimizer's state is found by stepping it once on a tiny parameter.
         states, scalars = self._optimizer.states(dim), self._optimizer.scalars
@@ -260,16 +277,19 @@ class Embedding(_Rows):
         table = SplitTable(*shared, state_storage) if state_storage else Table(*shared, path)
         super().__init__(table, device)
         # A user's function may not run on a GPU.
-        self._initialise(init or normal(dim, 1.0, seed), None if init else self.device)
+        self._initialise(
+            init or normal(dim, 1.0, operator.index(seed)), None if init else self.device
+        )
 
     def page(self, ids: Ids) -> EmbeddingPage:
         """Fetch the rows of `ids`, which no open page may have, for a step."""
-        rows_U, slots = self._unique(ids, exclusive=True)
-        records_UR = self._read(rows_U)
-        weight = nn.Parameter(records_UR[:, self.table.columns["weight"]])
-        page = EmbeddingPage(rows_U, slots, records_UR, weight)
-        self._in_flight.add(page)
-        return page
+        with self._lock:
+            rows_U, slots = self._unique(ids, exclusive=True)
+            records_UR = self._read(rows_U)
+            weight = nn.Parameter(records_UR[:, self.table.columns["weight"]])
+            page = EmbeddingPage(rows_U, slots, records_UR, weight)
+            self._in_flight.add(page)
+            return page
 
     def step(self, page: EmbeddingPage, lr: float | None = None) -> None:
         """Step the rows by `page.weight.grad`, and write them back.
@@ -284,15 +304,16 @@ class Embedding(_Rows):
         if page not in self._in_flight:
             remedy = "step it with the embedding that made it"
             raise ValueError(f"this page is not one of {self!r}; {remedy}")
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             if weight.grad is not None:
                 # `weight` is a view of the records, so the optimizer steps both.
                 self._optimizer.step_rows(self.table, page.records_UR, weight.grad, None, lr)
             self._write(page.rows, page.records_UR)
-        # Only now, so that a step that fails keeps the page.
-        page.release()
+            # Only now, so that a step that fails keeps the page.
+            page.release()
 
 
+@dataclass(eq=False, repr=False)  # equal to itself alone, so that a set can hold it
 class EmbeddingPage:
     """Rows of an `Embedding` on the compute device, until stepped or released.
 
@@ -306,15 +327,14 @@ class EmbeddingPage:
         weight: The weights [U, D] in float32, a view of the records; `step` uses its `grad`.
     """
 
-    def __init__(self, rows: Tensor, slots: Tensor, records_UR: Tensor, weight: nn.Parameter):
-        self.rows = rows
-        self.slots = slots
-        self.records_UR = records_UR
-        self.weight = weight
+    rows: Tensor
+    slots: Tensor
+    records_UR: Tensor
+    weight: nn.Parameter
 
     def __getattr__(self, name: str) -> Any:
         """Raise; `release` has deleted the attributes of a spent page."""
-        if name in ("rows", "slots", "records_UR", "weight"):
+        if name in EmbeddingPage.__annotations__:
             spent = "this page is spent (stepped or released)"
             raise ValueError(f"{spent}; get another with page(ids)")
         raise AttributeError(name)

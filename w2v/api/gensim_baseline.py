@@ -19,7 +19,7 @@ from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.vectors import evaluate, export
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import NOTHING_FURTHER, Further
 
 NAME = "gensim SGD"  # in the column of optimizers
 
@@ -30,7 +30,9 @@ def as_config(config: Config, lr: float) -> Config:
     return replace(config, optimizer=OptimizerConfig(name=NAME, lr=lr), train=train)
 
 
-def train(config: Config, vocab: Vocab, corpus: Corpus, folder: Path) -> dict[str, Any]:
+def train(
+    config: Config, vocab: Vocab, corpus: Corpus, folder: Path, further: Further = NOTHING_FURTHER
+) -> dict[str, Any]:
     """Train with gensim and return the scores, as in scores.json.
 
     metrics.jsonl and vectors.kv are written to the folder.
@@ -94,7 +96,7 @@ def train(config: Config, vocab: Vocab, corpus: Corpus, folder: Path) -> dict[st
         seconds = time.monotonic() - start - callback.paused
     kv = export.keyed_vectors(vocab.words, vocab.counts, model.wv.vectors)
     export.save(kv, folder, ("kv",))
-    scores = evaluate.scores(kv, None, ASKED, by_gensim=False)
+    scores = evaluate.scores(vocab.words, model.wv.vectors, *further)
     return evaluate.as_dict(*scores) | {
         "held_out_loss": held_out_loss(),
         "words": corpus.raw_words * epochs,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from w2v.system.files import atomic_write
 from w2v.vectors import plots
+from w2v.vectors.datasets import PAIR_SETS
 from w2v.vectors.runs import Run, find_all, read
 
 log = logging.getLogger("w2v")
@@ -24,6 +25,13 @@ SHOWN = {
     "train.batch_size": "batch",
     "train.epochs": "epochs",
 }
+BY_CORPUS = (
+    "corpus.",
+    "train.batch_size",
+    "train.held_out_words",
+    "optimizer.lr",
+    "optimizer.occurrence_cap",
+)
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 
 
@@ -34,12 +42,19 @@ class Figure(NamedTuple):
     value: Callable[[dict[str, Any]], float]  # may raise where a run has no such figure
 
 
+def _percent(scores: dict[str, Any], part: str) -> Any:
+    """Return the accuracy in a part of the analogies, if any was counted."""
+    score = scores["analogies"][part]
+    return 100 * score["accuracy"] if score["counted"] else None
+
+
 FIGURES = {
     "held-out loss": Figure("{:.4f}", lambda s: s["held_out_loss"]),
     "loss": Figure("{:.4f}", lambda s: s["loss"]),
-    "analogies %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["total"]["accuracy"]),
-    "semantic %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["semantic"]["accuracy"]),
-    "syntactic %": Figure("{:.1f}", lambda s: 100 * s["analogies"]["syntactic"]["accuracy"]),
+    "analogies %": Figure("{:.1f}", lambda s: _percent(s, "total")),
+    "questions": Figure("{:.0f}", lambda s: s["analogies"]["total"]["counted"]),
+    "semantic %": Figure("{:.1f}", lambda s: _percent(s, "semantic")),
+    "syntactic %": Figure("{:.1f}", lambda s: _percent(s, "syntactic")),
     "WordSim-353": Figure("{:.3f}", lambda s: s["similarity"]["wordsim353"]["spearman"]),
     "SimLex-999": Figure("{:.3f}", lambda s: s["similarity"]["simlex999"]["spearman"]),
     "M words/s": Figure("{:.3g}", lambda s: s["words"] / s["seconds"] / 1e6),
@@ -47,6 +62,10 @@ FIGURES = {
     "host MiB": Figure("{:.0f}", lambda s: s["bytes_host"] / 2**20),
     "GPU MiB": Figure("{:.0f}", lambda s: s["bytes_gpu"] / 2**20 or None),  # 0 without a GPU
 }
+# Columns that a terminal has no room for, and those whose spread it has no room for.
+ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "host MiB", "GPU MiB", "other settings"}
+HEADINGS = ("optimizer", "lr", "other settings")
+WITHOUT_SPREAD = {"questions", "M words/s", "seconds"}
 
 
 @dataclass(frozen=True)
@@ -56,23 +75,64 @@ class Row:
     settings: dict[str, Any]
     runs: list[Run]
 
-    def values(self, figure: str) -> list[float]:
+    def values(self, name: str) -> list[float]:
         """Return a figure of all runs that did not diverge and have it."""
         found = []
         for run in self.runs:
             with suppress(KeyError, TypeError, ZeroDivisionError):
-                found.append(float(FIGURES[figure].value(run.scores)))
+                found.append(float(figure(name).value(run.scores)))
         return found
 
 
+def figure(name: str) -> Figure:
+    """Return a column: one of FIGURES, or the scores of a further set."""
+    if name in FIGURES:
+        return FIGURES[name]
+    if name.endswith(" %"):
+        title = name.removesuffix(" %")
+        return Figure("{:.1f}", lambda s: 100 * s["questions"][title]["total"]["accuracy"])
+    return Figure("{:.3f}", lambda s: s["similarity"][name]["spearman"])
+
+
+def figure_names(compared: Iterable[Row]) -> list[str]:
+    """Return the columns of FIGURES, and of further sets behind SimLex-999."""
+    scores = [run.scores for row in compared for run in row.runs]
+    questions = [f"{name} %" for found in scores for name in found.get("questions", ())]
+    pairs = [name for found in scores for name in found.get("similarity", ())]
+    further = dict.fromkeys([*questions, *(name for name in pairs if name not in PAIR_SETS)])
+    names = list(FIGURES)
+    place = names.index("SimLex-999") + 1
+    return [*names[:place], *further, *names[place:]]
+
+
+def quality(row: Row) -> float:
+    """Return the mean of all scores of a row, each from 0 to 1."""
+    names = figure_names([row])
+    sets = ["analogies %", *names[names.index("WordSim-353") : names.index("M words/s")]]
+    found = {name: row.values(name) for name in sets}
+    scores = [
+        mean(values) / (100 if "%" in name else 1) for name, values in found.items() if values
+    ]
+    return mean(scores) if scores else -1.0
+
+
 def rows(runs: Iterable[Run]) -> list[Row]:
-    """Group runs by their settings; best at analogies first."""
+    """Group runs by their settings; best first, over all sets and corpora."""
     groups: dict[str, Row] = {}
     for run in runs:
         given = run.settings.items()
         settings = {key: value for key, value in given if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-    return sorted(groups.values(), key=lambda row: -mean(row.values("analogies %") or [-1.0]))
+    # What depends on the corpus may differ between rows of one config.
+    by_config: dict[str, list[Row]] = {}
+    for row in groups.values():
+        common = [value for key, value in row.settings.items() if not key.startswith(BY_CORPUS)]
+        by_config.setdefault(json.dumps(common), []).append(row)
+    ranked = sorted(by_config.values(), key=lambda found: -mean(map(quality, found)))
+    corpora = {row.settings.get("corpus.path") for row in groups.values()}
+    if len(corpora) == 1:
+        return sorted(groups.values(), key=lambda row: -quality(row))
+    return [row for found in ranked for row in found]
 
 
 def table(compared: Sequence[Row]) -> list[list[str]]:
@@ -84,17 +144,18 @@ def table(compared: Sequence[Row]) -> list[list[str]]:
     columns = {title: _column(compared, key) for key, title in SHOWN.items()}
     if any(others := _other_settings(compared)):
         columns["other settings"] = others
-    sizes = [len(row.runs) for row in compared]
-    finished = [sum(not run.diverged for run in row.runs) for row in compared]
+    seeds = [{run.settings["train.seed"]: run.diverged for run in row.runs} for row in compared]
+    sizes = [*map(len, seeds)]
+    finished = [sum(not diverged for diverged in found.values()) for found in seeds]
     if max(sizes) > 1:
         columns["seeds"] = [
             str(size) if done == size else f"{done} of {size}"
             for done, size in zip(finished, sizes, strict=True)
         ]
-    for name, figure in FIGURES.items():
+    for name in figure_names(compared):
         if any(values := [row.values(name) for row in compared]):
             columns[name] = [
-                spread(found, figure.form) if done else "diverged"
+                spread(found, figure(name).form) if done else "diverged"
                 for found, done in zip(values, finished, strict=True)
             ]
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
@@ -136,6 +197,30 @@ def text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
+def in_120_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Format a table for a terminal; settings that differ are below it."""
+    header, *body = lines
+    columns = dict(zip(header, map(list, zip(*body, strict=True)), strict=True))
+    notes = (
+        [
+            f"{name} {lr}: {others}"
+            for name, lr, others in zip(*map(columns.get, HEADINGS), strict=True)
+            if others
+        ]
+        if "other settings" in columns
+        else []
+    )
+    for name in ONLY_IN_FILES & columns.keys():
+        del columns[name]
+    for name in ("batch", "epochs"):
+        if len(set(columns[name])) == 1 < len(body):
+            notes.append(f"all: {name} {columns.pop(name)[0]}")
+    for name, cells in columns.items():
+        parts = [cell.split(" +- ") for cell in cells]
+        columns[name] = ["±".join(cell[:1] if name in WITHOUT_SPREAD else cell) for cell in parts]
+    return "\n".join([text([list(columns), *zip(*columns.values(), strict=True)]), *notes])
+
+
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Format a header and cells as a Markdown table."""
     header, *body = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
@@ -146,7 +231,7 @@ def as_csv(compared: Sequence[Row]) -> str:
     """Format all settings and the unrounded figures of all rows as CSV."""
     columns = {key: _column(compared, key) for key in compared[0].settings}
     columns["seeds"] = [str(len(row.runs)) for row in compared]
-    for name in FIGURES:
+    for name in figure_names(compared):
         values = [row.values(name) for row in compared]
         columns[name] = [str(mean(found)) if found else "" for found in values]
         columns[f"{name} stdev"] = [str(stdev(found)) if found[1:] else "" for found in values]
@@ -160,7 +245,7 @@ def write(runs: Sequence[Run], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     compared = rows(runs)
     lines = table(compared)
-    atomic_write(folder / "table.txt", text(lines) + "\n")
+    atomic_write(folder / "table.txt", in_120_columns(lines) + "\n")
     atomic_write(folder / "table.md", markdown(lines) + "\n")
     # The legend needs all that tells the rows apart, or two would be one line.
     parts = [*(_column(compared, key) for key in SHOWN), _other_settings(compared)]
@@ -172,10 +257,10 @@ def write(runs: Sequence[Run], folder: Path) -> str:
         log.warning(f"no curves.png: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "table.csv", as_csv(compared))
-    return text(lines)
+    return in_120_columns(lines)
 
 
 def report(paths: Iterable[str | Path], folder: str | Path | None = None) -> str:
     """Return the table of the runs that paths name; write it to a folder."""
     runs = [read(found) for found in find_all(paths)]
-    return write(runs, Path(folder)) if folder else text(table(rows(runs)))
+    return write(runs, Path(folder)) if folder else in_120_columns(table(rows(runs)))

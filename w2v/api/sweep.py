@@ -1,6 +1,6 @@
 """Search for an optimizer's best settings on a grid.
 
-    python -m w2v.api.sweep Adamax --base configs/text8.yaml --seeds 1 2 3 --set corpus.path=text8
+    w2v sweep Adamax --base text8 --seeds 1 2 3 --set corpus.path=text8
 
 The grid is over learning rates, batch sizes and other settings. Each setting is trained with the
 first seed, then the best with the other seeds, until the best by the mean has been trained with
@@ -32,17 +32,19 @@ import yaml
 from omegaconf import OmegaConf
 
 from w2v.api import compare, runs
-from w2v.config import Config, ConfigError, flat_config, load_config
+from w2v.config import PACKAGE, Config, ConfigError, find_config, flat_config, load_config
 from w2v.system import console
 from w2v.system.files import atomic_write
-from w2v.system.process import Signals, git_commit, with_exit_status
+from w2v.system.process import git_commit
+from w2v.training import plan
 from w2v.training.memory import Machine
+from w2v.vectors.datasets import NOTHING_FURTHER, Further
 
 log = logging.getLogger("w2v")
-LR_FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, scaled to each batch size
-BATCH_FACTORS = (0.5, 1.0)  # of the config's batch size
+LR_FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, or of the automatic one
+BATCH_FACTORS = (0.5, 1.0)  # of the config's batch size, or of the automatic one
 BETAS = {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]}
-CAPS = {"optimizer.occurrence_cap": [8, 16]}
+CAPS = {"optimizer.occurrence_cap": [32, 64]}
 AXES: dict[str, dict[str, list[Any]]] = {  # further settings to search, by optimizer
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), BETAS),
     **dict.fromkeys(("SGD", "ASGD"), CAPS),
@@ -56,7 +58,7 @@ AXES: dict[str, dict[str, list[Any]]] = {  # further settings to search, by opti
 # Logging the loss would make training wait for the device.
 SETTINGS = [*compare.COMMON_SETTINGS, "run.log_seconds=1e9"]
 SHOWN = 15  # rows of a ranking
-QUALITY = ("analogies", "wordsim353", "simlex999")
+QUALITY = ("quality", "analogies", "wordsim353", "simlex999")
 SCORES = (*QUALITY, "semantic", "syntactic", "held_out_loss", "loss", "seconds", "words_per_s")
 RANKED = (*QUALITY, "held_out_loss")  # columns of a ranking
 # Keys that have columns of their own, and keys that do not make another setting.
@@ -74,21 +76,18 @@ class Setting(NamedTuple):
     lr: str
 
     @classmethod
-    def of(cls, config: Config) -> Setting:
-        """Return the setting of a config."""
+    def of(cls, config: Config, corpora: Sequence[str] = ()) -> Setting:
+        """Return the setting of a config, on its own corpus or on these."""
         default = flat_config(Config())
         settings = [
             f"{key}={json.dumps(value, separators=(',', ':'))}"
             for key, value in flat_config(config).items()
             if value != default[key] and not key.startswith(NO_SETTINGS)
         ]
-        return cls(
-            corpus=Path(config.corpus.path).name,
-            epochs=str(config.train.epochs),
-            settings=" ".join(settings),
-            batch_size=str(config.train.batch_size),
-            lr=f"{config.optimizer.lr:g}",
-        )
+        corpus = "+".join(Path(path).name for path in corpora or [config.corpus.path])
+        train = config.train
+        numbers = str(train.batch_size), f"{config.optimizer.lr:g}"
+        return cls(corpus, str(train.epochs), " ".join(settings), *numbers)
 
 
 COLUMNS = [*Setting._fields, "seed", *SCORES, "date", "commit", "device", "command"]
@@ -99,33 +98,29 @@ class Results:
 
     def __init__(self, file: Path):
         self.file = file
-        self._lines: list[dict[str, str]] = []
         file.parent.mkdir(parents=True, exist_ok=True)  # fails before anything is trained
-        if file.exists():
-            reader = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
-            self._lines = list(reader)
-            if reader.fieldnames != COLUMNS:
-                remedy = "delete it, or write elsewhere with --to"
-                raise ConfigError(f"{file} has other columns than a sweep writes; {remedy}")
+        header = ",".join(COLUMNS) + "\n"
+        self._text = file.read_text(encoding="utf-8") if file.exists() else header
+        reader = csv.DictReader(io.StringIO(self._text))
+        self._lines = list(reader)
+        if reader.fieldnames != COLUMNS:
+            remedy = "delete it, or write elsewhere with --to"
+            raise ConfigError(f"{file} has other columns than a sweep writes; {remedy}")
 
     def add(self, setting: Setting, seed: int, scores: dict[str, Any], device: str) -> None:
         """Add a line, with no scores if training diverged, and write the file."""
         # Absolute paths say nothing to readers of the file.
         arguments = [os.path.basename(arg) if os.path.isabs(arg) else arg for arg in sys.argv[1:]]
-        run = {
-            "seed": str(seed),
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": git_commit(),
-            "device": device,
-            "command": " ".join(["python -m w2v.api.sweep", *arguments]),
-        }
-        known = {name: f"{value:.9g}" for name, value in scores.items() if value is not None}
-        self._lines.append(setting._asdict() | run | known)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._lines)
-        atomic_write(self.file, text.getvalue())
+        self._lines.append(
+            {name: f"{value:.9g}" for name, value in scores.items() if value is not None}
+            | setting._asdict()
+            | {"seed": str(seed), "date": time.strftime("%Y-%m-%d"), "commit": git_commit()}
+            | {"device": device, "command": " ".join(["w2v", *arguments])}
+        )
+        line = io.StringIO()
+        csv.DictWriter(line, COLUMNS, lineterminator="\n").writerow(self._lines[-1])
+        self._text += line.getvalue()
+        atomic_write(self.file, self._text)
 
     def seeds(self, setting: Setting) -> list[int]:
         """Return the seeds with which a setting was trained."""
@@ -136,15 +131,14 @@ class Results:
         return [float(line[score]) for line in self._lines_of(setting) if line.get(score)]
 
     def quality(self, setting: Setting) -> tuple[float, float]:
-        """Return the sum of the mean scores, and the negative held-out loss.
+        """Return the mean over all sets, and the negative held-out loss.
 
-        The sum weighs analogies and similarity alike. Both are -inf if the setting has not been
-        trained or any seed diverged.
+        Both are -inf if the setting has not been trained or any seed diverged.
         """
         losses = self.values(setting, "held_out_loss")
         if not losses or len(losses) < len(self.seeds(setting)):
             return -math.inf, -math.inf
-        return sum(mean(self.values(setting, score) or [0.0]) for score in QUALITY), -mean(losses)
+        return mean(self.values(setting, "quality")), -mean(losses)
 
     def best(self, settings: Collection[Setting]) -> Setting | None:
         """Return the best setting, or None if all diverged."""
@@ -160,13 +154,13 @@ class Results:
         compared.sort(key=self.quality, reverse=True)
         # Only what differs between the settings is shown of them.
         common = set.intersection(*(set(setting.settings.split()) for setting in compared))
-        table = [["lr", "batch", "seeds", "sum", *RANKED, "settings"]]
+        table = [["lr", "batch", "seeds", *RANKED, "settings"]]
         for setting in compared[:SHOWN]:
-            quality = self.quality(setting)[0]
             differing = [part for part in setting.settings.split() if part not in common]
             row = [setting.lr, setting.batch_size, str(len(self.seeds(setting)))]
-            row.append(f"{quality:.3f}" if math.isfinite(quality) else "diverged")
             row += [runs.spread(self.values(setting, name), "{:.4f}") for name in RANKED]
+            if not math.isfinite(self.quality(setting)[0]):
+                row[3] = "diverged"
             table.append([*row, " ".join(differing) or "-"])
         return runs.text(table)
 
@@ -189,9 +183,8 @@ def grid(
     found = []
     # Each axis as a list of key=value, for the product below.
     values_of_axes = [[f"{key}={json.dumps(value)}" for value in axes[key]] for key in axes]
-    tuned = centre.train.batch_size
+    tuned, usual = centre.train.batch_size, centre.optimizer.lr
     for batch in batch_sizes or [max(1, int(tuned * factor)) for factor in BATCH_FACTORS]:
-        usual = compare.scale_batch_size(centre, batch).optimizer.lr
         for lr in lrs or [float(f"{usual * factor:.2g}") for factor in LR_FACTORS]:
             for point in itertools.product(*values_of_axes):
                 own = [f"optimizer.lr={lr}", f"train.batch_size={batch}"]
@@ -199,31 +192,60 @@ def grid(
     return found
 
 
-def score(config: Config) -> dict[str, Any]:
-    """Train once and return the SCORES, none if training diverged."""
-    with TemporaryDirectory() as folder:
-        scores = compare.train_and_score(config, Path(folder))
-    if "diverged" in scores:
-        return {}
-    analogies, similarity = scores["analogies"], scores["similarity"]
-    return {
-        "analogies": analogies["total"]["accuracy"],
-        **{name: similarity[name]["spearman"] for name in ("wordsim353", "simlex999")},
-        **{name: analogies[name]["accuracy"] for name in ("semantic", "syntactic")},
-        **{name: scores[name] for name in ("held_out_loss", "loss", "seconds")},
-        "words_per_s": round(scores["words"] / scores["seconds"]),
-    }
+def score(
+    config: Config, corpora: Sequence[str] = (), further: Further = NOTHING_FURTHER
+) -> dict[str, Any]:
+    """Train once on each corpus; return the mean SCORES, none if one diverged.
+
+    "quality" is the mean over all sets, those of `further` files included.
+    """
+    found = []
+    for path in corpora or [config.corpus.path]:
+        own = replace(config, corpus=replace(config.corpus, path=path))
+        with TemporaryDirectory() as folder:
+            scores = compare.train_and_score(own, Path(folder), further=further)
+        if "diverged" in scores:
+            return {}
+        analogies, similarity = scores["analogies"], scores["similarity"]
+        of_pairs = {name: similarity[name]["spearman"] for name in similarity}
+        of_questions = [part["total"]["accuracy"] for part in scores.get("questions", {}).values()]
+        sets = [analogies["total"]["accuracy"], *of_questions, *of_pairs.values()]
+        found.append(
+            {
+                "quality": mean(value or 0.0 for value in sets),
+                "analogies": analogies["total"]["accuracy"],
+                **{name: of_pairs[name] for name in ("wordsim353", "simlex999")},
+                **{name: analogies[name]["accuracy"] for name in ("semantic", "syntactic")},
+                **{name: scores[name] for name in ("held_out_loss", "loss", "seconds")},
+                "words_per_s": round(scores["words"] / scores["seconds"]),
+            }
+        )
+    values = {name: [scores[name] for scores in found] for name in found[0]}
+    return {name: None if None in part else mean(part) for name, part in values.items()}
 
 
 def sweep(
-    configs: Sequence[Config], seeds: Sequence[int], results: Results, deadline: float = math.inf
+    configs: Sequence[Config],
+    seeds: Sequence[int],
+    results: Results,
+    deadline: float = math.inf,
+    corpora: Sequence[str] = (),
+    further: Further = NOTHING_FURTHER,
 ) -> Config | None:
     """Train what the results lack, and return the best config.
 
+    Args:
+        configs: What to train.
+        seeds: Seeds of the best; the others get the first.
+        results: What has been trained.
+        deadline: In time.monotonic().
+        corpora: Texts to train each config on, if not its own alone.
+        further: Sets to score beside gensim's.
+
     Returns:
-        None if all diverged, or if a run would end after the deadline, in time.monotonic().
+        None if all diverged, or if a run would end after the deadline.
     """
-    by_setting = {Setting.of(config): config for config in configs}
+    by_setting = {Setting.of(config, corpora): config for config in configs}
     machine = Machine.here()
     device = machine.gpu or f"{platform.machine()}, {machine.cores} cores"
     longest = 0.0  # seconds of a run
@@ -234,10 +256,9 @@ def sweep(
             return None
         setting, seed = todo
         config = by_setting[setting]
-        if not longest:
-            compare.warm_up(config)
         start = time.monotonic()
-        scores = score(replace(config, train=replace(config.train, seed=seed)))
+        seeded = replace(config, train=replace(config.train, seed=seed))
+        scores = score(seeded, corpora, further)
         results.add(setting, seed, scores, device)
         longest = max(longest, time.monotonic() - start)
         known = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
@@ -257,8 +278,7 @@ def _next_run(
             return setting, seeds[0]
     # More seeds may show that another setting is best, which then needs all seeds too.
     best = results.best(settings)
-    lacking = [seed for seed in seeds if best and seed not in results.seeds(best)]
-    return (best, lacking[0]) if lacking else None
+    return next(((best, seed) for seed in seeds if best and seed not in results.seeds(best)), None)
 
 
 def as_yaml(config: Config) -> str:
@@ -295,54 +315,31 @@ def sweep_optimizer(path: Path, options: argparse.Namespace, deadline: float) ->
     """Search around a config file, and print ranking and best settings."""
     files = [options.base, path]
     axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(options.set)
+    if options.corpora:
+        axes["corpus.path"] = options.corpora[:1]
+    text = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
+    axes = parse_axes([compare.held_out(load_config(files, text))]) | axes
     if options.epochs:
         axes["train.epochs"] = [options.epochs]
     first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
     centre = load_config(files, [*SETTINGS, *first])
-    vocab, _ = compare.open_once(centre.corpus, centre.vocab)
-    centre = compare.fit_batch_to_text(centre, vocab)
+    centre = plan.make_plan(centre, compare.open_once(centre.corpus, centre.vocab)).config
     configs = grid(centre, files, options.lr, options.batch, axes)
-    results = Results((options.to or path.parent) / f"{path.stem}.sweep.csv")
-    best = sweep(configs, options.seeds, results, deadline)
-    if ranking := results.ranking(Setting.of(configs[0])):
+    # An installed package is not written to.
+    folder = options.to or (Path() if PACKAGE in path.parents else path.parent)
+    results = Results(folder / f"{path.stem}.sweep.csv")
+    further = Further(options.questions, options.pairs)
+    best = sweep(configs, options.seeds, results, deadline, options.corpora, further)
+    if ranking := results.ranking(Setting.of(configs[0], options.corpora)):
         print(f"\n{ranking}\n")
     if best:
-        print(f"best by the sum of its scores, to be {path}:\n\n{as_yaml(best)}")
+        print(f"best by the mean of its scores, to be {path}:\n\n{as_yaml(best)}")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    parser = compare.make_parser(
-        "sweep",
-        "Search for the best settings of optimizers. All settings are trained with the first "
-        "seed, the best with all seeds. --set section.key=value,value searches several values. "
-        "Results go to configs/optimizers/<name>.sweep.csv.",
-    )
-    add = parser.add_argument
-    add("names", nargs="+", metavar="NAME", help="optimizers that have files in configs/optimizers")
-    lrs = f"learning rates (default: {LR_FACTORS} of the file's, by batch)"
-    add("--lr", nargs="+", type=float, default=[], help=lrs)
-    batches = f"batch sizes (default: {BATCH_FACTORS} of the file's, smaller for a short text)"
-    add("--batch", nargs="+", type=int, default=[], help=batches)
-    add("--epochs", type=int, help="default: the base's")
-    limit = "stop before; the same command then continues"
-    add("--limit-seconds", type=float, default=math.inf, metavar="N", help=limit)
-    return parser.parse_args(argv)
-
-
-@with_exit_status
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    options = parse_arguments(argv)
+def run(options: argparse.Namespace) -> None:
+    """Search the settings of each optimizer."""
     console.log_to_console()
     deadline = time.monotonic() + options.limit_seconds
-    paths = [Path(f"configs/optimizers/{name.lower()}.yaml") for name in options.names]
-    for path in paths:
-        load_config([path])  # refuses an unknown name before anything is trained
+    paths = [find_config(f"optimizers/{name.lower()}.yaml") for name in options.names]
     for path in paths:
         sweep_optimizer(path, options, deadline)
-
-
-if __name__ == "__main__":
-    with Signals():
-        sys.exit(main())

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
+import operator
+import re
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,10 +28,11 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
-from w2v.api.compare import fit_batch_to_text
-from w2v.config import Config, ConfigError, load_config, require
-from w2v.model.optim import RowOptimizer
+from w2v.config import CONFIGS, TYPES, Config, ConfigError, check_optimizer, load_config, require
+from w2v.model import auto
+from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
+from w2v.system.process import cores
 from w2v.text.corpus import Corpus, NoKnownWords
 from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
@@ -39,7 +45,6 @@ from w2v.training.trainer import TrainingLoop
 log = logging.getLogger("w2v")
 CHECK_SECONDS = 1.0  # between two checks for NaN and infinity, each of which waits for the device
 LR_TOLERANCE = 3  # warn if alpha is this many times larger or smaller than a suitable one
-CONFIGS = Path(__file__).parents[2] / "configs"
 TUNED = CONFIGS / "optimizers"  # the best settings of each optimizer
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
 SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
@@ -47,6 +52,15 @@ SETTINGS = (  # what an assignment in `settings` may begin with; other keys are 
     "optimizer.warmup train.kernels train.precision train.deterministic transfer."
 )
 MODEL = ("vector_size", "window", "shrink_windows", "negative", "sample", "ns_exponent")
+ARGUMENTS = {  # which argument sets a key of the config
+    "optimizer.lr": "alpha",
+    "optimizer.min_lr": "min_alpha",
+    "optimizer.name": "optimizer",
+    "optimizer.args": "optimizer_args",
+    **{f"model.{name}": name for name in MODEL},
+    **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
+}
+KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
 SUPPORTED = {  # gensim's arguments of which one value is supported, and why
     "sg": (1, "only skip-gram is trained, not CBOW; leave it out"),
@@ -54,7 +68,6 @@ SUPPORTED = {  # gensim's arguments of which one value is supported, and why
     "cbow_mean": (1, "it is for CBOW, which is not trained; leave it out"),
     "null_word": (0, "it is for concatenated word sums, which are not trained; leave it out"),
     "hashfxn": (hash, "initial vectors depend on the seed alone; set seed"),
-    "batch_words": (10_000, "a step trains on batch_size centers; set batch_size"),
     "word_count": (0, "each call begins with no words done; leave it out"),
 }
 
@@ -68,16 +81,19 @@ class Word2Vec(word2vec.Word2Vec):
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
         min_alpha: Learning rate at the end of training, 0 by default.
         sg: 1, skip-gram, is the default and the only choice.
-        workers: Has no effect; `torch.set_num_threads` sets the number of threads.
-        optimizer: Name of a row-separable torch.optim class.
+        workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
+        batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
         optimizer_args: Arguments of that class, by default those in configs/optimizers/.
-        batch_size: Centers per step. By default a short text gets smaller batches.
+        batch_size: Centers per step, by default as the text needs.
         device: Where to train, as train.device.
         settings: More settings as `section.key=value`, such as "train.precision=bf16".
 
     Raises:
         ValueError: If an argument is out of range, or not supported, such as hs=1.
     """
+
+    loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
 
     def __init__(
         self,
@@ -90,7 +106,7 @@ class Word2Vec(word2vec.Word2Vec):
         max_vocab_size=None,
         sample=1e-3,
         seed=1,
-        workers=3,
+        workers=None,
         min_alpha=None,
         sg=1,
         hs=0,
@@ -109,7 +125,7 @@ class Word2Vec(word2vec.Word2Vec):
         max_final_vocab=None,
         shrink_windows=True,
         *,
-        optimizer: str = "Adamax",
+        optimizer: str | type[torch.optim.Optimizer] = "Adamax",
         optimizer_args: dict[str, Any] | None = None,
         batch_size: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -119,20 +135,41 @@ class Word2Vec(word2vec.Word2Vec):
         _check_supported(given)
         valid = batch_size is None or batch_size >= 1
         require(valid, "batch_size", batch_size, "None or at least 1")
-        self.optimizer = optimizer
+        self.optimizer = optimizer_name(optimizer)
         self.optimizer_args = optimizer_args
         self.batch_size = batch_size
         self.device = device
         self.settings = list(settings)
-        self._given_alpha = alpha
         # Optimizer state by table: row states [V, n] and scalars [].
         self._states: dict[str, dict[str, np.ndarray]] = {}
-        model = {name: given[name] for name in MODEL}
-        config = self._config(model, epochs, seed, alpha, min_alpha)
-        RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
-        rates = {"alpha": config.optimizer.lr, "min_alpha": config.optimizer.min_lr}
+        config = self._config(given, epochs, seed, alpha, min_alpha)
+        with _naming_arguments():
+            RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
+        # While alpha has this value, a text gets one that suits it.
+        self._default_alpha = config.optimizer.lr if alpha is None else None
+        given["alpha"] = config.optimizer.lr
+        given["min_alpha"] = config.optimizer.min_lr
+        given["workers"] = workers or torch.get_num_threads()
         # gensim's constructor calls `train` where it is given a text, so it comes last.
-        super().__init__(**{name: given[name] for name in GENSIMS} | rates)
+        super().__init__(**{name: given[name] for name in GENSIMS})
+
+    @classmethod
+    def load(cls, *args, **named):
+        """Load a model that this class or gensim's own has saved.
+
+        gensim's own trains on as in gensim: with SGD, at its alpha.
+        """
+        model = super().load(*args, **named)
+        if not isinstance(model, cls):
+            model.__class__ = cls
+            vars(model).update(optimizer="SGD", optimizer_args=None, batch_size=None)
+            vars(model).update(device="auto", settings=[], _default_alpha=None, _states={})
+        return model
+
+    def init_weights(self):
+        """Reset the vectors as gensim does, and the optimizer's state with them."""
+        super().init_weights()
+        self._states = {}
 
     def train(
         self,
@@ -152,13 +189,13 @@ class Word2Vec(word2vec.Word2Vec):
         """Train further from the present vectors and optimizer state.
 
         As in gensim, total_examples or total_words must be given, although words are counted
-        anyway. The text is read once, whatever the number of epochs.
-        `get_latest_training_loss()` is the mean over the positive pairs of the last epoch.
+        anyway. The text is read once, whatever the number of epochs. `loss_per_pair` is the mean
+        over the positive pairs of the last epoch.
 
         Returns:
             The number of words trained on and the number of words read, over all epochs.
         """
-        _check_supported({"word_count": word_count})
+        _check_supported(vars(self) | {"word_count": word_count})
         for callback in callbacks:
             if not isinstance(callback, CallbackAny2Vec):
                 remedy = "derive it from gensim's CallbackAny2Vec"
@@ -169,16 +206,19 @@ class Word2Vec(word2vec.Word2Vec):
         if np.any(self.wv.vectors_lockf != 1):
             remedy = "all words are trained; set it to numpy.ones(1)"
             raise ConfigError(f"wv.vectors_lockf other than 1 is not supported: {remedy}")
+        alpha = start_alpha or self.alpha
+        min_alpha = end_alpha or self.min_alpha
         # The learning rate suits the text unless the user has chosen one, here or before.
-        fit_lr = self._given_alpha is None and start_alpha in (None, self.alpha)
-        alpha = None if fit_lr else start_alpha or self.alpha
-        min_alpha = self.min_alpha if end_alpha is None else end_alpha
-        model = {name: getattr(self, name) for name in MODEL}
-        config = self._config(model, epochs, self.seed + self.train_count, alpha, min_alpha)
-        self.alpha = alpha or self.alpha
+        fit_lr = alpha == self._default_alpha
+        chosen = None if fit_lr else alpha
+        seed = None if self.seed is None else self.seed + self.train_count
+        words, counts = self.wv.index_to_key, self.wv.expandos["count"].astype(np.int64)
+        config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
+        self.alpha = alpha
         self.min_alpha = min_alpha
         self.epochs = epochs
         self.compute_loss = compute_loss
+        self.running_training_loss = 0.0
         with TemporaryDirectory(prefix="w2v-") as folder:
             if corpus_iterable is None:
                 corpus_iterable = word2vec.LineSentence(corpus_file)
@@ -188,41 +228,57 @@ class Word2Vec(word2vec.Word2Vec):
             except NoKnownWords as error:  # gensim does not raise here either
                 log.warning(f"{error}; nothing is trained")
                 return 0, error.raw_words * epochs
-            words, counts = self.wv.index_to_key, self.wv.expandos["count"].astype(np.int64)
             vocab = Vocab(words, counts, corpus.raw_words, len(words))
-            fitted = fit_batch_to_text(config, vocab, self.batch_size)
-            if not fit_lr:
-                fitted = replace(fitted, optimizer=config.optimizer)
-                self._check_alpha(fitted, vocab)
+            if fit_lr:
+                config = replace(config, optimizer=replace(config.optimizer, lr=0.0))  # auto
+            else:
+                self._check_alpha(config, vocab)
             start = time.monotonic()
-            trained = self._train_on(fitted, vocab, corpus, callbacks)
+            with _threads(self.workers):
+                trained = self._train_on(config, vocab, corpus, callbacks)
             self.total_train_time += time.monotonic() - start
         self.train_count += 1
         for callback in callbacks:
             callback.on_train_end(self)
         return trained, corpus.raw_words * epochs
 
-    def _config(self, model: dict[str, Any], epochs, seed, alpha=None, min_alpha=None) -> Config:
-        """Return the config of a run, with the tuned alpha by default."""
+    def _config(
+        self, given: Mapping[str, Any], epochs, seed, alpha=None, min_alpha=None, words=np.inf
+    ) -> Config:
+        """Return the config of a run, with the tuned alpha by default.
+
+        `given` has the arguments of MODEL; a `sample` of 1 or more is a count, out of `words`.
+        """
         for setting in self.settings:
             if not setting.startswith(tuple(SETTINGS.split())):
                 raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
         tuned = self._tuned_file
-        if alpha is None and not tuned.exists():
-            remedy = "spell it as torch.optim does, or give alpha"
-            raise ConfigError(f"optimizer={self.optimizer!r} has no settings in {TUNED}; {remedy}")
+        check_optimizer(self.optimizer)
+        if alpha is None and self.optimizer not in auto.RATES:
+            raise ConfigError(f"optimizer={self.optimizer!r} has no tuned rate; give alpha")
+        given = {**given, "sample": _share(given["sample"], words)}
+        model = {name: _number(TYPES[f"model.{name}"], name, given[name]) for name in MODEL}
+        epochs = _number(operator.index, "epochs", epochs)
+        seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
+        min_lr = _number(float, "min_alpha", min_alpha or 0.0)
         settings = [*self.settings, f"train.device={self.device}"]
-        config = load_config([tuned] if tuned.exists() else [], settings)
-        if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):
-            config = load_config([CPU_SGD], settings)  # trains as gensim does
-        lr = config.optimizer.lr if alpha is None else alpha
-        args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
-        optimizer = replace(config.optimizer, name=self.optimizer, args=args)
-        optimizer = replace(optimizer, lr=lr, min_lr=min_alpha or 0.0)
-        train = replace(config.train, epochs=epochs, seed=seed)
-        return replace(
-            config, model=replace(config.model, **model), optimizer=optimizer, train=train
-        )
+        with _naming_arguments():
+            config = load_config([tuned] if tuned.exists() else [], settings)
+            if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):
+                config = load_config([CPU_SGD], settings)  # trains as gensim does
+            lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
+            if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
+                lr = min_lr
+            args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
+            optimizer = replace(config.optimizer, name=self.optimizer, args=args)
+            return replace(
+                config,
+                model=replace(config.model, **model),
+                optimizer=replace(optimizer, lr=lr, min_lr=min_lr),
+                train=replace(
+                    config.train, epochs=epochs, seed=seed, batch_size=self.batch_size or 0
+                ),
+            )
 
     @property
     def _tuned_file(self) -> Path:
@@ -230,12 +286,11 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _check_alpha(self, config: Config, vocab: Vocab) -> None:
         """Warn if the learning rate is far from a suitable one."""
-        if not self._tuned_file.exists():
-            return
-        tuned = self._config({}, config.train.epochs, config.train.seed)
-        tuned = replace(tuned, model=config.model)  # on which the number of centers depends
-        suitable = fit_batch_to_text(tuned, vocab, self.batch_size).optimizer.lr
         name, lr = config.optimizer.name, config.optimizer.lr
+        if name not in auto.RATES:
+            return
+        use = auto.Use.of(config, vocab)
+        suitable = auto.learning_rate(config.optimizer, use, config.model.vector_size)
         if not suitable / LR_TOLERANCE <= lr <= suitable * LR_TOLERANCE:
             other = "" if name == "SGD" else ", or take optimizer='SGD'"
             advice = f"{suitable:.2g} would suit it; leave alpha out{other}"
@@ -245,13 +300,13 @@ class Word2Vec(word2vec.Word2Vec):
         self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]
     ) -> int:
         """Train all epochs and return the number of words trained on."""
-        planned = plan.make_plan(config, (vocab, corpus))
-        # Nothing is written to disk, so its free space does not matter.
-        free = {**planned.budget.free, "disk": float("inf")}
-        replace(planned.budget, free=free).check()
-        with planned.budget.explained():
-            loop = plan.build(planned)
-        self._copy_to(loop.step)
+        with _naming_arguments():
+            planned = plan.make_plan(config, (vocab, corpus))
+            # Nothing is written to disk, so its free space does not matter.
+            free = {**planned.budget.free, "disk": float("inf")}
+            replace(planned.budget, free=free).check()
+            with planned.budget.explained():
+                loop = plan.build(planned)
         for callback in callbacks:
             callback.on_train_begin(self)
         trained = 0
@@ -259,10 +314,14 @@ class Word2Vec(word2vec.Word2Vec):
         for epoch in range(1, config.train.epochs + 1):
             for callback in callbacks:
                 callback.on_epoch_begin(self)
+            if epoch == 1:
+                self._copy_to(loop.step)
+            elif callbacks:
+                self._copy_changes_to(loop.step)
             start = time.monotonic()
             trained += self._train_epoch(loop)
             rate = corpus.raw_words / (time.monotonic() - start) / 1e6
-            loss = f"loss {self.running_training_loss:.4f}"
+            loss = f"loss {self.loss_per_pair:.4f}"
             log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
             if callbacks or epoch == config.train.epochs:
                 self._copy_from(loop.step)
@@ -285,7 +344,9 @@ class Word2Vec(word2vec.Word2Vec):
                 loop.check_finite(lambda: remedy)
                 checked = time.monotonic()
         loop.check_finite(lambda: remedy)
-        self.running_training_loss = float(loss) / max(1.0, float(pairs))
+        self.loss_per_pair = float(loss) / max(1.0, float(pairs))
+        if self.compute_loss:
+            self.running_training_loss += float(loss)
         self.min_alpha_yet_reached = loop.lr
         return centers
 
@@ -293,27 +354,45 @@ class Word2Vec(word2vec.Word2Vec):
         """Copy vectors and optimizer state into the tables."""
         for table, vectors_VD in self._weights(step):
             table["weight"].copy_(torch.from_numpy(vectors_VD))
-            for name, values in self._states.get(table.name, {}).items():
+            states = _states(table)
+            saved = self._states.get(table.name, {})
+            # Another optimizer than before, or other arguments of it, begin with a new state.
+            if any(name not in saved or saved[name].ndim != states[name].ndim for name in states):
+                continue
+            for name, state in states.items():
                 # Words that are new since the last call keep their initial state.
-                scalar = name in table.scalars
-                state = table.scalars[name] if scalar else table[name][: len(values)]
-                state.copy_(torch.from_numpy(values))
+                values = torch.from_numpy(saved[name])
+                (state[: len(values)] if values.ndim else state).copy_(values)
+
+    def _copy_changes_to(self, step: TrainingStep) -> None:
+        """Copy what callbacks have written into the vectors to the tables."""
+        for table, vectors_VD in self._weights(step):
+            if np.array_equal(vectors_VD, table["weight"].float().cpu().numpy()):
+                continue
+            if step.engine.pages:  # the GPU keeps rows of its own
+                remedy = 'add "transfer.engine=resident" to settings'
+                raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
+            table["weight"].copy_(torch.from_numpy(vectors_VD))
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""
         step.engine.flush()
         for table, vectors_VD in self._weights(step):
             np.copyto(vectors_VD, table["weight"].float().cpu().numpy())
-            rows = {name: table[name].float() for name in table.columns if name != "weight"}
-            states = rows | table.scalars
             self._states[table.name] = {
-                name: state.cpu().numpy().copy() for name, state in states.items()
+                name: (state.float() if state.ndim else state).cpu().numpy().copy()
+                for name, state in _states(table).items()
             }
         self.wv.norms = None  # gensim computes them again
 
     def _weights(self, step: TrainingStep) -> list[tuple[Table, np.ndarray]]:
         """Return each table with gensim's array of its weights [V, D]."""
         return [(step.inputs, self.wv.vectors), (step.outputs, self.syn1neg)]
+
+
+def _states(table: Table) -> dict[str, Tensor]:
+    """Return views of the optimizer's state: of rows [V, n], and scalars []."""
+    return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
 
 
 def _is_compiled_for_cpu(config: Config) -> bool:
@@ -325,7 +404,45 @@ def _is_compiled_for_cpu(config: Config) -> bool:
 
 
 def _check_supported(given: dict[str, Any]) -> None:
-    for name in given.keys() & SUPPORTED.keys():
+    for name in SUPPORTED.keys() & given:
         supported, why = SUPPORTED[name]
         if given[name] != supported:
             raise ConfigError(f"{name}={given[name]!r} is not supported: {why}")
+
+
+def _share(sample: float | None, words: float) -> float:
+    """Return gensim's `sample` as a share of the words: 1 or more is a count."""
+    sample = _number(float, "sample", sample or 0)
+    if sample < 1:
+        return sample
+    share = int(sample * (3 + 5**0.5) / 2) / words
+    return share if share < 1 else 0.0  # no word is more frequent than that
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch, and so the CPU kernels, use this many threads in the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(count, cores())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Name arguments in place of the config's keys in errors of the block."""
+    try:
+        yield
+    except (ValueError, MemoryError) as error:
+        error.args = (KEY.sub(lambda found: ARGUMENTS[found[0]], str(error)),)
+        raise
+
+
+def _number(kind: Callable[[Any], Any], name: str, value: Any) -> Any:
+    """Convert an argument to a number as gensim does, from NumPy's too."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{name}={value!r} is not such a number as gensim takes") from None

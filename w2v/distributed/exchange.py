@@ -1,6 +1,6 @@
 """Exchange of weights and gradients between the ranks that own them.
 
-Rows are dealt in turn: row v belongs to rank v % N. For each batch, a rank borrows the weights of
+Row v belongs to rank v % N. For each batch, a rank borrows the weights of
 its rows from their owners, and sends the gradients back, which the owners sum and step. Optimizer
 state never travels. With one process, both are the identity.
 
@@ -17,16 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
 from w2v.kernels import Kernels, ShardKernels
-from w2v.kernels.batch import Batch, Grads, Page, StepShape, StepState
-
-COUNTS_AT_ONCE = 64  # batches whose counts are zeroed together
+from w2v.kernels.batch import (
+    Batch,
+    Counts,
+    Grads,
+    Page,
+    Requests,
+    StepShape,
+    StepState,
+    zeros_ahead,
+)
 
 
 class PlannedBatch(NamedTuple):
@@ -36,79 +43,54 @@ class PlannedBatch(NamedTuple):
     rows: Any = None
 
 
-class Exchange(Protocol):
-    """Plans pages, and brings weights and gradients where they are needed."""
+class Exchange:
+    """Plans pages, and brings weights and gradients where they are needed.
 
-    def start(self, batches: Iterator[Batch]) -> None:
-        """Prepare the first pages of an epoch, on the planning stream."""
-
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        """Return the next page's batches; an empty list at the end."""
-
-    def look_further(self, batches: Iterator[Batch]) -> None:
-        """Prepare the page after the next one, once the next one is prefetched."""
-
-    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
-        """Set the marks of this rank's rows that the page needs."""
-
-    def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
-        """Return the batch's rows, and a page with their weights."""
-
-    def reduce(self, grads: Grads) -> Grads:
-        """Return the gradients of this rank's own rows, summed over all ranks."""
-
-
-class SingleProcess:
-    """The exchange of one process: every row is its own."""
+    This is the exchange of one process: every row is its own.
+    """
 
     def __init__(self, kernels: Kernels, batches_per_page: int):
         self._kernels = kernels
         self._batches_per_page = batches_per_page
 
     def start(self, batches: Iterator[Batch]) -> None:
-        """Do nothing: no rank has to be told."""
+        """Prepare the first pages of an epoch, on the planning stream."""
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        """Return the next page's batches; an empty list at the end."""
         page = islice(batches, self._batches_per_page)
         if not self._kernels.rows_ahead:
             return [PlannedBatch(batch) for batch in page]
         return [PlannedBatch(batch, self._kernels.unique_rows(batch)) for batch in page]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
-        """Do nothing: no rank has to be told."""
+        """Prepare the page after the next one, once the next one is prefetched."""
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
-        for planned in page:
-            self._kernels.mark(planned.batch, marks_TV)
+        """Set the marks of this rank's rows that the page needs."""
+        for batch, rows in page:
+            if rows is None:
+                self._kernels.mark(batch, marks_TV)
+                continue
+            for marks_V, its in zip(marks_TV, rows[:2], strict=True):
+                marks_V.index_fill_(0, its.rows_U.long(), True)
 
     def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
+        """Return the batch's rows, and a page with their weights."""
         return rows, page
 
     def reduce(self, grads: Grads) -> Grads:
+        """Return the gradients of this rank's own rows, summed over all ranks."""
         return grads
 
 
-class Counts(NamedTuple):
-    """Numbers of a batch's ids sent and received: int32 [N] on the device."""
-
-    send_N: Tensor
-    recv_N: Tensor  # known once the ids of the page before have arrived
-
-
 class Listed(NamedTuple):
-    """The batches of a page, with the rows of each listed by owner."""
+    """A batch, with its rows as `ShardKernels.list_requests` lists them."""
 
-    batches: list[Batch]
-    lists: list[tuple[Tensor, Tensor]]  # rows_U and ids_U of `list_requests`
-    counts: list[Counts]
-
-
-class Announced(NamedTuple):
-    """A page whose counts are on their way to the CPU."""
-
-    page: Listed
-    host_K: Sequence[Tensor]  # for each batch, send and receive counts: int32 [2, N]
-    known: torch.cuda.Event | None  # when they have arrived; without a GPU they are there
+    batch: Any  # a Batch; None in the page before the first
+    rows_U: Tensor
+    ids_U: Tensor
+    counts: Counts
 
 
 class Route(NamedTuple):
@@ -120,8 +102,13 @@ class Route(NamedTuple):
     recv: list[int]  # rows requested by each rank
     counts: Counts
 
+    @property
+    def received(self) -> Requests:
+        """The ids of `ids_M`, with their counts on the device."""
+        return Requests(self.ids_M, self.counts.recv_N)
 
-class RankExchange:
+
+class RankExchange(Exchange):
     """Exchange of several ranks, by all-to-all.
 
     All ranks make the same calls.
@@ -144,75 +131,70 @@ class RankExchange:
         state: StepState,
         planning: torch.cuda.Stream | None,
     ):
+        super().__init__(kernels, batches_per_page)
+        self._kernels: ShardKernels = kernels
         self._ranks = ranks
-        self._kernels = kernels
         self._shape = shape
-        self._batches_per_page = batches_per_page
         self._state = state
         self._planning = planning
-        # The CPU reads a page's counts here before it is told those of the next page.
+        # Counts of the next page, for the CPU, which reads them before it gets those of the page
+        # after it. `_counts_known` is when they have arrived.
         size = batches_per_page, 2, ranks.size
-        pinned = planning is not None
-        self._host_K = torch.empty(size, dtype=torch.int32, pin_memory=pinned).unbind()
-        self._zero_counts = self._make_zero_counts()
-        self._announced: Announced | None = None  # the next page
-        self._listed: Listed | None = None  # the page after it
+        self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=planning is not None)
+        self._counts_known: torch.cuda.Event | None = None
+        self._zeros = zeros_ahead(shape.device, *[(torch.int32, (ranks.size,))] * 3)
+        self._next: list[Listed] = []  # the next page
+        self._after: list[Listed] = []  # the page after it
         self._route: Route | None = None  # of the batch at hand
-        self._owned: Grads | None = None  # this rank's rows that are lent for it
+        self._owned: Grads | None = None  # this rank's rows that are requested for it
 
     def start(self, batches: Iterator[Batch]) -> None:
         # A page without rows comes first: its ids bring the counts of the first real one.
-        size, headers = self._ranks.size, self._shape.header_rows
-        counts_2N = torch.full((2, size), headers, dtype=torch.int32)
-        steps = range(self._batches_per_page)
-        no_rows_U = torch.full((size * headers,), -1, device=self._shape.device)
-        lists = [(no_rows_U, no_rows_U.int()) for _ in steps]
-        counts = [Counts(*counts_2N.to(self._shape.device)) for _ in steps]
-        page = Listed([], lists, counts)
-        self._announced = Announced(page, [counts_2N for _ in steps], None)
-        # Two pages must be listed before the first of them can be announced.
+        headers = self._shape.header_rows
+        self._host_K2N.fill_(headers)
+        self._counts_known = None
+        device, size = self._shape.device, self._ranks.size
+        counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
+        no_rows_U = torch.full((size * headers,), -1, device=device)
+        self._next = [
+            Listed(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
+            for _ in range(self._batches_per_page)
+        ]
+        # Two pages must be listed before the counts of the first of them can be sent.
         self.look_further(batches)
         self.next_page(batches)
         self.look_further(batches)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        (drawn, lists, counts), host_K, known = self._announced
-        if not lists:
+        page = self._next
+        if not page:
             return []
-        if known:
-            known.synchronize()
-        send_KN, recv_KN = zip(*(host_2N.tolist() for host_2N in host_K[: len(lists)]), strict=True)
+        if self._counts_known:
+            self._counts_known.synchronize()
+        send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
         # The lists are longer than what they hold, which the CPU did not know when it made them.
-        ids_KU = [ids_U[: sum(send)] for (_, ids_U), send in zip(lists, send_KN, strict=True)]
+        ids_KU = [its.ids_U[: sum(send)] for its, send in zip(page, send_KN, strict=True)]
         requested = self._send_ids(ids_KU, send_KN, recv_KN)
         routes = [
-            Route(rows_U[: sum(send)], send, ids_M, recv, its)
-            for (rows_U, _), send, ids_M, recv, its in zip(
-                lists, send_KN, requested, recv_KN, counts, strict=True
-            )
+            Route(its.rows_U[: sum(send)], send, ids_M, recv, its.counts)
+            for its, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
         ]
-        # The headers of these ids have the counts of the page after this one.
-        for route, following, host_2N in zip(
-            routes, self._listed.counts, self._host_K, strict=False
-        ):
-            self._kernels.read_counts(route.ids_M, route.counts.recv_N, *following, host_2N)
-        known = self._planning.record_event() if self._planning else None
-        self._announced = Announced(self._listed, self._host_K, known)
-        return [PlannedBatch(*planned) for planned in zip(drawn, routes, strict=False)]
+        # The headers of these ids have the counts of the page after this one, which may be shorter.
+        for route, its, host_2N in zip(routes, self._after, self._host_K2N, strict=False):
+            self._kernels.read_counts(route.received, its.counts, host_2N)
+        self._counts_known = self._planning.record_event() if self._planning else None
+        self._next = self._after
+        return [PlannedBatch(its.batch, route) for its, route in zip(page, routes, strict=True)]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
-        before = self._announced.page
         drawn = list(islice(batches, self._batches_per_page))
-        lists, counts = [], []
+        self._after = []
         # The last page may be shorter than the one before it.
-        for batch, (_, ids_before), its_before in zip(
-            drawn, before.lists, before.counts, strict=False
-        ):
-            its, scratch_N = next(self._zero_counts)
-            told = ids_before, its_before.send_N
-            lists.append(self._kernels.list_requests(batch, its.send_N, scratch_N, told))
-            counts.append(its)
-        self._listed = Listed(drawn, lists, counts)
+        for batch, its in zip(drawn, self._next, strict=False):
+            send_N, recv_N, scratch_N = next(self._zeros)
+            before = Requests(its.ids_U, its.counts.send_N)
+            lists = self._kernels.list_requests(batch, send_N, scratch_N, before)
+            self._after.append(Listed(batch, *lists, Counts(send_N, recv_N)))
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
         for planned in page:
@@ -220,7 +202,7 @@ class RankExchange:
 
     def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
         self._route = rows
-        weights_MD, self._owned = self._kernels.lend(rows.ids_M, page)
+        weights_MD, self._owned = self._kernels.gather_weights(rows.ids_M, page)
         # Weights go where ids came from, so that recv and send change places.
         weights_UD = self._ranks.all_to_all(weights_MD, rows.recv, rows.send)
         borrowed_page, borrowed = self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
@@ -234,7 +216,7 @@ class RankExchange:
         pairs_M = None
         if grads.inputs.pairs_U is not None:
             pairs_M = self._ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
-        self._kernels.collect(route.ids_M, route.counts.recv_N, grad_MD, pairs_M, owned, fault)
+        self._kernels.collect(route.received, (grad_MD, pairs_M), owned, fault)
         return owned
 
     def _send_ids(
@@ -255,12 +237,3 @@ class RankExchange:
         steps = len(ids_KU)
         by_batch = torch.cat([ids for step in range(steps) for ids in parts[step::steps]])
         return by_batch.split(list(map(sum, recv_KN)))
-
-    def _make_zero_counts(self) -> Iterator[tuple[Counts, Tensor]]:
-        """Yield zeros for the counts of each batch, and scratch memory."""
-        while True:
-            size = 3, COUNTS_AT_ONCE, self._ranks.size
-            zeros = torch.zeros(size, dtype=torch.int32, device=self._shape.device)
-            columns = (column.unbind() for column in zeros)
-            for send_N, recv_N, scratch_N in zip(*columns, strict=True):
-                yield Counts(send_N, recv_N), scratch_N

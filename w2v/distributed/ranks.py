@@ -1,6 +1,6 @@
 """Ranks: the processes, one per GPU, that train one model together.
 
-Rows are dealt round-robin: row `v` of a table is row `v // size` of the shard of rank `v % size`.
+Row `v` of a table is row `v // size` of the shard of rank `v % size`.
 Python objects and numbers travel through Gloo; tensors on a GPU through NCCL, on torch's current
 stream.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from w2v.distributed import launcher
 from w2v.distributed.launcher import RankLost
+from w2v.system.files import one_line
 
 TIMEOUT = timedelta(seconds=60)  # for a rank that does not answer while all train
 LONG_TIMEOUT = timedelta(hours=4)  # while one rank scores or writes files for all
@@ -219,5 +220,5 @@ class ProcessGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            cause = " ".join(str(error).split())[:200]
+            cause = one_line(error)[:200]
             raise RankLost(f"another of {self.size} ranks is lost: {cause}") from error

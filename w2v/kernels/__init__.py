@@ -7,21 +7,26 @@ cuda.py        CUDA kernels, compiled by CuPy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from typing import Protocol
 
 from torch import Tensor
 
 from w2v.kernels.batch import (
     Batch,
+    Counts,
     Draw,
     Grads,
-    Inversion,
-    OptimizerLike,
     Page,
+    Requests,
     StepState,
-    TableLike,
+    Subsample,
+    Update,
 )
+from w2v.system.files import kernel_folder
+
+# CuPy reads this when it is imported: its kernels belong into a folder of the user alone.
+os.environ["CUPY_CACHE_DIR"] = str(kernel_folder("CUPY_CACHE_DIR"))
 
 
 class Kernels(Protocol):
@@ -29,13 +34,17 @@ class Kernels(Protocol):
 
     rows_ahead: whether `unique_rows` waits for the device, so that it is called on the planning
         stream, while the steps before are computed.
-    draw: draws windows and negatives in place of torch's generator (`reference.draw`), or None.
-    inversion: maps a cumulative distribution to a faster `sampler.search`, or None.
+    draw: draws windows and negatives (`reference.draw`).
+    subsample: draws which words of a text are kept (`reference.subsample`).
     """
 
     rows_ahead: bool
-    draw: Draw | None
-    inversion: Inversion | None
+
+    @property
+    def draw(self) -> Draw: ...
+
+    @property
+    def subsample(self) -> Subsample: ...
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         """Set the marks, bool [2, V], of the rows that the batch touches."""
@@ -52,15 +61,7 @@ class Kernels(Protocol):
         `lr` is for kernels that make a step of plain SGD at each center (cpu.py).
         """
 
-    def optimizer_step(
-        self,
-        optimizer: OptimizerLike,
-        tables: Sequence[TableLike],
-        page: Page,
-        grads: Grads,
-        lr: float,
-        state: StepState,
-    ) -> None:
+    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         """Update rows in place; or note in `state` what is not finite."""
 
     def finish(self) -> None:
@@ -79,32 +80,25 @@ class ShardKernels(Kernels, Protocol):
     """
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: tuple[Tensor, Tensor]
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
     ) -> tuple[Tensor, Tensor]:
         """List the batch's rows by owner, as rows and as ids.
 
         `send_N`, int32 zeros as is `scratch_N`, becomes how many ids go to each rank. This is also
-        written into the headers of `before`: the ids of the batch a page earlier, and their number
-        for each rank. Returns rows, int64 with -1 for a header, and ids, int32.
+        written into the headers of `before`, the ids of the batch a page earlier. Returns rows,
+        int64 with -1 for a header, and ids, int32.
         """
 
-    def read_counts(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        next_send_N: Tensor,
-        next_recv_N: Tensor,
-        host_2N: Tensor,
-    ) -> None:
+    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
         """Read from headers how many ids each rank sends a page later.
 
-        `host_2N`, pinned, becomes `next_send_N` and `next_recv_N`, for the CPU.
+        Sets `following.recv_N`, and copies both counts to `host_2N`, pinned, for the CPU.
         """
 
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
         """Set the marks, bool [2, rows of the shard], of the requested rows."""
 
-    def lend(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
+    def gather_weights(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
         """Return the requested weights [M, D], and zero gradients for them."""
 
     def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Page, Grads]:
@@ -114,12 +108,9 @@ class ShardKernels(Kernels, Protocol):
         """Write loss, pairs and fault into the headers of the gradients."""
 
     def collect(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        grad_MD: Tensor,
-        pairs_M: Tensor | None,
-        owned: Grads,
-        fault: Tensor,
+        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
-        """Add the received gradients; sum loss and pairs; join the faults."""
+        """Add the received gradients; sum loss and pairs; join the faults.
+
+        `grads`: gradients [M, D], and how many pairs each sums, where they are counted.
+        """

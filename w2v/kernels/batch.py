@@ -6,18 +6,20 @@ D dimensions, S slots of a cache, R elements of a record.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # What can stop being finite, as bits of a fault. The first fault stops all further writes.
 FAULTS = ("the loss", "rows of the input table", "rows of the output table")
 FAULT_BITS = len(FAULTS)
-# Draws windows and negatives, see `reference.draw`; and a faster `sampler.search`.
-Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]
-Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]
+# `reference.draw` and `reference.subsample`
+Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple[Tensor, Tensor]]
+Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
+ZEROS_AT_ONCE = 64  # steps
 CHUNK_BATCHES = 32  # about: a chunk of text has as many raw words as this many batches have centers
 
 
@@ -50,6 +52,18 @@ class Batch(NamedTuple):
     after: Position = Position()  # where the sampler stands once this batch is drawn
     pool: int = 0  # size of the pool that negatives are picked from; 0: each is drawn by itself
     ahead: Ahead | None = None
+
+
+class Pairs(NamedTuple):
+    """A batch written out: context words and targets of each center.
+
+    Shapes: C context positions, T = 1 + K targets, the center itself first.
+    """
+
+    contexts_BC: Tensor
+    context_mask_BC: Tensor  # False where the window is smaller or leaves the sentence
+    targets_BT: Tensor
+    target_mask_BT: Tensor  # False for a negative that is the center, or without context words
 
 
 class View(NamedTuple):
@@ -93,6 +107,21 @@ class Grads(NamedTuple):
     outputs: TableGrads
     loss: Tensor  # float64, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, the number of positive pairs
+    expanded: Pairs | None = None  # the batch, where kernels have written it out
+
+
+class Counts(NamedTuple):
+    """Numbers of a batch's ids for and from each rank: int32 [N]."""
+
+    send_N: Tensor
+    recv_N: Tensor  # known once the ids of the page before have arrived
+
+
+class Requests(NamedTuple):
+    """Ids of requested rows, grouped by rank."""
+
+    ids_M: Tensor  # int32
+    count_N: Tensor  # int32, how many of them each rank has
 
 
 class StepShape(NamedTuple):
@@ -152,6 +181,21 @@ class StepState:
         self.fault.copy_(torch.where((self.fault == 0) & ~is_sound, fault, self.fault))
 
 
+def zeros_ahead(
+    device: torch.device, *columns: tuple[torch.dtype, tuple[int, ...]]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield zeros of these types and sizes, for one step after another.
+
+    Made for many steps at a time: zeroing takes the CPU longer than launching a kernel.
+    """
+    while True:
+        zeros = (
+            torch.zeros(ZEROS_AT_ONCE, *size, dtype=dtype, device=device).unbind()
+            for dtype, size in columns
+        )
+        yield from zip(*zeros, strict=True)
+
+
 class TableLike(Protocol):
     """What kernels use of a `w2v.model.table.Table`."""
 
@@ -181,3 +225,11 @@ class OptimizerLike(Protocol):
         pairs_U: Tensor | None,
         lr: float,
     ) -> None: ...
+
+
+class Update(NamedTuple):
+    """How the rows of both tables are updated."""
+
+    optimizer: OptimizerLike
+    tables: tuple[TableLike, TableLike]
+    lr: float

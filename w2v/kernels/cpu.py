@@ -8,7 +8,7 @@ Shapes: n threads, V rows of a table, U unique rows of a thread, D dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,13 +19,12 @@ from torch import Tensor
 from w2v.kernels import cpu_loops
 from w2v.kernels.batch import (
     Batch,
-    Draw,
-    Inversion,
     OptimizerLike,
     Page,
     StepShape,
     StepState,
     TableLike,
+    Update,
     View,
 )
 from w2v.kernels.reference import ReferenceKernels
@@ -38,10 +37,16 @@ class Threads:
         self.count = count
         self._pool = ThreadPoolExecutor(count)
 
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
+    def run(self, function: Callable[[int], Any], parts: int = 0) -> list[Any]:
+        """Call the function with each of range(parts), by default once a thread."""
         if self.count == 1:
-            return [function(0)]
-        return list(self._pool.map(function, range(self.count)))
+            return [function(part) for part in range(parts or 1)]
+        return list(self._pool.map(function, range(parts or self.count)))
+
+
+def share(part: int, parts: int, count: int) -> tuple[int, int]:
+    """Return the edges [begin, end) of one of equal parts of range(count)."""
+    return count * part // parts, count * (part + 1) // parts
 
 
 class ThreadGrads:
@@ -95,13 +100,65 @@ class CpuKernels:
     """The operations of `w2v.kernels.Kernels` by numba."""
 
     rows_ahead = False
-    draw: Draw | None = None
 
     def __init__(self, shape: StepShape, threads: int):
         self.shape = shape
         self.threads = Threads(threads)
-        self.inversion: Inversion | None = inversion
         self._rows: tuple[ThreadGrads, ThreadGrads] | None = None
+        self._cdf_V = torch.empty(0)  # the distribution that `_starts` are of
+        self._starts = np.empty(0, np.int32)
+
+    def draw(
+        self,
+        key: int,
+        centers: int,
+        widths: tuple[int, int],
+        negatives: int,
+        pool: tuple[int, int],
+        cdf_V: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Draw windows and negatives as `reference.draw` does, on all threads."""
+        cdf = cdf_V.numpy()
+        if cdf_V is not self._cdf_V:
+            parts = 1 << len(cdf).bit_length()
+            starts = np.searchsorted(cdf, np.arange(parts) / parts, side="right")
+            self._starts = starts.astype(np.int32)
+            self._cdf_V = cdf_V
+        windows_B = np.empty(centers, np.int32)
+        negatives_BK = np.empty((centers, negatives), np.int32)
+        keys = np.uint64(key), np.uint64(pool[1])
+        arguments = keys[0], *widths, pool[0], keys[1], cdf, self._starts, windows_B, negatives_BK
+
+        def draw_share(thread: int) -> None:
+            cpu_loops.draw(*share(thread, self.threads.count, centers), *arguments)
+
+        self.threads.run(draw_share)
+        return torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
+
+    def subsample(
+        self, key: int, words_N: Tensor, edges_S: np.ndarray, keep_V: Tensor, trained_S: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """Draw which words are kept, on all threads; see `reference.subsample`.
+
+        The random bits are those of `splitmix64`, so the number of threads changes nothing.
+        """
+        edges_S = edges_S.astype(np.int64)
+        kept_n = np.empty(len(words_N), np.int32)
+        sentences_n = np.empty(len(words_N), np.int32)
+        arguments = np.uint64(key), words_N.numpy(), edges_S, keep_V.numpy(), trained_S
+        # Each thread takes about as many words, and leaves gaps behind the words that it keeps.
+        shares = np.searchsorted(edges_S, np.linspace(0, edges_S[-1], self.threads.count + 1))
+
+        def keep(thread: int) -> slice:
+            begin, end = shares[thread], shares[thread + 1]
+            count = cpu_loops.subsample(begin, end, *arguments, kept_n, sentences_n)
+            return slice(edges_S[begin], edges_S[begin] + count)
+
+        parts = self.threads.run(keep)
+        kept, sentences = (
+            np.concatenate([array[part] for part in parts]) for array in (kept_n, sentences_n)
+        )
+        return torch.from_numpy(kept), torch.from_numpy(sentences)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         ReferenceKernels(self.shape).mark(batch, marks_TV)
@@ -123,16 +180,9 @@ class CpuKernels:
         loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, rows)
         return rows._replace(loss=loss, pairs=pairs)
 
-    def optimizer_step(
-        self,
-        optimizer: OptimizerLike,
-        tables: Sequence[TableLike],
-        page: Page,
-        grads: Any,
-        lr: float,
-        state: StepState,
-    ) -> None:
+    def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         state.mark_fault(1, grads.loss.isfinite())
+        optimizer, tables, lr = update
         for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
             if state.fault:
                 its.take()
@@ -180,15 +230,7 @@ class SequentialSgdKernels(CpuKernels):
         loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, None, lr)
         return CpuGrads(None, None, loss, pairs)
 
-    def optimizer_step(
-        self,
-        optimizer: OptimizerLike,
-        tables: Sequence[TableLike],
-        page: Page,
-        grads: Any,
-        lr: float,
-        state: StepState,
-    ) -> None:
+    def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         state.mark_fault(1, grads.loss.isfinite())
 
 
@@ -200,28 +242,29 @@ def skipgram(
     grads: CpuGrads | None,
     lr: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run skip-gram, an equal share of the centers on each thread.
+    """Run skip-gram, a part of the centers on each thread at a time.
 
     Adds the gradients to `grads`; with an `lr` instead, makes a step of SGD at each center.
     Returns the summed loss (float64) and the number of positive pairs (int64).
     """
     is_sgd = lr is not None
-    kernel = cpu_loops.skipgram(dim, 1 + batch.negatives_BK.shape[1], is_sgd)
-    size = len(batch.windows_B)
+    kernel = cpu_loops.skipgram(1 + batch.negatives_BK.shape[1], is_sgd)
     scale = np.float32(lr if is_sgd else 1)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
     records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
     no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
 
-    def run_share(thread: int) -> tuple[float, int]:
-        begin = size * thread // threads.count
-        end = size * (thread + 1) // threads.count
+    # Parts of SGD belong to no thread: a thread that is done early takes another part.
+    parts = 4 * threads.count if is_sgd and threads.count > 1 else threads.count
+
+    def run_part(thread: int) -> tuple[float, int]:
         inputs = grads.inputs.of_thread(thread) if grads else no_rows
         outputs = grads.outputs.of_thread(thread) if grads else no_rows
-        return kernel(*text, *drawn, begin, end, *records, scale, *inputs, *outputs)
+        edges = share(thread, parts, len(batch.windows_B))
+        return kernel(dim, *text, *drawn, *edges, *records, scale, *inputs, *outputs)
 
-    losses, pairs = zip(*threads.run(run_share), strict=True)
+    losses, pairs = zip(*threads.run(run_part, parts), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
 
 
@@ -246,22 +289,3 @@ def step_rows(
     faults = threads.run(lambda thread: cpu_loops.step_rows(thread, threads.count, *arguments))
     grads.count_n[:] = 0
     return not any(faults)
-
-
-def inversion(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return `sampler.search` with a table of where to begin.
-
-    That leaves a step or two for each number.
-
-    The table has a power of two of entries, so that rounding cannot lead past the word.
-    """
-    cdf = cdf_V.numpy()
-    entries = 1 << len(cdf).bit_length()
-    starts = np.searchsorted(cdf, np.arange(entries) / entries, side="right").astype(np.int32)
-
-    def invert(uniform: Tensor) -> Tensor:
-        words = torch.empty(uniform.shape, dtype=torch.int32)
-        cpu_loops.invert(cdf, starts, uniform.numpy().reshape(-1), words.numpy().reshape(-1))
-        return words
-
-    return invert

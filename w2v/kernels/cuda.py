@@ -12,167 +12,104 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from w2v.kernels import Kernels, reference
 from w2v.kernels.batch import (
     FAULT_BITS,
     Batch,
-    Draw,
     Grads,
-    Inversion,
-    OptimizerLike,
     Page,
     StepShape,
     StepState,
     TableGrads,
-    TableLike,
+    Update,
+    zeros_ahead,
 )
 from w2v.kernels.launch import blocks_for, launch
 from w2v.kernels.random import signed
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
-SUMS_AT_ONCE = 64  # steps whose sums are zeroed together
+# Sums of a step: loss, pairs, unique rows of both tables.
+SUMS = (torch.float64, ()), *[(torch.int64, ())] * 3
 MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
 
 
-class CudaKernels:
+def draw(
+    key: int,
+    centers: int,
+    widths: tuple[int, int],
+    negatives: int,
+    pool: tuple[int, int],
+    cdf_V: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draw windows and negatives as `reference.draw` does, by one kernel."""
+    windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
+    negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
+    blocks = blocks_for(centers * (1 + negatives))
+    sizes = centers, negatives, *widths
+    from_pool = pool[0], signed(pool[1])
+    drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
+    launch("draw.cu", "draw", {}, blocks, signed(key), *sizes, *from_pool, *drawn)
+    return windows_B, negatives_BK
+
+
+class CudaKernels(Kernels):
     """The operations of `w2v.kernels.Kernels` by CUDA kernels."""
 
     rows_ahead = False  # batches share one set of buffers, which is free after the optimizer's step
-    inversion: Inversion | None = None
+    draw = staticmethod(draw)
+    subsample = staticmethod(reference.subsample)
 
     def __init__(self, shape: StepShape):
         self.shape = shape
-        self.draw: Draw | None = draw
         self._rows: tuple[TableGrads, TableGrads] | None = None
-        self._sums = zero_sums(shape.device)
+        self._sums = zeros_ahead(shape.device, *SUMS)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
-        launch(
-            "claim.cu", "mark", _macros(batch), _blocks(batch), *_text(batch), *marks_TV.unbind()
-        )
+        marks = marks_TV.unbind()
+        launch("unique.cu", "mark", _macros(batch), _blocks(batch), *_text(batch), *marks)
 
     def unique_rows(self, batch: Batch) -> Grads:
         self._rows = with_room(self._rows, most_rows(batch), self.shape.rows, self.shape)
-        rows = zero_grads(self._rows, self._sums)
-        find_unique_rows(batch, rows)
-        return rows
+        return find_unique_rows(batch, self._rows, self._sums)
 
     def skipgram(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
-        inputs, outputs = page
-        row_width, dtype = inputs.records_SR.shape[1], inputs.records_SR.dtype
-        macros = _macros(batch)
-        macros |= {"DIM": self.shape.dim, "ELEMENT": ELEMENTS[dtype]}
+        row_width, dtype = page.inputs.records_SR.shape[1], page.inputs.records_SR.dtype
+        macros = _macros(batch) | {"DIM": self.shape.dim, "ELEMENT": ELEMENTS[dtype]}
         macros["COUNTED"] = int(self.shape.count_pairs)
-        launch(
-            "sgns.cu",
-            "skipgram",
-            macros,
-            blocks_for(32 * batch.windows_B.shape[0]),
-            *_text(batch),
-            inputs.records_SR,
-            inputs.slot_of_V,
-            rows.inputs.number_V,
-            rows.inputs.grad_UD,
-            rows.inputs.pairs_U,
-            outputs.records_SR,
-            outputs.slot_of_V,
-            rows.outputs.number_V,
-            rows.outputs.grad_UD,
-            rows.outputs.pairs_U,
-            row_width,
-            rows.loss,
-            rows.pairs,
-        )
+        blocks = blocks_for(32 * batch.windows_B.shape[0])
+        inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
+        sums = rows.loss, rows.pairs
+        text = _text(batch)
+        launch("sgns.cu", "skipgram", macros, blocks, *text, *inputs, *outputs, row_width, *sums)
         return rows
 
-    def optimizer_step(
-        self,
-        optimizer: OptimizerLike,
-        tables: Sequence[TableLike],
-        page: Page,
-        grads: Grads,
-        lr: float,
-        state: StepState,
-    ) -> None:
-        dim, dtype = self.shape.dim, page.inputs.records_SR.dtype
+    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
+        optimizer, tables, lr = update
+        dim, row_width = self.shape.dim, page.inputs.records_SR.shape[1]
         # Both tables count their steps, and count alike: the kernel needs one number.
         steps = [optimizer.count_step(table) for table in tables]
         step, step_column = steps[0]
         macros: dict[str, int | str] = {
             "STEP": optimizer.formula,
             "STATES": optimizer.state_count,
-            "ELEMENT": ELEMENTS[dtype],
+            "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
             "WIDE": 1 if dim % 4 else 4,
         }
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
-        by_table = [
-            (
-                view.records_SR,
-                view.slot_of_V,
-                its.grad_UD,
-                its.pairs_U,
-                its.rows_U,
-                its.number_V,
-                signed(table.next_noise()),
-                its.row_count,
-            )
+        inputs, outputs = (
+            (*view, *its, signed(table.next_noise()))
             for table, view, its in zip(tables, page, grads[:2], strict=True)
-        ]
-        launch(
-            "optim.cu",
-            "step",
-            macros,
-            blocks_for(32 * rows),
-            *by_table[0],
-            *by_table[1],
-            state.rows_updated,
-            page.inputs.records_SR.shape[1],
-            dim,
-            step_column,
-            step,
-            optimizer.occurrence_cap,
-            *optimizer.hyper(lr),
-            grads.loss,
-            state.fault,
-            state.step << FAULT_BITS,
-            2,  # the fault bit of the input table; the output table has the next
         )
+        record = row_width, dim, step_column, step
+        hyper = optimizer.occurrence_cap, *optimizer.hyper(lr)
+        # 2 is the fault bit of the input table; the output table has the next.
+        fault = state.rows_updated, grads.loss, state.fault, state.step << FAULT_BITS, 2
+        blocks = blocks_for(32 * rows)
+        launch("optim.cu", "step", macros, blocks, *inputs, *outputs, *record, *hyper, *fault)
 
     def finish(self) -> None:
         self._rows = None
-
-
-def draw(
-    key: int,
-    centers: int,
-    lowest: int,
-    widest: int,
-    negatives: int,
-    pool: int,
-    pool_key: int,
-    cdf_V: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draw windows and negatives as `reference.draw` does, by one kernel."""
-    windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
-    negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
-    launch(
-        "draw.cu",
-        "draw",
-        {},
-        blocks_for(centers * (1 + negatives)),
-        signed(key),
-        centers,
-        negatives,
-        lowest,
-        widest,
-        pool,
-        signed(pool_key),
-        cdf_V,
-        cdf_V.shape[0],
-        windows_B,
-        negatives_BK,
-    )
-    return windows_B, negatives_BK
 
 
 def gather_records(
@@ -210,22 +147,20 @@ def _move(
         launch("rows.cu", kernel, {}, MOVE_BLOCKS, *where)
 
 
-def find_unique_rows(batch: Batch, rows: Grads) -> None:
-    """Number the unique rows of both tables that the batch touches."""
-    inputs, outputs = rows.inputs, rows.outputs
-    launch(
-        "claim.cu",
-        "claim",
-        _macros(batch),
-        _blocks(batch),
-        *_text(batch),
-        inputs.number_V,
-        inputs.rows_U,
-        inputs.row_count,
-        outputs.number_V,
-        outputs.rows_U,
-        outputs.row_count,
+def find_unique_rows(
+    batch: Batch, rows: tuple[TableGrads, TableGrads], sums: Iterator[Sequence[Tensor]]
+) -> Grads:
+    """Number the unique rows that the batch touches, in these buffers.
+
+    Buffers are zero after each optimizer step; the sums are new.
+    """
+    loss, pairs, *counts = next(sums)
+    inputs, outputs = (
+        its._replace(row_count=count) for its, count in zip(rows, counts, strict=True)
     )
+    blocks = _blocks(batch)
+    launch("unique.cu", "unique_rows", _macros(batch), blocks, *_text(batch), *inputs, *outputs)
+    return Grads(inputs, outputs, loss, pairs)
 
 
 def most_rows(batch: Batch) -> tuple[int, int]:
@@ -256,26 +191,6 @@ def with_room(
         return TableGrads(number_V, rows_U, grad_UD, torch.zeros_like(rows_U), None)
 
     return buffers(most[0]), buffers(most[1])
-
-
-def zero_grads(rows: tuple[TableGrads, TableGrads], sums: Iterator[Sequence[Tensor]]) -> Grads:
-    """Return the buffers, zero after each optimizer step, with new sums."""
-    loss, pairs, inputs, outputs = next(sums)
-    return Grads(
-        rows[0]._replace(row_count=inputs), rows[1]._replace(row_count=outputs), loss, pairs
-    )
-
-
-def zero_sums(device: torch.device) -> Iterator[Sequence[Tensor]]:
-    """Yield zeros for each step: loss, pairs, unique rows of both tables.
-
-    Made for many steps at a time: zeroing takes the CPU longer than launching a kernel.
-    """
-    while True:
-        zeros = torch.zeros(4, SUMS_AT_ONCE, dtype=torch.int64, device=device)
-        loss_n, *counts = zeros.unbind()
-        columns = [loss_n.view(torch.float64), *counts]
-        yield from zip(*(column.unbind() for column in columns), strict=True)
 
 
 def _macros(batch: Batch) -> dict[str, int | str]:

@@ -31,104 +31,67 @@ class Moves(NamedTuple):
     numbers: Tensor
 
 
-class CacheState:
-    """Which rows are in which slots, on the GPU; see cache.cu.
+class MovePlanner:
+    """Plans the moves of a cache on the GPU; plan n uses lists n % 2.
 
-    order_N: int32, rows by falling expected use. wanted, here_W, soon_W: int32 bits by place in
-    that order: rows that the last two plans want, in turn; cached rows; the lookahead window.
-    counters: int64 [5]: slots in use, rows used, read and written so far, and rows for which the
-    last plan found no slot.
+    Args:
+        slots: Capacity of the cache in rows.
+        slot_of_TV: The slot of each row.
+        order_N: int32, rows by falling expected use.
+
+    Attributes:
+        counters: int64 [5]: slots in use, rows used, read and written so far, and rows for which
+            the last plan found no slot.
+        moves: The lists of two plans.
+        notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
+            and rows that were refused since no slot is left at all.
     """
 
     def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
-        self.slots = slots
-        self.slot_of_TV = slot_of_TV
-        self.order_N = order_N
-        words = -(-order_N.shape[0] // WARP_ROWS) * (WARP_ROWS // 32)
-        bits = torch.zeros(4, words, dtype=torch.int32, device=order_N.device)
-        *self.wanted, self.here_W, self.soon_W = bits
-        self.counters = torch.zeros(5, dtype=torch.int64, device=order_N.device)
+        rows, device = order_N.shape[0], order_N.device
+        self._slots = slots
+        self._slot_of_TV = slot_of_TV
+        self._order_N = order_N
+        self._warps = -(-rows // WARP_ROWS)
+        # Bits by place in the order: rows that two plans want, cached rows, the lookahead window.
+        bits = torch.zeros(4, self._warps * WARP_ROWS // 32, dtype=torch.int32, device=device)
+        *self._wanted, self._cached_W, self._soon_W = bits
+        counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
+        self._counts = *counts, self._warps
+        self._done = torch.zeros((), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(5, dtype=torch.int64, device=device)
+        lists = torch.empty(2, 3, min(slots, rows), dtype=torch.int32, device=device)
+        numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
+        self.moves = [
+            Moves(its[0], its[1], its[2], n) for its, n in zip(lists, numbers, strict=True)
+        ]
+        self._notices = torch.zeros(2, 2, dtype=torch.int64, pin_memory=True).unbind()
+        self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
+    def plan(
+        self, marks_TV: Tensor | None, soon_V: Tensor | None, number: int, in_use: int
+    ) -> None:
+        """Give slots to the marked rows and list the moves.
 
-class MovePlan:
-    """The moves of one plan, and what it tells the CPU.
-
-    notice: int64 [2], in pinned memory: rows that found no slot beside those in use, and rows that
-    were refused since no slot is left at all.
-    """
-
-    def __init__(self, state: CacheState):
-        rows, device = state.order_N.shape[0], state.order_N.device
-        self.warps = -(-rows // WARP_ROWS)
-        counts = torch.empty(3, self.warps + 1, dtype=torch.int32, device=device)
-        self.missing, self.late, self.early = counts
-        lists = torch.empty(3, min(state.slots, rows), dtype=torch.int32, device=device)
-        entering, evicted, slots = lists
-        numbers = torch.zeros(5, dtype=torch.int64, device=device)
-        self.moves = Moves(entering, evicted, slots, numbers)
-        self.done = torch.zeros((), dtype=torch.int32, device=device)
-        self._notice = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self.notice = self._notice.numpy()  # is read faster than the tensor
-
-
-def plan_moves(
-    state: CacheState,
-    plan: MovePlan,
-    marks_TV: Tensor | None,
-    soon_V: Tensor | None,
-    number: int,
-    in_use: int,
-) -> None:
-    """Give slots to the marked rows and list the moves.
-
-    Args:
-        state: The cache.
-        plan: Takes the lists.
-        marks_TV: Rows that the page needs, bool; None: those that plan `number` marked before.
-        soon_V: Rows of each table in the lookahead window, bool, which are evicted last.
-        number: Number of this plan.
-        in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
-    """
-    is_final = in_use == number
-    previous = None if is_final else state.wanted[in_use % 2]
-    rows = state.wanted[number % 2], previous, state.here_W, state.soon_W
-    counts = plan.missing, plan.late, plan.early, plan.warps
-    entering, evicted, slots, numbers = plan.moves
-    blocks = -(-32 * plan.warps // THREADS)
-    table_rows, all_rows = state.slot_of_TV.shape[1], state.order_N.shape[0]
-    launch(
-        "cache.cu",
-        "survey",
-        {},
-        blocks,
-        *rows,
-        marks_TV,
-        soon_V,
-        table_rows,
-        state.order_N,
-        all_rows,
-        *counts,
-        state.slots,
-        is_final,
-        plan.done,
-        state.counters,
-        numbers,
-        plan._notice,
-    )
-    launch(
-        "cache.cu",
-        "list",
-        {},
-        blocks,
-        *rows,
-        state.order_N,
-        state.slot_of_TV,
-        *counts,
-        numbers,
-        entering,
-        evicted,
-        slots,
-    )
+        Args:
+            marks_TV: Rows that the page needs, bool; None: those that plan `number` marked before.
+            soon_V: Rows of each table in the lookahead window, bool, which are evicted last.
+            number: Number of this plan.
+            in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
+        """
+        is_final = in_use == number
+        previous = None if is_final else self._wanted[in_use % 2]
+        bits = self._wanted[number % 2], previous, self._cached_W, self._soon_W
+        marks = marks_TV, soon_V, self._slot_of_TV.shape[1]
+        order = self._order_N, self._order_N.shape[0]
+        *lists, numbers = self.moves[number % 2]
+        found = self._done, self.counters, numbers, self._notices[number % 2]
+        room = self._slots, is_final
+        blocks = -(-32 * self._warps // THREADS)
+        counts = self._counts
+        launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *room, *found)
+        slots = self._order_N, self._slot_of_TV
+        launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists)
 
 
 def exchange_records(
@@ -139,7 +102,6 @@ def exchange_records(
     records_SR: Tensor,
     slot_of_TV: Tensor | None = None,
     no_slot: int = 0,
-    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write evicted records back, and read the entering ones.
 
@@ -151,22 +113,9 @@ def exchange_records(
         records_SR: The cache.
         slot_of_TV: Kept current, if given, with `no_slot` for an evicted row.
         no_slot: The slot of rows that are not cached.
-        stream: Where to; by default torch's current stream.
     """
     itemsize = records_SR.element_size()
     width, row_stride = records_SR.shape[1] * itemsize // 16, stride * itemsize // 16
-    launch(
-        "rows.cu",
-        "exchange",
-        {},
-        EXCHANGE_BLOCKS,
-        addresses_T,
-        rows,
-        row_stride,
-        records_SR,
-        width,
-        *moves,
-        slot_of_TV,
-        no_slot,
-        stream=stream,
-    )
+    records = addresses_T, rows, row_stride, records_SR, width
+    slots = slot_of_TV, no_slot
+    launch("rows.cu", "exchange", {}, EXCHANGE_BLOCKS, *records, *moves, *slots)

@@ -8,22 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from w2v.kernels.batch import Batch, Grads, Page, StepShape, TableGrads, View
-from w2v.kernels.cuda import (
-    ELEMENTS,
-    CudaKernels,
-    find_unique_rows,
-    most_rows,
-    with_room,
-    zero_grads,
-    zero_sums,
+from w2v.kernels import ShardKernels
+from w2v.kernels.batch import (
+    Batch,
+    Counts,
+    Grads,
+    Page,
+    Requests,
+    StepShape,
+    TableGrads,
+    View,
+    zeros_ahead,
 )
+from w2v.kernels.cuda import ELEMENTS, SUMS, CudaKernels, find_unique_rows, most_rows, with_room
 from w2v.kernels.launch import blocks_for, launch
 
 ROOM = 1 << 15  # rows by which buffers for requested rows grow
 
 
-class CudaShardKernels(CudaKernels):
+class CudaShardKernels(CudaKernels, ShardKernels):
     """The operations of `w2v.kernels.ShardKernels` by CUDA kernels."""
 
     def __init__(self, shape: StepShape):
@@ -32,86 +35,48 @@ class CudaShardKernels(CudaKernels):
         self._listed: tuple[TableGrads, TableGrads] | None = None
         self._owned: tuple[TableGrads, TableGrads] | None = None
         # Requests are listed on the planning stream, which must not share zeros with the steps.
-        self._listed_sums = zero_sums(shape.device)
+        self._listed_sums = zeros_ahead(shape.device, *SUMS)
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: tuple[Tensor, Tensor]
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
     ) -> tuple[Tensor, Tensor]:
-        shape, device = self.shape, self.shape.device
+        shape = self.shape
         # Room for numbers alone: these rows get no gradients.
         self._listed = with_room(self._listed, most_rows(batch), shape.rows, shape, dim=0)
-        rows = zero_grads(self._listed, self._listed_sums)
-        find_unique_rows(batch, rows)
-        inputs, outputs = rows.inputs, rows.outputs
-        room = inputs.rows_U.shape[0] + outputs.rows_U.shape[0]
+        unique = find_unique_rows(batch, self._listed, self._listed_sums)
+        room = unique.inputs.rows_U.shape[0] + unique.outputs.rows_U.shape[0]
         room += shape.world_size * shape.header_rows
-        rows_U = torch.empty(room, dtype=torch.int64, device=device)
-        ids_U = torch.empty(room, dtype=torch.int32, device=device)
-        unique = inputs.rows_U, inputs.row_count, outputs.rows_U, outputs.row_count
-        launch("shard.cu", "count_owners", self._macros(), blocks_for(room), *unique, send_N)
-        ids_before, send_before = before
-        launch(
-            "shard.cu",
-            "deal",
-            self._macros(),
-            blocks_for(room),
-            *unique,
-            inputs.number_V,
-            outputs.number_V,
-            shape.rows,
-            shape.stride,
-            send_N,
-            scratch_N,
-            rows_U,
-            ids_U,
-            send_before,
-            ids_before,
-        )
+        rows_U = torch.empty(room, dtype=torch.int64, device=shape.device)
+        ids_U = torch.empty(room, dtype=torch.int32, device=shape.device)
+        rows = *unique.inputs, *unique.outputs
+        self._launch("count_owners", room, *rows, send_N)
+        lists = scratch_N, rows_U, ids_U
+        sizes = shape.rows, shape.stride
+        self._launch("group_by_owner", room, *rows, *sizes, send_N, *lists, *before)
         return rows_U, ids_U
 
-    def read_counts(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        next_send_N: Tensor,
-        next_recv_N: Tensor,
-        host_2N: Tensor,
-    ) -> None:
-        counts = ids_M, recv_N, next_send_N, next_recv_N, host_2N
-        launch("shard.cu", "hear", self._macros(), 1, *counts)
+    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+        self._launch("read_counts", 1, *received, *following, host_2N)
 
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
-        blocks = blocks_for(ids_M.shape[0])
-        requested = self._requested(ids_M)
-        launch("shard.cu", "mark_lent", self._macros(), blocks, *requested, *marks_TV.unbind())
+        self._launch("mark_requested", len(ids_M), *self._requests(ids_M), *marks_TV.unbind())
 
-    def lend(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
+    def gather_weights(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
         shape, count = self.shape, ids_M.shape[0]
         room = -(-count // ROOM) * ROOM
         self._owned = with_room(self._owned, (room, room), shape.stride, shape)
-        owned = zero_grads(self._owned, self._sums)
-        by_table = [
-            (view.records_SR, view.slot_of_V, its.number_V, its.rows_U, its.row_count)
-            for view, its in zip(page, owned[:2], strict=True)
-        ]
-        weights_MD = torch.empty(count, shape.dim, dtype=shape.dtype, device=shape.device)
-        row_width = page.inputs.records_SR.shape[1]
-        launch(
-            "shard.cu",
-            "lend",
-            self._macros(shape.dtype),
-            blocks_for(32 * count),
-            *self._requested(ids_M),
-            *by_table[0],
-            *by_table[1],
-            row_width,
-            shape.dim,
-            weights_MD,
+        loss, pairs, *counts = next(self._sums)
+        inputs, outputs = (
+            its._replace(row_count=count) for its, count in zip(self._owned, counts, strict=True)
         )
-        return weights_MD, owned
+        weights_MD = torch.empty(count, shape.dim, dtype=shape.dtype, device=shape.device)
+        tables = *page.inputs, *inputs, *page.outputs, *outputs
+        weights = page.inputs.records_SR.shape[1], shape.dim, weights_MD
+        self._launch("gather_weights", 32 * count, *self._requests(ids_M), *tables, *weights)
+        return weights_MD, Grads(inputs, outputs, loss, pairs)
 
     def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Page, Grads]:
         shape, count = self.shape, rows_U.shape[0]
@@ -119,66 +84,38 @@ class CudaShardKernels(CudaKernels):
         pairs_U = None
         if shape.count_pairs:
             pairs_U = torch.empty(count, dtype=torch.int32, device=shape.device)
-        launch(
-            "shard.cu",
-            "place",
-            self._macros(),
-            blocks_for(32 * count),
-            rows_U,
-            count,
-            self._number_TV,
-            grad_UD,
-            pairs_U,
-            shape.dim,
-        )
+        zeroed = grad_UD, pairs_U, shape.dim
+        self._launch("index_borrowed", 32 * count, rows_U, count, self._number_TV, *zeroed)
         page = Page(*(View(weights_UD, number_V) for number_V in self._number_TV))
         inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in self._number_TV)
         return page, Grads(inputs, outputs, owned.loss, owned.pairs)
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         facts = borrowed.loss, borrowed.pairs, fault
-        grad_UD = borrowed.inputs.grad_UD
-        launch("shard.cu", "report", self._macros(), 1, *facts, send_N, self.shape.dim, grad_UD)
+        self._launch("write_headers", 1, *facts, send_N, self.shape.dim, borrowed.inputs.grad_UD)
 
     def collect(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        grad_MD: Tensor,
-        pairs_M: Tensor | None,
-        owned: Grads,
-        fault: Tensor,
+        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
-        by_table = [(its.number_V, its.grad_UD, its.pairs_U) for its in owned[:2]]
-        launch(
-            "shard.cu",
-            "collect",
-            self._macros(),
-            blocks_for(32 * ids_M.shape[0]),
-            *self._requested(ids_M),
-            recv_N,
-            grad_MD,
-            pairs_M,
-            *by_table[0],
-            *by_table[1],
-            self.shape.dim,
-            owned.loss,
-            owned.pairs,
-            fault,
-        )
+        ids_M, recv_N = received
+        added = recv_N, *grads, *owned.inputs, *owned.outputs
+        facts = self.shape.dim, owned.loss, owned.pairs, fault
+        self._launch("collect", 32 * len(ids_M), *self._requests(ids_M), *added, *facts)
 
     def finish(self) -> None:
         super().finish()
         self._listed = self._owned = None
 
-    def _requested(self, ids_M: Tensor) -> tuple[Tensor, int, int]:
+    def _requests(self, ids_M: Tensor) -> tuple[Tensor, int, int]:
+        """Return the parameters REQUESTS of shard.cu."""
         return ids_M, ids_M.shape[0], self.shape.stride
 
-    def _macros(self, dtype: torch.dtype = torch.float32) -> dict[str, int | str]:
+    def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
         shape = self.shape
-        return {
+        macros: dict[str, int | str] = {
             "RANKS": shape.world_size,
-            "HEADS": shape.header_rows,
-            "ELEMENT": ELEMENTS[dtype],
+            "HEADER_ROWS": shape.header_rows,
+            "ELEMENT": ELEMENTS[shape.dtype],
             "WIDE": 1 if shape.dim % 4 else 4,
         }
+        launch("shard.cu", kernel, macros, blocks_for(threads), *args)

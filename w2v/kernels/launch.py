@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from w2v.system.files import kernel_folder, remove_damaged
 
 SOURCES = Path(__file__).parent / "cu"
 THREADS = 256  # of a block
@@ -23,9 +26,8 @@ def launch(
     defines: dict[str, int | str],
     blocks: int,
     *args: Tensor | float | None,
-    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Launch a kernel of a source file, compiled with these definitions.
+    """Launch a kernel of a source file on torch's current stream.
 
     Args:
         source: File in cu/.
@@ -34,7 +36,6 @@ def launch(
         blocks: Blocks of THREADS threads.
         *args: A tensor is passed as the pointer to its data, None as a null pointer; integers are
             for parameters of any width, floats for those of 4 bytes.
-        stream: Where to; by default torch's current stream.
     """
     # torch's public functions for device and stream take longer than the launch itself.
     device = torch._C._cuda_getDevice()
@@ -46,8 +47,8 @@ def launch(
     values: list[Any] = [
         arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args
     ]
-    queue = stream.cuda_stream if stream else torch._C._cuda_getCurrentRawStream(device)
-    _compiled(device, source, kernel, **defines)(blocks, values, queue)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    _compiled(device, source, kernel, **defines)(blocks, values, stream)
 
 
 _thread = threading.local()
@@ -113,5 +114,26 @@ def _module(device: int, source: str, **defines: int | str) -> Any:
     import cupy
 
     macros = (f"-D{name}={value}" for name, value in defines.items())
-    options = ("-std=c++17", f"-I{SOURCES}", *macros)
+    options = ("-std=c++17", f"-I{SOURCES}", f"-DW2V_SOURCES={_check_sources()}", *macros)
     return cupy.RawModule(code=(SOURCES / source).read_text(), options=options)
+
+
+@functools.cache
+def _check_sources() -> str:
+    """Remove damaged kernels of CuPy; return a hash of all sources.
+
+    CuPy compiles a damaged kernel anew without a word, and looks at no header.
+    """
+    for file in kernel_folder("CUPY_CACHE_DIR").glob("*.cubin"):
+        remove_damaged(file, _is_whole)
+    text = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.is_file())
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _is_whole(content: bytes) -> bool:
+    """Whether CuPy's digest, which comes first, is that of the rest."""
+    digests = (
+        hashlib.sha1(content[40:]),
+        hashlib.md5(content[32:]),
+    )  # of this CuPy, and of older ones
+    return any(content.startswith(digest.hexdigest().encode()) for digest in digests)

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from w2v.kernels import ShardKernels
 from w2v.kernels.batch import (
     Batch,
-    Draw,
+    Counts,
     Grads,
-    Inversion,
-    OptimizerLike,
     Page,
+    Pairs,
+    Requests,
     StepShape,
     StepState,
     TableGrads,
-    TableLike,
+    Update,
     View,
 )
 from w2v.kernels.random import shift_right, splitmix64
@@ -32,32 +33,12 @@ from w2v.kernels.random import shift_right, splitmix64
 HEADER_WORDS = 6  # int32 words of a header: loss, pairs and fault, 8 bytes each
 
 
-class Pairs(NamedTuple):
-    """A batch written out: context words and targets of each center."""
-
-    contexts_BC: Tensor
-    context_mask_BC: Tensor  # False where the window is smaller or leaves the sentence
-    targets_BT: Tensor
-    target_mask_BT: Tensor  # False for a negative that is the center, or without context words
-
-
-class SkipgramResult(NamedTuple):
-    """Summed loss (float64), its positive pairs, and its gradients."""
-
-    loss: Tensor
-    pairs: Tensor
-    grad_input_UD: Tensor
-    grad_output_UD: Tensor
-
-
 def draw(
     key: int,
     centers: int,
-    lowest: int,
-    widest: int,
+    widths: tuple[int, int],
     negatives: int,
-    pool: int,
-    pool_key: int,
+    pool: tuple[int, int],
     cdf_V: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives, the same on every device for a key.
@@ -68,11 +49,10 @@ def draw(
     Args:
         key: 64 random bits, unsigned, of the batch.
         centers: Number of centers, B.
-        lowest: Smallest window.
-        widest: Largest window.
+        widths: Smallest and largest window.
         negatives: Negatives of each center, K.
-        pool: Size of the pool; 0 for none.
-        pool_key: 64 random bits of the pool: batches with the same ones share a pool.
+        pool: Size of the pool, 0 for none, and 64 random bits: batches with the same ones share
+            a pool.
         cdf_V: Cumulative distribution of the negatives, float64.
 
     Returns:
@@ -82,14 +62,47 @@ def draw(
     def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them for each number
         return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
 
+    lowest, widest = widths
     windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
     own = bits(key, centers, centers * (1 + negatives))
-    if pool:
-        uniform = stratify(bits(pool_key, 0, pool).double() / 2**53)[own % pool]
+    pool_size, pool_key = pool
+    if pool_size:
+        uniform = stratify(bits(pool_key, 0, pool_size).double() / 2**53)[own % pool_size]
     else:
         uniform = own.double() / 2**53
     drawn = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
     return windows_B.int(), drawn.clamp_(max=len(cdf_V) - 1).view(centers, negatives)
+
+
+def subsample(
+    key: int, words_N: Tensor, edges_S: np.ndarray, keep_V: Tensor, trained_S: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Draw which words of a text are kept, by torch's generator.
+
+    Args:
+        key: 64 random bits, unsigned, of the text.
+        words_N: Words of whole sentences, int32.
+        edges_S: Where each sentence begins in `words_N`, and N.
+        keep_V: Probability that an occurrence of each word is kept, float32.
+        trained_S: Whether any word of each sentence is kept, bool.
+
+    Returns:
+        The n kept words, and the number of the sentence of each, int32 [n].
+    """
+    device = words_N.device
+    edges = torch.from_numpy(edges_S).to(device)
+    generator = torch.Generator(device).manual_seed(key >> 1)
+    uniform_N = torch.rand(len(words_N), generator=generator, device=device)
+    kept_N = uniform_N < keep_V.index_select(0, words_N)
+    if not trained_S.all():
+        trained = torch.from_numpy(trained_S).to(device)
+        kept_N &= torch.repeat_interleave(trained, edges.diff(), output_size=len(words_N))
+    kept = torch.nonzero(kept_N).flatten()  # the only wait for the device
+    words_n = words_N[kept]
+    places = torch.searchsorted(kept, edges)
+    del uniform_N, kept_N, kept  # they would add to the peak of memory
+    sentences = torch.arange(len(trained_S), dtype=torch.int32, device=device)
+    return words_n, torch.repeat_interleave(sentences, places.diff(), output_size=len(words_n))
 
 
 def stratify(uniform_S: Tensor) -> Tensor:
@@ -119,30 +132,40 @@ def expand(batch: Batch) -> Pairs:
     return Pairs(words_n[at_BC].long(), context_mask_BC, targets_BT, counts_BT & has_context_B1)
 
 
-def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sorted unique ids under the mask, and each id's place.
+def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
+    """Return whether each of `rows` rows is an id under the mask: bool [V]."""
+    marks = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+    # Masked ids mark the row behind the last, which is cut off: no wait for the number of ids.
+    return marks.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
 
-    Places are 0 where the mask does not hold. All ids are below `rows`.
+
+def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the sorted unique ids under the mask, and each row's number.
+
+    The number, int32 [V], is the row's place among them, or -1. All ids are below `rows`.
     """
-    marked = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
-    # Masked ids mark the row behind the last, which is cut off: the number of ids is not needed.
-    marked.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)
-    rows_U = torch.nonzero(marked[:rows]).flatten()
-    places = (torch.cumsum(marked, 0) - 1)[ids]
-    return rows_U, torch.where(mask, places, 0)
+    marks_V = marks(ids, mask, rows)
+    number_V = torch.cumsum(marks_V, 0, dtype=torch.int32) - 1
+    return torch.nonzero(marks_V).flatten(), torch.where(marks_V, number_V, -1)
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Return whether all values are finite: bool scalar, by one pass."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    # isfinite().all() makes five passes and takes ten times as long.
+    return torch.stack(values.aminmax()).isfinite().all()
 
 
 def skipgram(
     input_UD: Tensor,
     output_UD: Tensor,
-    contexts_BC: Tensor,
-    context_mask_BC: Tensor,
-    targets_BT: Tensor,
-    target_mask_BT: Tensor,
+    places: Pairs,
+    grads: tuple[Tensor, Tensor],
     product: torch.dtype | None = None,
     scale: Tensor | None = None,
-) -> SkipgramResult:
-    """Return loss and gradients of skip-gram with negative sampling.
+) -> Tensor:
+    """Return the summed loss of skip-gram with negative sampling: float64.
 
     For a context's vector x, its center's vector y_0 and negatives y_k the loss is
     -log s(x.y_0) - sum_k log s(-x.y_k), with s the logistic function; its gradient along a logit
@@ -153,21 +176,18 @@ def skipgram(
     Args:
         input_UD: Vectors of context words.
         output_UD: Vectors of targets.
-        contexts_BC: Place of each context word in `input_UD`.
-        context_mask_BC: Which of them count.
-        targets_BT: Place of each target in `output_UD`.
-        target_mask_BT: Which of them count.
+        places: Pairs, with the place of each word in these instead of its row.
+        grads: What the gradients of both are added to.
         product: Type that matrix products take and give, such as torch.bfloat16. Sums over more
             than a window stay in the vectors' type.
         scale: Factor of the loss in the products that give gradients, whose small numbers
             float16 would lose.
     """
+    contexts_BC, context_mask_BC, targets_BT, target_mask_BT = places
     (B, C), T = context_mask_BC.shape, target_mask_BT.shape[1]
     D = input_UD.shape[1]  # view() cannot find it where a rank's batch is empty
-    pairs = context_mask_BC.sum()
     if not len(input_UD):  # no center has a context word
-        zero = input_UD.new_zeros((), dtype=torch.float64)
-        return SkipgramResult(zero, pairs, input_UD, output_UD)
+        return input_UD.new_zeros((), dtype=torch.float64)
     product = product or input_UD.dtype
     context_BCD = input_UD.to(product).index_select(0, contexts_BC.flatten()).view(B, C, D)
     target_BTD = output_UD.to(product).index_select(0, targets_BT.flatten()).view(B, T, D)
@@ -182,42 +202,25 @@ def skipgram(
     error_BCT = torch.where(counted_BCT, error_BCT, 0)
     error_BCT = (error_BCT if scale is None else error_BCT * scale).to(product)
 
-    grad_context_BCD = torch.bmm(error_BCT, target_BTD).to(input_UD.dtype)
-    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD).to(input_UD.dtype)
-    if scale is not None:
-        grad_context_BCD = grad_context_BCD / scale
-        grad_target_BTD = grad_target_BTD / scale
-    grad_input_UD = sum_rows(grad_context_BCD, contexts_BC, len(input_UD))
-    grad_output_UD = sum_rows(grad_target_BTD, targets_BT, len(output_UD))
-    return SkipgramResult(loss, pairs, grad_input_UD, grad_output_UD)
+    grad_context_BCD = torch.bmm(error_BCT, target_BTD)
+    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD)
+    of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
+    for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
+        grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
+        grad_ND = grad_ND if scale is None else grad_ND / scale
+        sums_UD.index_add_(0, places_BN.flatten(), grad_ND)
+    return loss
 
 
-def sum_rows(values_BND: Tensor, places_BN: Tensor, rows: int) -> Tensor:
-    """Sum the values of each place: [rows, D]."""
-    values_ND = values_BND.flatten(0, 1)
-    sums_UD = values_ND.new_zeros(rows, values_ND.shape[1])
-    return sums_UD.index_add_(0, places_BN.flatten(), values_ND)
-
-
-def count_pairs(
-    contexts_BC: Tensor,
-    context_mask_BC: Tensor,
-    targets_BT: Tensor,
-    target_mask_BT: Tensor,
-    rows: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """Return the number of pairs of each row of both tables: int64."""
-
-    def count(places_BN: Tensor, counts_BN: Tensor, rows: int) -> Tensor:
-        zeros_U = counts_BN.new_zeros(max(1, rows))
-        return zeros_U.index_add_(0, places_BN.flatten(), counts_BN.flatten())[:rows]
-
-    contexts_B1 = context_mask_BC.sum(1, keepdim=True)
-    targets_B1 = target_mask_BT.sum(1, keepdim=True)
-    return (
-        count(contexts_BC, context_mask_BC * targets_B1, rows[0]),
-        count(targets_BT, target_mask_BT * contexts_B1, rows[1]),
-    )
+def count_pairs(places: Pairs, counts: tuple[Tensor, Tensor]) -> None:
+    """Add the number of pairs of each row to the counts of both tables."""
+    contexts_B1 = places.context_mask_BC.sum(1, keepdim=True, dtype=torch.int32)
+    targets_B1 = places.target_mask_BT.sum(1, keepdim=True, dtype=torch.int32)
+    if len(counts[0]):  # some center has a context word
+        of_contexts_BC = places.context_mask_BC * targets_B1
+        of_targets_BT = places.target_mask_BT * contexts_B1
+        counts[0].index_add_(0, places.contexts_BC.flatten(), of_contexts_BC.flatten())
+        counts[1].index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
 
 
 class LossScale:
@@ -244,7 +247,7 @@ class LossScale:
         self._steps.copy_(torch.where(is_doubled, 0, steps))
 
 
-class ReferenceKernels:
+class ReferenceKernels(ShardKernels):
     """The kernels of `w2v.kernels.ShardKernels` in plain torch.
 
     Args:
@@ -255,8 +258,8 @@ class ReferenceKernels:
     """
 
     rows_ahead = True
-    draw: Draw | None = None
-    inversion: Inversion | None = None
+    draw = staticmethod(draw)
+    subsample = staticmethod(subsample)
 
     def __init__(
         self,
@@ -274,42 +277,35 @@ class ReferenceKernels:
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         pairs = expand(batch)
-        marks_TV[0].index_fill_(0, pairs.contexts_BC[pairs.context_mask_BC], True)
-        marks_TV[1].index_fill_(0, pairs.targets_BT[pairs.target_mask_BT], True)
+        marks_TV[0] |= marks(*pairs[:2], self.shape.rows)
+        marks_TV[1] |= marks(*pairs[2:], self.shape.rows)
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
-        inputs_U, _ = unique_rows(pairs.contexts_BC, pairs.context_mask_BC, self.shape.rows)
-        outputs_U, _ = unique_rows(pairs.targets_BT, pairs.target_mask_BT, self.shape.rows)
-        return self._zero_grads(inputs_U, outputs_U, self.shape.rows)
+        inputs = unique_rows(*pairs[:2], self.shape.rows)
+        outputs = unique_rows(*pairs[2:], self.shape.rows)
+        return self._zero_grads(inputs, outputs)._replace(expanded=pairs)
 
     def skipgram(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
-        pairs = expand(batch)
-        masks = pairs.context_mask_BC, pairs.target_mask_BT
-        contexts_BC = torch.where(masks[0], rows.inputs.number_V[pairs.contexts_BC], 0).long()
-        targets_BT = torch.where(masks[1], rows.outputs.number_V[pairs.targets_BT], 0).long()
-        places = contexts_BC, masks[0], targets_BT, masks[1]
-        weights = self._weights(page.inputs, rows.inputs), self._weights(page.outputs, rows.outputs)
+        inputs, outputs, loss, pairs, expanded = rows
+        contexts_BC, context_mask_BC, targets_BT, target_mask_BT = expanded or expand(batch)
+        places = Pairs(
+            torch.where(context_mask_BC, inputs.number_V[contexts_BC], 0).long(),
+            context_mask_BC,
+            torch.where(target_mask_BT, outputs.number_V[targets_BT], 0).long(),
+            target_mask_BT,
+        )
+        weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
         scale = self._loss_scale.scale if self._loss_scale else None
-        result = skipgram(*weights, *places, self._product, scale)
-        rows.inputs.grad_UD.add_(result.grad_input_UD)
-        rows.outputs.grad_UD.add_(result.grad_output_UD)
+        grads = inputs.grad_UD, outputs.grad_UD
+        batch_loss = skipgram(*weights, places, grads, self._product, scale)
         if self.shape.count_pairs:
-            counts = count_pairs(*places, (len(weights[0]), len(weights[1])))
-            rows.inputs.pairs_U.add_(counts[0])
-            rows.outputs.pairs_U.add_(counts[1])
+            count_pairs(places, (inputs.pairs_U, outputs.pairs_U))
         # Sums of their own: `rows` may be memory of the planning stream, which reuses it early.
-        return rows._replace(loss=rows.loss + result.loss, pairs=rows.pairs + result.pairs)
+        return rows._replace(loss=loss + batch_loss, pairs=pairs + context_mask_BC.sum())
 
-    def optimizer_step(
-        self,
-        optimizer: OptimizerLike,
-        tables: Sequence[TableLike],
-        page: Page,
-        grads: Grads,
-        lr: float,
-        state: StepState,
-    ) -> None:
+    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
+        optimizer, tables, lr = update
         skipped = self._skip_overflow([grads.inputs.grad_UD, grads.outputs.grad_UD])
         state.mark_fault(1, grads.loss.isfinite())
         for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
@@ -321,8 +317,7 @@ class ReferenceKernels:
             grad_UD = its.grad_UD if skipped is None else torch.where(skipped, 0, its.grad_UD)
             optimizer.step_rows(table, records_UR, grad_UD, its.pairs_U, lr)
             after_UR = table.encode(rows_U, records_UR)
-            is_finite = after_UR.isfinite().all()
-            state.mark_fault(2 << number, is_finite)
+            state.mark_fault(2 << number, all_finite(after_UR))
             # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
             keep = state.fault == 0
             if skipped is not None:
@@ -334,7 +329,7 @@ class ReferenceKernels:
         pass
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: tuple[Tensor, Tensor]
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
     ) -> tuple[Tensor, Tensor]:
         shape, size = self.shape, self.shape.world_size
         rows = self.unique_rows(batch)
@@ -344,37 +339,29 @@ class ReferenceKernels:
         # Stable, so that the part of each owner begins with its header.
         order = torch.argsort(owners, stable=True)
         send_N.add_(torch.bincount(owners, minlength=size))
-        ids_before, send_before = before
         # The counts travel in the headers of the page before; ~count is negative, as no id is.
-        ids_before[_starts(send_before)] = ~send_N
+        before.ids_M[_starts(before.count_N)] = ~send_N
         no_row = torch.full_like(headers, -1)
         rows_U = torch.cat([no_row, inputs_U, outputs_U + shape.rows])
         ids_U = torch.cat([no_row, inputs_U // size, outputs_U // size + shape.stride])
         return rows_U[order], ids_U.int()[order]
 
-    def read_counts(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        next_send_N: Tensor,
-        next_recv_N: Tensor,
-        host_2N: Tensor,
-    ) -> None:
-        next_recv_N.copy_(~ids_M[_starts(recv_N)])
-        host_2N.copy_(torch.stack([next_send_N, next_recv_N]))
+    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+        following.recv_N.copy_(~received.ids_M[_starts(received.count_N)])
+        host_2N.copy_(torch.stack(following))
 
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
         for marks_V, (_, rows) in zip(marks_TV, self._by_table(ids_M), strict=True):
             marks_V[rows] = True
 
-    def lend(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
-        dim = self.shape.dim
+    def gather_weights(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
+        dim, stride = self.shape.dim, self.shape.stride
         weights_MD = page.inputs.records_SR.new_zeros(len(ids_M), dim)
         owned = []
         for view, (is_here_M, rows) in zip(page, self._by_table(ids_M), strict=True):
             weights_MD[is_here_M] = view.records_SR[view.slots(rows), :dim]
-            owned.append(torch.unique(rows))
-        return weights_MD, self._zero_grads(owned[0], owned[1], self.shape.stride)
+            owned.append(unique_rows(rows, torch.ones_like(rows, dtype=torch.bool), stride))
+        return weights_MD, self._zero_grads(*owned)
 
     def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Page, Grads]:
         is_row_U = rows_U >= 0
@@ -396,23 +383,18 @@ class ReferenceKernels:
             words_UD[start:].view(-1)[:HEADER_WORDS] = facts.view(torch.int32)
 
     def collect(
-        self,
-        ids_M: Tensor,
-        recv_N: Tensor,
-        grad_MD: Tensor,
-        pairs_M: Tensor | None,
-        owned: Grads,
-        fault: Tensor,
+        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
-        for its, (is_here_M, rows) in zip(owned[:2], self._by_table(ids_M), strict=True):
+        grad_MD, pairs_M = grads
+        by_table = self._by_table(received.ids_M)
+        for its, (is_here_M, rows) in zip(owned[:2], by_table, strict=True):
             numbers = its.number_V[rows].long()
             its.grad_UD.index_add_(0, numbers, grad_MD[is_here_M])
             if pairs_M is not None:
                 its.pairs_U.index_add_(0, numbers, pairs_M[is_here_M])
         words_MD = grad_MD.view(torch.int32)
-        headers = [
-            words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in _starts(recv_N).tolist()
-        ]
+        starts = _starts(received.count_N).tolist()
+        headers = [words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in starts]
         facts = [header.clone().view(torch.int64) for header in headers]
         # Added in the order of the ranks, so that all of them have the same bits.
         owned.loss.copy_(reduce(torch.add, (fact[0].view(torch.float64) for fact in facts)))
@@ -425,35 +407,30 @@ class ReferenceKernels:
         for number, is_here_M in enumerate(((ids_M >= 0) & (ids_M < stride), ids_M >= stride)):
             yield is_here_M, ids_M[is_here_M].long() - number * stride
 
-    def _zero_grads(self, inputs_U: Tensor, outputs_U: Tensor, rows: int) -> Grads:
+    def _zero_grads(self, *unique: tuple[Tensor, Tensor]) -> Grads:
+        """Return zero gradients of the `unique_rows` of both tables."""
         shape = self.shape
-
-        def table_grads(rows_U: Tensor) -> TableGrads:
-            number_V = torch.full((rows,), -1, dtype=torch.int32, device=shape.device)
-            number_V[rows_U] = torch.arange(len(rows_U), dtype=torch.int32, device=shape.device)
-            grad_UD = torch.zeros(
-                len(rows_U), shape.dim, dtype=self._grad_dtype, device=shape.device
-            )
+        tables = []
+        for rows_U, number_V in unique:
+            size = len(rows_U), shape.dim
+            grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
             pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
-            return TableGrads(number_V, rows_U.int(), grad_UD, pairs_U, None)
-
+            tables.append(TableGrads(number_V, rows_U.int(), grad_UD, pairs_U, None))
         loss = torch.zeros((), dtype=torch.float64, device=shape.device)
-        pairs = torch.zeros((), dtype=torch.int64, device=shape.device)
-        return Grads(table_grads(inputs_U), table_grads(outputs_U), loss, pairs)
+        return Grads(tables[0], tables[1], loss, torch.zeros_like(loss, dtype=torch.int64))
 
     def _weights(self, view: View, rows: TableGrads) -> Tensor:
         """Return the weights [U, D] in the order of the rows' numbers."""
-        if rows.rows_U is None:  # borrowed rows lie in that order
-            records = view.records_SR
-        else:
-            records = view.records_SR.index_select(0, view.slots(rows.rows_U.long()))
-        return records[:, : self.shape.dim].to(self._grad_dtype)
+        weights = view.records_SR[:, : self.shape.dim]
+        if rows.rows_U is not None:  # borrowed rows lie in that order
+            weights = weights.index_select(0, view.slots(rows.rows_U.long()))
+        return weights.to(self._grad_dtype)
 
     def _skip_overflow(self, grads: Sequence[Tensor]) -> Tensor | None:
         """Update the loss scale; return whether any rank's gradients overflowed."""
         if self._loss_scale is None:
             return None
-        overflows = torch.stack([~grad.isfinite().all() for grad in grads]).any()
+        overflows = torch.stack([~all_finite(grad) for grad in grads]).any()
         overflowed = self._all_reduce(overflows.int()) > 0
         self._loss_scale.update(overflowed)
         return overflowed

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from w2v.config import ConfigError, ModelConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels import reference
-from w2v.kernels.batch import Batch
+from w2v.kernels.batch import Batch, Page, StepShape, View
+from w2v.kernels.reference import ReferenceKernels, expand
 from w2v.model.sampler import Sampler, TrainingText
 
 BATCH_SIZE = 1024  # centers, which bounds the memory for their rows
@@ -56,7 +56,7 @@ class HeldOut:
         model = replace(model, negative_pool=0, negative_pool_steps=1)
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Subsampling may leave no two words beside each other.
-        if not any(reference.expand(batch).context_mask_BC.any() for batch in drawn):
+        if not any(expand(batch).context_mask_BC.any() for batch in drawn):
             raise ConfigError(
                 f"train.held_out_words chose {offsets[-1]} words that make no pair; "
                 f"raise it, or model.sample={model.sample}"
@@ -79,20 +79,17 @@ class HeldOut:
         """
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         pairs = torch.zeros((), dtype=torch.int64, device=self._device)
+        shape = StepShape(self._words, input_VD.shape[1], torch.float32, self._device)
+        kernels = ReferenceKernels(shape)
         # The sums stay on the device, to wait for it only once.
         for batch in self._batches:
-            drawn = reference.expand(batch)
-            masks = drawn.context_mask_BC, drawn.target_mask_BT
-            inputs_U, contexts_BC = reference.unique_rows(drawn.contexts_BC, masks[0], self._words)
-            outputs_U, targets_BT = reference.unique_rows(drawn.targets_BT, masks[1], self._words)
-            result = reference.skipgram(
-                ranks.fetch_rows(input_VD, inputs_U).to(self._device),
-                ranks.fetch_rows(output_VD, outputs_U).to(self._device),
-                contexts_BC,
-                masks[0],
-                targets_BT,
-                masks[1],
+            rows = kernels.unique_rows(batch)
+            # The fetched vectors lie in the order of the rows' numbers.
+            inputs, outputs = (
+                View(ranks.fetch_rows(vectors_VD, its.rows_U.long()).to(self._device), its.number_V)
+                for vectors_VD, its in ((input_VD, rows.inputs), (output_VD, rows.outputs))
             )
-            loss += result.loss
-            pairs += result.pairs
+            grads = kernels.skipgram(batch, Page(inputs, outputs), rows, lr=0.0)
+            loss += grads.loss
+            pairs += grads.pairs
         return float(loss / pairs)

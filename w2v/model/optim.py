@@ -10,17 +10,19 @@ Shapes: V rows of a table, U unique rows, D dimensions, R elements of a record.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.config import ConfigError, OptimizerConfig
+from w2v.config import OPTIMIZERS, ConfigError, OptimizerConfig, check_optimizer
 from w2v.kernels.batch import Hyper, TableLike
 from w2v.model.table import RowState
+from w2v.system.files import one_line
 
 Optimizer = torch.optim.Optimizer
 
@@ -49,20 +51,18 @@ class RowOptimizer:
         found = _find_class(config.name)
         self._class = _without_compiler(found)
         self._args = _arguments(self._class, config)
-        formula = _fused_formula(found, self._args)
-        self.formula = formula.name if formula else ""
-        self._hyper = formula.hyper if formula else Hyper(config.lr)
+        self.formula, self._hyper = _fused_formula(found, self._args)
         try:
             first = _find_state(self._class, self._args)
         except NotRowwise as reason:
             raise ConfigError(
                 f"optimizer.name={config.name} with optimizer.args={config.args} is not "
-                f"row-separable: {reason}; choose from {' '.join(rowwise_optimizers())}"
+                f"row-separable: {reason}; choose one of {' '.join(OPTIMIZERS)}"
             ) from None
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
         self._scalars = {key: value for key, value in first.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
-        self.occurrence_cap = config.occurrence_cap
+        self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
         self._instances: dict[torch.device, Optimizer] = {}
 
     def states(self, dim: int) -> dict[str, RowState]:
@@ -167,13 +167,6 @@ class RowOptimizer:
         optimizer.step()
 
 
-class Formula(NamedTuple):
-    """A function of cu/optim.cu and cpu_loops.py, and its constants."""
-
-    name: str
-    hyper: Hyper
-
-
 # Classes with a formula, and which of their arguments are its beta1 and beta2.
 FUSED_BETAS = {
     torch.optim.SGD: (),
@@ -184,36 +177,30 @@ FUSED_BETAS = {
     torch.optim.Adamax: ("betas",),
 }
 # Any other argument that is set sends the run to torch's own step.
-FUSED_ARGUMENTS = {
-    "lr",
-    "betas",
-    "alpha",
-    "eps",
-    "weight_decay",
-    "lr_decay",
-    "initial_accumulator_value",
-}
+FUSED_ARGUMENTS = {*"lr betas alpha eps weight_decay lr_decay initial_accumulator_value".split()}
 # How torch computes, not what.
 IGNORED_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> Formula | None:
-    """Return the formula that makes this optimizer's step, if there is one."""
+def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyper]:
+    """Return the formula that makes this optimizer's step, "" if none does.
+
+    It comes with its constants.
+    """
     accepted = inspect.signature(cls).parameters
     defaults = {key: parameter.default for key, parameter in accepted.items() if key != "params"}
     given = defaults | args
     others = given.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
     if cls not in FUSED_BETAS or any(given[key] for key in others):
-        return None
+        return "", Hyper(given["lr"])
     betas = [given[key] for key in FUSED_BETAS[cls]]
-    betas = list(betas[0]) if FUSED_BETAS[cls] == ("betas",) else betas
-    keys = "lr", "eps", "weight_decay", "lr_decay"
-    hyper = Hyper(**{key: float(given[key]) for key in keys if key in given})
+    betas = betas[0] if FUSED_BETAS[cls] == ("betas",) else betas
+    constants = {key: float(given[key]) for key in Hyper._fields if key in given}
     for number, beta in enumerate(map(float, betas), start=1):
-        log = math.log(beta) if beta else -math.inf
-        names = f"beta{number}", f"rest{number}", f"log_beta{number}"
-        hyper = hyper._replace(**dict(zip(names, (beta, 1 - beta, log), strict=True)))
-    return Formula(cls.__name__.lower(), hyper)
+        constants[f"beta{number}"] = beta
+        constants[f"rest{number}"] = 1 - beta
+        constants[f"log_beta{number}"] = math.log(beta) if beta else -math.inf
+    return cls.__name__.lower(), Hyper(**constants)
 
 
 def learning_rate(config: OptimizerConfig, progress: float) -> float:
@@ -224,20 +211,6 @@ def learning_rate(config: OptimizerConfig, progress: float) -> float:
     cosine = (1 - math.cos(math.pi * done)) / 2
     fall = {"constant": 0.0, "linear": done, "cosine": cosine}[config.schedule]
     return config.lr + (config.min_lr - config.lr) * fall
-
-
-def rowwise_optimizers() -> list[str]:
-    """Return the names of the torch.optim classes that are row-separable."""
-
-    def is_rowwise(name: str) -> bool:
-        cls = _without_compiler(getattr(torch.optim, name))
-        try:
-            _find_state(cls, _arguments(cls, OptimizerConfig(name=name)))
-        except (ConfigError, NotRowwise):
-            return False
-        return True
-
-    return [name for name in _class_names() if is_rowwise(name)]
 
 
 class _FirstValues(dict):
@@ -262,14 +235,14 @@ def _find_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]
         NotRowwise: Stepping rows one by one does not give what stepping them together gives.
     """
     shape = (4, 3)
-    parameter = nn.Parameter(torch.zeros(shape))
+    parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
     try:
         optimizer = cls([parameter], **args)
         state = optimizer.state[parameter] = _FirstValues(optimizer.state[parameter])
-        parameter.grad = torch.zeros(shape)
+        parameter.grad = torch.zeros(shape, dtype=torch.float32)
         optimizer.step()
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
-        raise NotRowwise(" ".join(str(error).split())) from None
+        raise NotRowwise(one_line(error)) from None
     for key, value in state.first.items():
         is_row_aligned = value.shape == shape and bool((value == value[0, 0]).all())
         if value.dim() and not is_row_aligned:
@@ -302,23 +275,26 @@ def _rows_are_separable(
     return np.allclose(trained(slice(None), {}), separate, rtol=1e-5, atol=1e-7)
 
 
-def _class_names() -> list[str]:
-    return sorted(
-        name
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
-    )
+def optimizer_name(optimizer: str | type[Optimizer]) -> str:
+    """Return `optimizer.name` of a class; a name is returned as it is."""
+    if isinstance(optimizer, str):
+        return optimizer
+    if getattr(torch.optim, optimizer.__name__, None) is optimizer:
+        return optimizer.__name__
+    return f"{optimizer.__module__}.{optimizer.__name__}"
 
 
 def _find_class(name: str) -> type[Optimizer]:
-    if name in _class_names():
-        return getattr(torch.optim, name)
-    lower = {known.lower(): known for known in _class_names()}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-    hint = f"choose from {' '.join(rowwise_optimizers())}"
-    if near:
-        hint = f"did you mean {lower[near[0]]}?"
-    raise ConfigError(f"optimizer.name={name} is not a torch.optim class; {hint}")
+    """Return the class of torch.optim, or the one that package.Class names."""
+    check_optimizer(name)
+    package, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package or "torch.optim"), last)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"optimizer.name={name} cannot be imported: {error}") from None
+    if not (inspect.isclass(found) and issubclass(found, Optimizer)):
+        raise ConfigError(f"optimizer.name={name} is no class that derives from torch's Optimizer")
+    return found
 
 
 def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
@@ -342,7 +318,16 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
             if near:
                 hint = f"did you mean {near[0]}?"
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
-    args = dict(config.args, lr=config.lr)
+        pair = accepted[key].default
+        if isinstance(pair, tuple):
+            value, numbers = (
+                config.args[key],
+                "[" + ",".join(f"{number:g}" for number in pair) + "]",
+            )
+            if not isinstance(value, (list, tuple)) or len(value) != len(pair):
+                expected = f"must be {len(pair)} numbers, such as {numbers}"
+                raise ConfigError(f"optimizer.args.{key}={value} {expected}")
+    args = dict(config.args, lr=config.lr or 0.1)  # any rate will do while it is auto
     if "foreach" in accepted:
         # There is one parameter at a time: grouping would only copy strided views.
         args.setdefault("foreach", False)

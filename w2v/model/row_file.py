@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.system.files import atomic_path, atomic_write, sync
+from w2v.system.files import atomic_path, atomic_write, one_line, sync
 
+CHUNK_ROWS = 1 << 14  # of a table, written at a time
 NPY_TYPES: dict[torch.dtype, np.dtype] = {
     torch.float64: np.dtype("float64"),
     torch.float32: np.dtype("float32"),
@@ -140,7 +141,7 @@ def open_npy(
     try:
         rows_VD = np.load(path, mmap_mode=mode)
     except (ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{path} cannot be read as an .npy file of numbers: {reason}") from None
     if not isinstance(rows_VD, np.memmap):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")
@@ -152,14 +153,14 @@ def open_npy(
     return rows_VD
 
 
-def save_npy(path: str | Path, rows_VD: Tensor, chunk_rows: int = 1 << 14) -> None:
+def save_npy(path: str | Path, rows_VD: Tensor) -> None:
     """Write rows [V, D] to an .npy file; bfloat16 becomes float32."""
     dtype = NPY_TYPES.get(rows_VD.dtype, np.dtype("float32"))
     header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(rows_VD.shape)}
     with atomic_path(Path(path)) as temporary, open(temporary, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
         # In chunks, because a copy of all rows might not fit into memory.
-        for chunk in rows_VD.split(chunk_rows):
+        for chunk in rows_VD.split(CHUNK_ROWS):
             chunk = chunk if chunk.dtype in NPY_TYPES else chunk.float()
             file.write(chunk.cpu().contiguous().numpy().data)
 

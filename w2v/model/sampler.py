@@ -12,7 +12,7 @@ import copy
 import hashlib
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, pairwise, repeat
 from typing import Any
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from w2v.config import ModelConfig
-from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Position
-from w2v.kernels.reference import stratify
+from w2v.kernels import reference
+from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Draw, Position, Subsample
 
 Span = tuple[int, int]  # sentences [first, last)
-Inversion = Callable[[Tensor], Callable[[Tensor], Tensor]]  # see `search`
-# key, centers, lowest and highest window, negatives, pool, pool key, distribution of negatives
-Draw = Callable[[int, int, int, int, int, int, int, Tensor], tuple[Tensor, Tensor]]
+WIDE_WINDOW = 64  # above which a window may exceed most sentences
 CHUNK_PIECES = 16  # the resolution, in parts of a chunk, of the lookahead window
 
 
@@ -67,8 +65,8 @@ class Sampler:
         rank: Number of this rank.
         world_size: Number of ranks that share the text.
         lookahead: Chunks in the lookahead window of a batch.
-        inversion: Faster equivalent of `search`.
-        draw: Draws windows and negatives instead of torch's generator, as `reference.draw` does.
+        draw: Draws windows and negatives: that of the kernels.
+        subsample: Subsamples a chunk: that of the kernels.
     """
 
     def __init__(
@@ -82,25 +80,23 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
         lookahead: int = 0,
-        inversion: Inversion | None = None,
-        draw: Draw | None = None,
+        draw: Draw = reference.draw,
+        subsample: Subsample = reference.subsample,
     ):
         self.position = Position()
         self.text = text
         self._model = model
+        self._reach = reach(model.window, text.offsets_S)
         self._global_batch_size = batch_size
         self._seed = seed
         self._device = device
         self._lookahead = lookahead
         self._draw = draw
+        self._subsample_words = subsample
         self._keep_V = torch.from_numpy(text.keep_V).to(device, torch.float32)
         # In float64, as the steps of rare words would vanish near 1 in float32.
         noise_cdf_V = np.cumsum(text.noise_V) / np.sum(text.noise_V)
         self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(device)
-        self._invert = (inversion or search)(self._noise_cdf_V)
-        self._generator = torch.Generator(device)
-        self._pool_key = -1  # the key of `_pool_words`
-        self._pool_words = self._noise_cdf_V[:0]
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if not `_share`
         self._set_rank(rank, world_size)
 
@@ -120,6 +116,8 @@ class Sampler:
                 size = cuts[batch + 1] - cuts[batch]
                 place = Position(epoch, chunk, batch, drawn)
                 windows_B, negatives_BK = self._windows_and_negatives(size, place)
+                if self._reach < self._model.window:
+                    windows_B.clamp_(max=self._reach)
                 drawn += 1
                 self.position = Position(epoch, chunk, batch + 1, drawn)
                 words_left = words_after + self.text.count_words(span) * (1 - (batch + 1) / batches)
@@ -133,7 +131,7 @@ class Sampler:
                     first=cuts[batch],
                     windows_B=windows_B,
                     negatives_BK=negatives_BK,
-                    window=self._model.window,
+                    window=self._reach,
                     epochs_done=epoch + 1 - words_left * self._world_size / len(self.text.ids_N),
                     after=self.position,
                     pool=self._pool,
@@ -147,7 +145,7 @@ class Sampler:
         none = torch.zeros(0, dtype=torch.int32, device=self._device)
         negatives = none.view(0, self._model.negative)
         end = Position(epoch, len(self._chunks(epoch)))
-        return Batch(none, none, 0, none, negatives, self._model.window, epoch + 1, end)
+        return Batch(none, none, 0, none, negatives, self._reach, epoch + 1, end)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what continues at a position, as JSON values."""
@@ -190,7 +188,7 @@ class Sampler:
         self._rank = rank
         self._world_size = world_size
         self._batch_size = -(-self._global_batch_size // world_size)
-        self._pool = -(-self._model.negative_pool // world_size)
+        self._pool = -(-max(0, self._model.negative_pool) // world_size)
         self._share = self._own_share([(0, len(self.text.offsets_S) - 1)])
 
     def _own_share(self, spans: Sequence[Span]) -> list[Span]:
@@ -220,32 +218,23 @@ class Sampler:
         for first, last in self._spans(epoch):
             offsets = self.text.offsets_S[first : last + 1]
             # Where chunks of equal length would start. A long sentence may hold several of them:
-            # `unique` then gives fewer and longer chunks.
+            # the equal starts then give fewer and longer chunks.
             full = np.arange(offsets[0], offsets[-1], CHUNK_BATCHES * self._batch_size)
-            starts = first + np.unique(np.searchsorted(offsets[:-1], full))
+            starts = first + np.searchsorted(offsets[:-1], full)
+            starts = starts[np.diff(starts, prepend=-1) > 0]  # np.unique imports numpy.ma: 0.1 s
             chunks += pairwise([*starts[starts < last].tolist(), last])
         return chunks
 
     def _subsample(self, span: Span, epoch: int, chunk: int) -> tuple[Tensor, Tensor]:
         """Return the kept words of a chunk and their sentences: int32 [n]."""
         first, last = span
-        offsets = _copy(self.text.offsets_S, first, last + 1)
-        edges = torch.from_numpy(offsets - offsets[0]).to(self._device)
-        words_n = self._read(span)
-        seeded = self._seeded(self._key(epoch, chunk, 0))
-        kept_n = torch.rand(len(words_n), **seeded) < self._keep_V.index_select(0, words_n)
+        edges_S = _copy(self.text.offsets_S, first, last + 1)
+        trained_S = np.ones(last - first, np.bool_)
         held_out = self.text.held_out[slice(*np.searchsorted(self.text.held_out, span))]
-        if len(held_out):
-            trained = torch.ones(last - first, dtype=torch.bool)
-            trained[held_out - first] = False
-            trained = trained.to(self._device)
-            kept_n &= torch.repeat_interleave(trained, edges.diff(), output_size=len(words_n))
-        kept = torch.nonzero(kept_n).flatten()  # the only wait for the device
-        words_n = words_n[kept]
-        places = torch.searchsorted(kept, edges)
-        del kept_n, kept  # they would add to the peak of memory
-        sentences = torch.arange(last - first, dtype=torch.int32, device=self._device)
-        return words_n, torch.repeat_interleave(sentences, places.diff(), output_size=len(words_n))
+        trained_S[held_out - first] = False
+        key = self._key(epoch, chunk, 0)
+        words_n = self._read(span)
+        return self._subsample_words(key, words_n, edges_S - edges_S[0], self._keep_V, trained_S)
 
     def _read(self, span: Span) -> Tensor:
         """Return the words of a span, int32 on the device."""
@@ -281,24 +270,8 @@ class Sampler:
         pool_key = 0
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
-        if self._draw:
-            widths = lowest, model.window, model.negative
-            return self._draw(key, size, *widths, self._pool, pool_key, self._noise_cdf_V)
-        # The pool is drawn first, since all draws seed the same generator.
-        if self._pool and pool_key != self._pool_key:
-            uniform = torch.rand(self._pool, dtype=torch.float64, **self._seeded(pool_key))
-            self._pool_words = self._invert(stratify(uniform))
-            self._pool_key = pool_key
-        shape = (size, model.negative)
-        seeded = self._seeded(key)
-        windows_B = torch.randint(lowest, model.window + 1, (size,), dtype=torch.int32, **seeded)
-        if self._pool:
-            return windows_B, self._pool_words[torch.randint(self._pool, shape, **seeded)]
-        return windows_B, self._invert(torch.rand(shape, dtype=torch.float64, **seeded))
-
-    def _seeded(self, key: int) -> dict[str, Any]:
-        """Seed the generator, and return the arguments to draw from it."""
-        return {"generator": self._generator.manual_seed(key >> 1), "device": self._device}
+        widths, pool = (lowest, model.window), (self._pool, pool_key)
+        return self._draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
 
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
@@ -307,21 +280,18 @@ class Sampler:
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
+def reach(window: int, offsets_S: np.ndarray) -> int:
+    """Return how far a context word can be, at most within a sentence."""
+    if window <= WIDE_WINDOW:
+        return window
+    return min(window, max(1, int(np.diff(offsets_S).max(initial=1))))
+
+
 def noise_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
     """Return the probability of words as negatives, ~ count ** exponent, [V]."""
     log_V = exponent * np.log(counts_V)
     weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
     return weight_V / weight_V.sum()
-
-
-def search(cdf_V: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the inverse of a distribution: [0, 1) -> word ids (int32)."""
-
-    def invert(uniform: Tensor) -> Tensor:
-        found = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
-        return found.clamp_(max=len(cdf_V) - 1)
-
-    return invert
 
 
 def _copy(array_N: np.ndarray, begin: int, end: int) -> np.ndarray:

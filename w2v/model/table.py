@@ -116,20 +116,27 @@ class Table:
         """Size of all records."""
         return self.rows * self.width * self.dtype.itemsize
 
-    def initialise(self, values: Init, device: torch.device | None = None) -> None:
+    def initialise(
+        self, values: Init, device: torch.device | None = None, threads: int = 1
+    ) -> None:
         """Set the weights, a chunk of rows at a time.
 
         `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
+        So many threads call it at once.
         """
         device = device or self.records_VR.device
         chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)
-        for start in range(0, self.rows, chunk_rows):
+
+        def fill(start: int) -> None:
             rows = torch.arange(start, min(start + chunk_rows, self.rows), device=device)
             weights = values(rows)
             expected = [len(rows), self.dim]
             if (shape := list(weights.shape)) != expected:
                 raise ValueError(f"init gives {shape} for {len(rows)} rows; expected {expected}")
             self["weight"][start : start + len(rows)].copy_(weights)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(0, self.rows, chunk_rows)))
 
     def decode(self, records_UR: Tensor) -> Tensor:
         """Return records in the dtype of steps: float32, or float64 as stored."""
@@ -160,15 +167,6 @@ class Table:
         writes = int(self.scalars["writes"]) + 1
         self.scalars["writes"].fill_(writes)
         return mix(writes)
-
-    def shrink(self, width: int) -> None:
-        """Keep the first `width` elements of each record in storage="cpu"."""
-        if self.storage != "cpu" or width >= self.width:
-            return
-        kept_VR = self.records_VR[:, :width]
-        self.records_VR = kept_VR.clone(memory_format=torch.contiguous_format)
-        self.width = width
-        self.columns = {name: part for name, part in self.columns.items() if part.stop <= width}
 
     def is_in(self, path: str | Path) -> bool:
         """Return whether this file holds the records."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from w2v.model.table import Table
-from w2v.system.files import apply_umask, atomic_path
+from w2v.system.files import apply_umask, atomic_path, one_line
 
 
 def save(table: Table, path: Path) -> None:
@@ -31,7 +31,7 @@ def load(table: Table, path: Path) -> None:
     try:
         found = load_file(path)
     except SafetensorError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"{path} is not a safetensors file of a table: {reason}") from None
     expected = _tensors(table)
     if _describe(found) != _describe(expected):

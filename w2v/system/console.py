@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
+from w2v.system.files import printable
+from w2v.system.process import escape_unencodable
+
 log = logging.getLogger("w2v")
+DETAILS, RESULTS, ERRORS = logging.DEBUG, logging.INFO + 5, logging.ERROR  # levels of messages
+logging.addLevelName(RESULTS, "RESULT")
+COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 # Messages of before the run folder exists, which train.log begins with: the plan, for example.
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
 
-def log_to_console(quiet: bool = False) -> None:
-    """Show messages on standard output; only errors if `quiet`."""
+def level(verbose: bool = False, quiet: bool = False) -> int:
+    """Return the least level of messages to show."""
+    return DETAILS if verbose else RESULTS if quiet else logging.INFO
+
+
+def log_to_console(level: int = logging.INFO) -> None:
+    """Show messages of at least this level on standard output."""
     escape_unencodable()
     _early.buffer.clear()
     log.handlers[:] = [_early]
     if sys.stdout:  # None if the parent process closed it
-        log.addHandler(_ConsoleHandler())
-    log.setLevel(logging.ERROR if quiet else logging.INFO)
-
-
-def escape_unencodable() -> None:
-    r"""Escape characters that standard output cannot encode, as \u65e5."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        log.addHandler(_ConsoleHandler(level))
+    log.setLevel(ERRORS if level == ERRORS else DETAILS)  # train.log has the details too
 
 
 @contextlib.contextmanager
 def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
     """Append all messages to a file during the block, unless `quiet`."""
-    handler = logging.FileHandler(os.devnull if quiet else path, encoding="utf-8")
+    handler = _FileHandler(os.devnull if quiet else path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _early.setTarget(handler)
     _early.flush()
@@ -50,12 +55,32 @@ def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
         handler.close()
 
 
+def is_terminal(output: TextIO) -> bool:
+    """Return whether this is a terminal that has a width, so not a pipe."""
+    try:
+        return output.isatty() and os.get_terminal_size(output.fileno()).columns > 0
+    except (OSError, AttributeError):  # None if the parent process closed it
+        return False
+
+
+class _FileHandler(logging.FileHandler):
+    """train.log, without which training goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        log.warning(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); it ends here")
+
+
 class _ConsoleHandler(logging.Handler):
     """Print through tqdm, so that a message does not break the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record))
+            text = printable(self.format(record))
+            coloured = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+            if coloured and record.levelno in COLOURS:
+                text = f"{COLOURS[record.levelno]}{text}\033[0m"
+            tqdm.write(text)
             sys.stdout.flush()  # at once, into files and pipes too
         except OSError:
             # The reader has ended or its disk is full. Training goes on; train.log has everything.

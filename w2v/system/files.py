@@ -5,13 +5,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
+import json
+import logging
+import math
 import os
+import pickle
+import re
+import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger("w2v")
+# What damaged files make their readers raise; anything else is a bug.
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    pickle.PickleError,
+    struct.error,
+    zlib.error,
+)
+# Control characters but line feeds and tabs, line separators, and what turns the direction of text.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
 
 
@@ -48,17 +75,21 @@ def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
         for part in parts:
             file.write(part)
             crc32 = zlib.crc32(part, crc32)
-            _start_writeback(file.fileno())
+            start_writeback(file.fileno())
         file.flush()
         os.fsync(file.fileno())
-        _start_writeback(file.fileno())
+        start_writeback(file.fileno())
     return crc32
 
 
-def _start_writeback(descriptor: int) -> None:
-    """Start writing a file's cached pages to disk, and free written ones."""
+def start_writeback(descriptor: int, last: int = 0) -> None:
+    """Start writing a file's cached pages to disk, and free written ones.
+
+    last: only so many bytes before the file's position; they are dirty, and so stay cached.
+    """
     if hasattr(os, "posix_fadvise"):  # keeps the disk busy: 6 GiB took 3.5 s instead of 8
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = os.lseek(descriptor, 0, os.SEEK_CUR) - last if last else 0
+        os.posix_fadvise(descriptor, start, last, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:
@@ -75,12 +106,6 @@ def apply_umask(path: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
-
-
-def newest_file(folder: Path, name: str) -> Path | None:
-    """Return the newest file <folder>/*/<name>, or None without any."""
-    found = folder.glob(f"*/{name}")
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
 
 
 @contextlib.contextmanager
@@ -110,6 +135,78 @@ def naming_file(path: str | Path) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, reason, str(path)) from None
 
 
+def as_json(content: Any, **options: Any) -> str:
+    """Return JSON, which knows no NaN and no infinity: they become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(content), **options)
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """Return what JSON can hold as text, with a checksum of all that it says."""
+    content = {key: value for key, value in content.items() if key != "checksum"}
+    text = as_json(content, sort_keys=True)
+    checksum = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return as_json(content | {"checksum": checksum}, indent=1, sort_keys=True) + "\n"
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """Return what `sealed` was given; raise `ValueError` if it is damaged."""
+    try:
+        content = json.loads(text)
+        if text == sealed(content):
+            return content
+    # A damaged file may hold any JSON, or none.
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(one_line(f"{type(error).__name__}: {error}")[:100]) from None
+    raise ValueError("its checksum differs")
+
+
+def kernel_folder(variable: str) -> Path:
+    """Return the folder that a variable names for kernels, or ~/.cache/w2v.
+
+    Kernels are programs, and numba's are pickled. So a folder in which others may write is not
+    used, but a temporary one.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return _private(Path(os.environ.get(variable) or caches / "w2v"))
+
+
+@functools.cache
+def _private(folder: Path) -> Path:
+    """Return this folder of the user, or a temporary one, which is reported."""
+    try:
+        folder = folder.expanduser().absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise OSError("others may write to it; chmod go-w it")
+        tempfile.TemporaryFile(dir=folder).close()
+        return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        log.warning(f"kernels are compiled in each run, as {folder} cannot be used ({error})")
+    temporary = tempfile.TemporaryDirectory(prefix="w2v-kernels-")
+    _temporary.append(temporary)
+    return Path(temporary.name)
+
+
+_temporary: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
+
+
+def remove_damaged(file: Path, is_whole: Callable[[bytes], bool]) -> None:
+    """Remove a kernel that is not as it was written, so that it is compiled."""
+    with contextlib.suppress(FileNotFoundError):
+        if not is_whole(file.read_bytes()):
+            log.warning(f"{file} is damaged; the kernel is compiled anew")
+            file.unlink()
+
+
 def hash_file(path: Path, digest: Any) -> str:
     """Return the hash of a file by one of hashlib's digests, as hex digits."""
     with open(path, "rb") as file:
@@ -120,23 +217,33 @@ def hash_file(path: Path, digest: Any) -> str:
 
 @contextlib.contextmanager
 def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]:
-    """Raise any error of the block as this kind: "problem (reason); remedy"."""
+    """Raise `DAMAGE` in the block as this kind: "problem (reason); remedy"."""
     try:
         yield
     except kind:
         raise  # it has a message of its own
-    except Exception as error:  # damaged files may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    except DAMAGE as error:
+        reason = one_line(f"{type(error).__name__}: {error}")[:200]
         raise kind(f"{problem} ({reason}); {remedy}") from error
+
+
+def one_line(text: object) -> str:
+    """Return a text, such as an error's, without its line breaks."""
+    return " ".join(str(text).split())
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters, as \x1b: a terminal would obey them."""
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def error_message(error: Exception) -> str:
     """Return the error on one line; an `OSError` with its file and a remedy."""
     if not isinstance(error, OSError):
-        return " ".join(str(error).split())
+        return printable(one_line(error))
     remedy = "check the folder and its permissions, or take another one"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         remedy = "make room there"
     # Errors of standard output have no file name.
-    place = "" if error.filename is None else f"{' '.join(str(error.filename).split())}: "
-    return f"{place}{error.strerror or error}; {remedy}"
+    place = "" if error.filename is None else f"{one_line(error.filename)}: "
+    return printable(f"{place}{error.strerror or error}; {remedy}")

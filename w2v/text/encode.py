@@ -1,23 +1,29 @@
 """Encode text as word ids, on all cores.
 
-Threads split blocks of the text. Each distinct word gets a number by first appearance, and the
-numbers of all words go to a temporary file. Once every word is counted, the vocabulary is known
-and the numbers are replaced by ids. Memory is bounded by the distinct words of the text.
+Threads take blocks of the text in turn. Each numbers the words that it meets in a table of its own
+and writes the numbers to a temporary file. Tables are merged by the hash of their words when they
+are large, and at the end; then the vocabulary is known, and threads replace numbers by ids.
+
+The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
+their first position in the text. Memory is bounded by the distinct words of the text, and for each
+thread by TABLE_WORDS words and a few blocks; a word takes about 130 bytes.
 """
 
 from __future__ import annotations
 
 import codecs
 import logging
+import os
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Lock
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -27,12 +33,14 @@ from tqdm import tqdm
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
 from w2v.text.sources import CorpusError, opened
-from w2v.text.tokenize import Tokens, WordTable
+from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
 
-BLOCK_BYTES = 1 << 20  # of text, split at a time by one thread
+BLOCK_BYTES = 1 << 20  # of text, numbered at a time by one thread
+TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
 SENTENCES_AT_ONCE = 256
+POLL_SECONDS = 0.1
 LOG_SECONDS = 10.0  # between two lines of progress without a terminal
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # how errors="surrogateescape" marks such bytes
 
@@ -52,17 +60,16 @@ def encode_files(
 ) -> tuple[Vocab, Iterator[EncodedBlock]]:
     """Count and encode the words of text files; a line is a sentence.
 
-    `workers` threads split the text; a temporary file in `folder` keeps its word numbers. Raises
+    `workers` threads read the text; temporary files in `folder` keep its word numbers. Raises
     `CorpusError` for a file that is no text, and `VocabError`.
     """
-    numbers_file = TemporaryFile(dir=folder)  # noqa: SIM115 - _encode_numbers closes it
-    table = WordTable()
-    for numbers in _number_words(files, table, settings.lowercase, workers):
-        numbers_file.write(numbers)
-    vocab, kept = Vocab.select(table.word, table.counts, limits)
-    row_of = np.full(len(table.counts), -1, np.int32)
+    merged = Partitions()
+    blocks = _number_files(files, settings, workers, folder, merged)
+    counts, firsts = merged.totals()
+    vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
+    row_of = np.full(len(counts), -1, np.int32)
     row_of[kept] = np.arange(len(kept))
-    return vocab, _encode_numbers(numbers_file, row_of, settings.max_sentence_length)
+    return vocab, _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
 
 
 def encode_sentences(
@@ -78,77 +85,184 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
+class _Numbers:
+    """Word numbers of a thread, in a file, and what they stand for."""
+
+    def __init__(self, folder: Path):
+        self.file: IO[bytes] = TemporaryFile(dir=folder)  # noqa: SIM115 - _encode_blocks closes it
+        self.codes: list[np.ndarray] = []  # of the words of each merged table
+
+
 class _Block(NamedTuple):
-    """A block of a file, split into words."""
+    """A block of the text, numbered."""
 
-    bytes: int
+    place: int  # among the blocks
+    path: Path
+    numbers: _Numbers
+    table: int  # that the numbers refer to
+    offset: int  # in the file of numbers
+    tokens: int  # numbers and line ends
+    lines: int
+    tail: int  # words after the last line end
     bad_bytes: int  # that are not UTF-8
-    bad_place: str  # file and line of the first of these
-    tokens: Tokens
+    bad_line: int  # of the block, with the first of these
 
 
-def _number_words(
-    files: list[Path], table: WordTable, lowercase: bool, workers: int
-) -> Iterator[np.ndarray]:
-    """Yield the numbers of all words and line ends, block by block."""
-    bad_bytes = 0
-    bad_place = ""
-    for block in _show_progress(_split_files(files, lowercase, workers), files):
-        bad_bytes += block.bad_bytes
-        bad_place = bad_place or block.bad_place
-        yield table.add(block.tokens)
-    if bad_bytes:
-        log.warning(f"{bad_bytes:,} bytes are not UTF-8, first in {bad_place}; each became U+FFFD")
+class _Blocks:
+    """The text in blocks that end at white space, for several threads."""
 
+    def __init__(self, files: list[Path], field: str):
+        self.bytes = 0  # so far
+        self.errors: list[tuple[int, Exception]] = []  # with the block
+        self._blocks = self._read(files, field)
+        self._count = 0
+        self._lock = Lock()
+        self.stopped = False
 
-def _split_files(files: list[Path], lowercase: bool, workers: int) -> Iterator[_Block]:
-    """Split blocks in threads; yield them in the order of the text."""
-    pending: deque[Future[_Block]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
+    def next(self, text: np.ndarray) -> tuple[int, Path, int] | None:
+        """Fill a buffer; return place, file and bytes, or None at the end."""
+        with self._lock:
+            self._text = memoryview(text)
+            found = None if self.stopped else next(self._blocks, None)
+            if found is None:
+                return None
+            self._count += 1
+            self.bytes += found[1]
+            return self._count, *found
+
+    def fail(self, place: int, error: Exception) -> None:
+        """End the text for all threads."""
+        self.stopped = True
+        self.errors.append((place or self._count + 1, error))
+
+    def _read(self, files: list[Path], field: str) -> Iterator[tuple[Path, int]]:
+        """Fill the buffer again and again; yield the file and the bytes."""
         for path in files:
-            line = 1
-            for text in _read_blocks(path):
-                pending.append(pool.submit(_split_block, text, lowercase, path, line))
-                line += text.count(b"\n")
-                if len(pending) > 2 * workers:  # bounds the memory
-                    yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+            with opened(path, field) as file:
+                rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+                read = 1
+                while read:
+                    text = self._text
+                    text[: len(rest)] = rest
+                    size = len(rest) + BLOCK_BYTES
+                    read = file.readinto(text[len(rest) : size])
+                    size += read - BLOCK_BYTES
+                    if not read:  # a line ends with its file
+                        text[size] = tokenize.NEWLINE
+                        size += 1
+                    rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
+                    if len(rest) < size:
+                        yield path, size - len(rest)
 
 
-def _read_blocks(path: Path) -> Iterator[bytes]:
-    """Read a file in blocks that end at whitespace, at last with a line."""
-    with opened(path) as file:
-        rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-        for data in chain(iter(partial(file.read, BLOCK_BYTES), b""), [b"\n"]):
-            rest += data
-            if b"\0" in rest:
+def _last_word(text: bytes, path: Path) -> bytes:
+    """Return what follows the last white space, which may not be ASCII."""
+    if cut := max(map(text.rfind, (b" ", b"\n", b"\t"))) + 1:
+        return text[cut:]
+    if len(text) <= MAX_WORD_BYTES:
+        return text
+    decoded = text.decode(errors="surrogateescape")
+    last = "" if decoded[-1].isspace() else decoded.split()[-1]
+    if len(last) == len(decoded):
+        raise _long_word_error(path)
+    return last.encode(errors="surrogateescape")
+
+
+def _number_files(
+    files: list[Path], settings: CorpusConfig, workers: int, folder: Path, merged: Partitions
+) -> list[_Block]:
+    """Number and count all words; return the blocks of the text."""
+    blocks = _Blocks(files, settings.field)
+    numbered: list[_Block] = []
+    numbers = [_Numbers(folder) for _ in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        threads = [
+            pool.submit(_number_blocks, blocks, settings, its_numbers, merged, numbered)
+            for its_numbers in numbers
+        ]
+        try:
+            _show_progress(threads, blocks, files)
+        finally:
+            blocks.stopped = True  # after Ctrl-C
+    if blocks.errors:
+        for its_numbers in numbers:
+            with suppress(OSError):  # a full disk
+                its_numbers.file.close()
+        raise min(blocks.errors, key=lambda failed: failed[0])[1]
+    numbered.sort()
+    bad = [block for block in numbered if block.bad_bytes]
+    if bad:
+        before = [block.lines for block in numbered if block.path == bad[0].path and block < bad[0]]
+        where = f"{bad[0].path} line {sum(before) + bad[0].bad_line}"
+        count = sum(block.bad_bytes for block in bad)
+        log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
+    return numbered
+
+
+def _number_blocks(
+    blocks: _Blocks,
+    settings: CorpusConfig,
+    numbers: _Numbers,
+    merged: Partitions,
+    numbered: list[_Block],
+) -> None:
+    """Number blocks of the text until it ends; run by each thread."""
+    place = 0
+    try:
+        text = np.empty(BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING, np.uint8)
+        word_numbers = np.empty(len(text), np.int32)  # each is of a byte at least
+        table = WordTable()
+        while found := blocks.next(text):
+            place, path, size = found
+            new, size, bad_bytes, bad_line = _clean(text, size, settings)
+            words = tokenize.number_words(new, size, place << 32, table, word_numbers)
+            if words.has_nul:
                 raise _binary_error(path, "it has a NUL byte")
-            cut = max(map(rest.rfind, (b" ", b"\n", b"\t"))) + 1
-            yield rest[:cut]
-            rest = rest[cut:]
-            if len(rest) > MAX_WORD_BYTES:  # it may have whitespace that is not ASCII
-                _split_block(rest, False, path, 0)  # raises the error if it has none
+            if words.longest > MAX_WORD_BYTES:
+                raise _long_word_error(path)
+            where = numbers, len(numbers.codes), numbers.file.tell(), len(words.numbers)
+            numbered.append(
+                _Block(place, path, *where, words.lines, words.tail, bad_bytes, bad_line)
+            )
+            numbers.file.write(words.numbers)
+            if table.size > TABLE_WORDS:
+                numbers.codes.append(merged.merge(table))
+                table = WordTable()
+            place = 0
+        numbers.codes.append(merged.merge(table))
+        numbers.file.flush()
+    except Exception as error:
+        blocks.fail(place, error)
 
 
-def _split_block(text: bytes, lowercase: bool, path: Path, line: int) -> _Block:
-    """Split a block into words; replace bytes that are not UTF-8."""
-    size = len(text)  # in the file; replaced bytes and lower case can be longer
-    bad_bytes = 0
-    bad_place = ""
-    if not text.isascii():
-        decoded = text.decode(errors="surrogateescape")
-        if bad := UNDECODABLE.search(decoded):
-            bad_place = f"{path} line {line + decoded.count(chr(10), 0, bad.start())}"
-            decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
-        if bad or lowercase:
-            text = (decoded.lower() if lowercase else decoded).encode()
-    elif lowercase:
-        text = text.lower()
-    tokens = tokenize.split(text)
-    if (tokens.ends - tokens.starts).max(initial=0) > MAX_WORD_BYTES:
-        raise _binary_error(path, f"over {MAX_WORD_BYTES // 4:,} characters without a space")
-    return _Block(size, bad_bytes, bad_place, tokens)
+def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, int, int]:
+    """Return the text to number, its size, its bad bytes and their line.
+
+    Bad bytes are not UTF-8; the line is that of the first. The array is the same where nothing
+    changes.
+    """
+    words_only = settings.tokenize == "words"
+    lowercase = settings.lowercase or words_only
+    text[size] = ord(" ")
+    if not lowercase and text[:size].max() < 0x80:
+        return text, size, 0, 0
+    becomes = tokenize.replacements(words_only, lowercase)
+    new, new_size = tokenize.normalised(text, size, becomes)
+    if new_size >= 0:
+        return new, new_size, 0, 0
+    # Bytes that are not UTF-8, or upper case that depends on its neighbours: seldom, so in Python.
+    decoded = text[:size].tobytes().decode(errors="surrogateescape")
+    bad_line = 0
+    if bad := UNDECODABLE.search(decoded):
+        bad_line = 1 + decoded.count("\n", 0, bad.start())
+    decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
+    repaired = (decoded.lower() if lowercase else decoded).encode()
+    new, new_size = tokenize.normalised(tokenize.padded(repaired), len(repaired), becomes)
+    return new, new_size, bad_bytes, bad_line
+
+
+def _long_word_error(path: Path) -> CorpusError:
+    return _binary_error(path, f"over {MAX_WORD_BYTES // 4:,} characters without a space")
 
 
 def _binary_error(path: Path, reason: str) -> CorpusError:
@@ -156,38 +270,83 @@ def _binary_error(path: Path, reason: str) -> CorpusError:
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 
-def _encode_numbers(
-    numbers_file: IO[bytes], row_of: np.ndarray, max_sentence_length: int
+class _Rows(NamedTuple):
+    """Ids of a block, whose first and last sentence may be parts of one."""
+
+    ids: np.ndarray
+    lengths: np.ndarray  # of sentences that end in the block
+    open: int  # ids of the last sentence, which has not ended
+    raw_words: int
+
+
+def _encode_blocks(
+    blocks: list[_Block], row_of: np.ndarray, max_length: int, workers: int
 ) -> Iterator[EncodedBlock]:
-    """Replace word numbers by rows of the vocabulary, block by block."""
-    sentence = np.zeros(3, np.int64)  # the open sentence, see kept_sentences
-    with numbers_file:
-        numbers_file.seek(0)
-        while data := numbers_file.read(4 * BLOCK_BYTES):
-            numbers = np.frombuffer(data, np.int32)
-            ids = np.empty(len(numbers) + 1, np.int32)  # one may be left from the block before
-            lengths = np.empty(len(numbers), np.int64)
-            id_count, sentences, words = tokenize.kept_sentences(
-                numbers, row_of, max_sentence_length, sentence, ids, lengths
-            )
-            yield EncodedBlock(ids[:id_count], lengths[:sentences], words)
+    """Replace word numbers by rows of the vocabulary, in threads."""
+    files = {id(block.numbers): block.numbers for block in blocks}.values()
+    rows: dict[int, list[np.ndarray]] = {}
+
+    def encode(block: _Block, words: int) -> _Rows:
+        numbers = np.empty(block.tokens, np.int32)
+        os.preadv(block.numbers.file.fileno(), [numbers], block.offset)
+        lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
+        ids, ended, last = tokenize.kept_sentences(
+            numbers, rows[id(block.numbers)][block.table], max_length, words, lengths
+        )
+        return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
+
+    def encoded(pool: ThreadPoolExecutor) -> Iterator[_Rows]:
+        pending: deque[Future[_Rows]] = deque()
+        words = 0  # of the open sentence, before the block
+        for block in blocks:
+            pending.append(pool.submit(encode, block, words))
+            words = (block.tail if block.lines else words + block.tail) % max_length
+            if len(pending) > 2 * workers:  # bounds the memory
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            for numbers in files:
+                rows[id(numbers)] = list(pool.map(row_of.take, numbers.codes))
+            yield from _join_sentences(encoded(pool))
+    finally:
+        for numbers in files:
+            numbers.file.close()
 
 
-def _show_progress(blocks: Iterable[_Block], files: list[Path]) -> Iterator[_Block]:
-    """Show progress: a bar, or log lines if there is no terminal."""
+def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
+    """Join the sentences that span blocks; drop those of a single word."""
+    kept = 0  # ids of the open sentence so far
+    single = np.empty(0, np.int32)  # its only id, which waits for a second one
+    for ids, lengths, last, raw_words in blocks:
+        if len(lengths):
+            lengths[0] += kept
+            if lengths[0] == 1:  # a single word has no context
+                ids = ids[1 - kept :]
+                single = single[:0]
+            lengths = lengths[int(lengths[0] < 2) :]
+            kept = 0
+        kept += last
+        ids = np.concatenate([single, ids]) if len(single) else ids
+        single = ids[len(ids) - int(kept == 1) :]
+        yield EncodedBlock(ids[: len(ids) - len(single)], lengths, raw_words)
+
+
+def _show_progress(threads: list[Future[None]], blocks: _Blocks, files: list[Path]) -> None:
+    """Wait for threads; show a bar, or log lines if there is no terminal."""
     compressed = any(file.suffix.lower() in get_supported_extensions() for file in files)
     total = None if compressed else sum(file.stat().st_size for file in files)
     size = f" of {total / 1e6:,.0f}" if total else ""
     logged = time.monotonic()
-    done = 0
     with tqdm(
         desc="reading", total=total, unit="B", unit_scale=True, leave=False, disable=None
     ) as bar:  # None: without a terminal
-        for block in blocks:
-            yield block
-            done += block.bytes
-            bar.update(block.bytes)
-            now = time.monotonic()
-            if bar.disable and now - logged >= LOG_SECONDS:
-                logged = now
-                log.info(f"{done / 1e6:,.0f}{size} MB read")
+        running = True
+        while running:
+            running = bool(wait(threads, POLL_SECONDS).not_done)
+            bar.update(blocks.bytes - bar.n)
+            if bar.disable and time.monotonic() - logged >= LOG_SECONDS:
+                logged = time.monotonic()
+                log.info(f"{blocks.bytes / 1e6:,.0f}{size} MB read")

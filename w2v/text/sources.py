@@ -15,15 +15,24 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from io import BufferedIOBase, BufferedReader, RawIOBase
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
-from w2v.system.files import atomic_path, atomic_write, hash_file
+from w2v.config import CorpusConfig
+from w2v.system.files import atomic_path, atomic_write, hash_file, one_line, sealed, unsealed
+from w2v.system.process import cores
 
-FORMAT = 1  # of the ids on disk; a new number makes old caches stale
+FORMAT = 2  # of the ids on disk; a new number makes old caches stale
+SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
+RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
+PIECE_BYTES = 4 << 20  # of a file, hashed at a time
 CLOCK_TICK_NS = 2_000_000_000  # the coarsest time stamps of a file system
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
 WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"  # of gensim
@@ -38,9 +47,9 @@ class CorpusError(ValueError):
 def locate(path: str, data_dir: str | Path) -> list[Path]:
     """Return the text files that `corpus.path` stands for, sorted.
 
-    It is a file, a folder (recursive, without hidden and empty files), a Wikipedia dump, or the
-    name of a corpus, unless such a file exists. Dumps and named corpora are written as text into
-    `data_dir`. Raises `CorpusError` if there is nothing to read.
+    It is a file, a folder (recursive, without hidden and empty files), a Wikipedia dump, the name
+    of a corpus, unless such a file exists, or several of these, joined by ":". Dumps and named
+    corpora are written as text into `data_dir`. Raises `CorpusError` if there is nothing to read.
     """
     found = Path(path).expanduser()
     data_dir = Path(data_dir).expanduser()
@@ -52,6 +61,22 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
         return [_as_text(file, data_dir) for file in files]
     if path in NAMES:
         return [NAMES[path](data_dir)]
+    require_source(path, data_dir)
+    return [file for part in path.split(os.pathsep) for file in locate(part, data_dir)]
+
+
+def require_source(path: str, data_dir: str | Path) -> None:
+    """Raise `CorpusError` if there is no text that `corpus.path` names."""
+    found = Path(path).expanduser()
+    data_dir = Path(data_dir).expanduser()
+    if (path and found.exists()) or path in NAMES:
+        return
+    if "://" in path:
+        raise CorpusError(f"corpus.path={path} is a URL; fetch the text, and name the file")
+    if os.pathsep in path:
+        for part in path.split(os.pathsep):
+            require_source(part, data_dir)
+        return
     # Suggest a name, or a file beside the missing one or in data_dir.
     folders = [folder for folder in {found.parent, data_dir} if folder.is_dir()]
     files_there = [str(file) for folder in folders for file in folder.iterdir()]
@@ -73,22 +98,84 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed by its suffix; any error names the file."""
+def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
+    """Open a file, decompressed by its suffix; any error names the file.
+
+    Of a .jsonl file this is the text in `field` of each line, with a line feed.
+    """
     import smart_open
 
     try:
+        file: Any
         with smart_open.open(path, "rb") as file:
-            yield file
+            is_json = ".jsonl" in path.suffixes[-2:]
+            yield BufferedReader(_JsonText(file, path, field)) if is_json else file
     except CorpusError:
         raise
     except ImportError as error:
         raise CorpusError(f"{path} needs the package {error.name}; install it or unpack") from None
     except Exception as error:  # each decompressor has its own
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise CorpusError(
             f"{path} cannot be read ({reason}); is it whole, and what its ending says?"
         ) from None
+
+
+class _JsonText(RawIOBase):
+    """One field of JSON lines, as a file."""
+
+    def __init__(self, file: Iterable[bytes], path: Path, field: str):
+        self._texts = self._read(file, path, field)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._texts, b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+    def _read(self, file: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                entry = json.loads(line)
+                yield entry[field].encode(errors="surrogatepass") + b"\n"
+            except ValueError as error:
+                raise CorpusError(f"{path} line {number} is no JSON ({error}); mend it") from None
+            except (KeyError, TypeError, AttributeError):
+                found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+                reason = f"has no text in the field {field!r} (it has {found[:80]})"
+                remedy = "set corpus.field=NAME"
+                raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None
+
+
+def tokenize_mode(
+    files: list[Path], settings: CorpusConfig
+) -> tuple[Literal["whitespace", "words"], str]:
+    """Return how to split a text, and why if `corpus.tokenize` is auto.
+
+    Raw text is known by the share of tokens that end in punctuation, in its first megabyte. Tokens
+    of punctuation alone, as tokenizers leave them, do not count.
+    """
+    if settings.tokenize != "auto":
+        return settings.tokenize, ""
+    with opened(files[0], settings.field) as file:
+        tokens = file.read(SAMPLE_BYTES).decode(errors="replace").split()
+    ending = [token for token in tokens if not token[-1].isalnum() and len(token) > 1]
+    raw = [
+        token
+        for token in ending
+        if unicodedata.category(token[-1])[0] == "P" and any(map(str.isalnum, token))
+    ]
+    share = len(raw) / (len(tokens) or 1)
+    if share <= RAW_SHARE:
+        return "whitespace", ""
+    return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"
 
 
 def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) -> str:
@@ -101,8 +188,8 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
     key.update(json.dumps({"format": FORMAT, **settings}, sort_keys=True).encode())
     digests_file = Path(data_dir, "cache", "digests.json")
     try:
-        digests = dict(json.loads(digests_file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        digests = unsealed(digests_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         digests = {}
     changed = False
     for path in files:
@@ -112,7 +199,7 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
             stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
             known_stamp, digest = digests.get(name, (None, ""))
             if stamp != known_stamp:
-                digest = hash_file(path, hashlib.blake2b())
+                digest = hashlib.sha256(b"".join(hash_pieces(path, _sha256))).hexdigest()
                 # A file could change again within one tick of the clock and keep its times.
                 if time.time_ns() - stat.st_ctime_ns > CLOCK_TICK_NS:
                     digests[name] = stamp, digest
@@ -125,8 +212,24 @@ def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) ->
     if changed:
         with suppress(OSError):  # the data may be on a read-only disk
             digests_file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(digests_file, json.dumps(digests))
+            atomic_write(digests_file, sealed(digests))
     return key.hexdigest()
+
+
+def hash_pieces(path: Path, hash_piece: Callable[[bytes], Any]) -> list[Any]:
+    """Return the hashes of the pieces of a file, made on all cores."""
+
+    def hash_from(start: int) -> Any:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return hash_piece(file.read(PIECE_BYTES))
+
+    with ThreadPoolExecutor(cores()) as pool:
+        return list(pool.map(hash_from, range(0, path.stat().st_size, PIECE_BYTES)))
+
+
+def _sha256(piece: bytes) -> bytes:
+    return hashlib.sha256(piece).digest()  # 1.4 GB/s on a core
 
 
 def _as_text(path: Path, data_dir: Path) -> Path:
@@ -183,9 +286,8 @@ def _reset_signals() -> None:
 
 def _enwiki_sample(data_dir: Path) -> Path:
     """Return 106 articles of the English Wikipedia, gensim's sample."""
-    import gensim
-
-    dump = Path(gensim.__file__).parent / "test" / "test_data" / WIKI_SAMPLE
+    gensim = Path(find_spec("gensim").origin).parent  # importing it takes a second
+    dump = gensim / "test" / "test_data" / WIKI_SAMPLE
     return _converted(dump, data_dir / "enwiki-sample.txt")
 
 
@@ -202,7 +304,7 @@ def _text8(data_dir: Path) -> Path:
     try:
         fetched = Path(downloader.load("text8", return_path=True))
     except Exception as error:  # whatever the network and gensim's cache raise
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise CorpusError(f"text8 cannot be fetched ({reason}); {remedy}") from None
     found = hash_file(fetched, hashlib.md5(usedforsecurity=False))
     if found != TEXT8_MD5:

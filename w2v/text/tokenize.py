@@ -1,207 +1,491 @@
-"""Split UTF-8 text into words and number them, without the GIL."""
+"""Split UTF-8 text into words, count and number them, without the GIL.
+
+Words are handled as chunks of eight bytes, the last one padded with zeros, which text never holds:
+two words are equal if their chunks are. The key of a word, by which it is found, is its only chunk
+or mixed from all.
+"""
 
 from __future__ import annotations
 
+import unicodedata
+from functools import cache
+from itertools import count
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from w2v.system.jit import compiled
 
-FREE = -1  # an unused slot of the hash table
+inlined = compiled(inline="always")
+
 LINE_END = -1  # among word numbers
 NEWLINE = ord("\n")
-IS_SPACE = np.array([chr(point).isspace() for point in range(0x3001)])  # none is beyond U+3000
-PADDING = b" " * 2  # ends the last word, and lets three bytes be read at any position before it
-HASH_FACTOR = np.int64(-7046029254386353131)  # 2**64 / golden ratio; products wrap around
+PADDING = 16  # bytes after a text, a space and others, as eight are read from any on
+WORD, SPACE, END, NUL = range(4)  # kinds of bytes; those that are not ASCII are parts of words
+KINDS = np.array([chr(byte).isspace() * SPACE for byte in range(0x80)] + [WORD] * 0x80, np.uint8)
+KINDS[[NEWLINE, 0]] = END, NUL
+LAST_SPACE = 0x3000  # code points
+LAST_CASED = 0x1FFFF  # no later one has a lower case, and all later ones count as letters
+NEW_WORDS = 1 << 12  # for which a table makes room at a time
+PARTITIONS = 64  # of all words, by hash; a power of two
 
-
-class Tokens(NamedTuple):
-    """Words and line feeds of a text; a line feed is an empty token."""
-
-    text: np.ndarray  # uint8
-    starts: np.ndarray  # int32 [T], token t is text[starts[t]:ends[t]]
-    ends: np.ndarray  # int32 [T]
-    digests: np.ndarray  # int64 [T], exact for words of up to eight bytes of the same length
+# Integers of 64 bits without a sign: numba makes floats of them where they meet others.
+ZERO, LOW_BYTE, LOW_HALF = map(np.uint64, (0, 0xFF, 0xFFFF_FFFF))
+PARTITION_BITS = np.uint64(PARTITIONS - 1)
+EIGHT, HALF, TOP = map(np.uint64, (8, 32, 56))  # shifts
+HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
+ABOVE_SPACE = np.uint64(0x2121_2121_2121_2121)
+FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 / golden ratio
+PARTITION_FACTOR = np.uint64(0xC2B2_AE3D_27D4_EB4F)  # an odd number without a pattern
 
 
 class WordTable:
     """Distinct words, numbered by first appearance, and their counts."""
 
     def __init__(self) -> None:
-        self._size = 0
-        self._letters = np.empty(0, np.uint8)  # all words end to end
-        self._starts = np.zeros(1, np.int64)  # word w is letters[starts[w]:starts[w + 1]]
-        self._digests = np.empty(0, np.int64)
-        self._counts = np.empty(0, np.int64)
-        self._slots = np.empty(0, np.int32)  # hash table of word numbers, at most half full
+        self.size = 0
+        self.chunks = np.zeros(0, np.uint64)  # of all words end to end
+        self.starts = np.zeros(1, np.int64)  # word w is chunks[starts[w]:starts[w + 1]]
+        self.counts = np.zeros(0, np.int64)
+        self.firsts = np.zeros(0, np.int64)  # positions of first appearance
+        # Hash table: the key of a word; its number + 1 and, in the upper half, its chunks.
+        self.slots = np.zeros((0, 2), np.uint64)
 
-    def word(self, number: int) -> str:
-        """Return a word by its number."""
-        letters = self._letters[self._starts[number] : self._starts[number + 1]]
-        return str(letters, "utf-8")
+    def reserve(self, words: int, chunks: int) -> None:
+        """Make room for so many more words and chunks."""
+        words += self.size
+        chunks += int(self.starts[self.size])
+        arrays = [self.chunks, self.starts, self.counts, self.firsts]
+        for array, size in zip(arrays, [chunks, words + 1, words, words], strict=True):
+            if len(array) < size:
+                array.resize(max(size, 2 * len(array)), refcheck=False)  # filled with zeros
+        if 2 * words > len(self.slots):  # at most half full, so that searches stay short
+            self.slots = np.zeros((1 << (2 * words - 1).bit_length(), 2), np.uint64)
+            _rehash(self.chunks, self.starts, self.size, self.slots)
+
+    def words(self, numbers: np.ndarray) -> list[str]:
+        """Return words by their numbers."""
+        if not len(numbers):
+            return []
+        text = _joined(numbers, self.chunks, self.starts)
+        return str(text[:-1].data, "utf-8").split("\n")
 
     @property
-    def counts(self) -> np.ndarray:
-        """How often each word occurred, int64."""
-        return self._counts[: self._size]
-
-    def add(self, tokens: Tokens) -> np.ndarray:
-        """Count words; return their numbers, LINE_END for line feeds, int32."""
-        most = self._size + len(tokens.starts)  # words there may be afterwards
-        letters = int(self._starts[self._size]) + len(tokens.text)
-        words: list[np.ndarray] = [self._letters, self._starts, self._digests, self._counts]
-        for array, size in zip(words, [letters, most + 1, most, most], strict=True):
-            if len(array) < size:
-                array.resize(2 * size, refcheck=False)  # in place, filled with zeros
-        if 2 * most > len(self._slots):
-            self._slots = np.full(1 << (2 * most).bit_length(), FREE, np.int32)
-            _fill(self._slots, self._digests, self._size)
-        numbers, self._size = _number(*tokens, *words, self._slots, self._size)
-        return numbers
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What compiled functions read and change."""
+        return self.chunks, self.starts, self.counts, self.firsts, self.slots
 
 
-def split(text: bytes) -> Tokens:
-    """Split valid UTF-8 at whitespace, as str.split does."""
-    letters = np.frombuffer(text + PADDING, np.uint8)
-    return Tokens(letters, *_split(letters, len(text)))
+class Numbered(NamedTuple):
+    """Numbers of the words of a block, and what else is known of it."""
+
+    numbers: np.ndarray  # int32 [T], LINE_END for a line feed
+    lines: int  # line ends
+    tail: int  # words after the last of these
+    longest: int  # bytes of the longest word
+    has_nul: bool
 
 
-@compiled
-def _split(text, size):
-    starts = np.empty(size, np.int32)
-    ends = np.empty(size, np.int32)
-    digests = np.empty(size, np.int64)
-    count = 0
-    i = 0
-    while i < size:
-        start = i
-        space = _space_bytes(text, i)
-        if space:
-            i += space
-            if text[start] != NEWLINE:
-                continue
-            ends[count] = start
-        else:
-            digest = 0
-            while not _space_bytes(text, i):
-                digest = digest << 8 ^ (digest >> 56 & 0xFF) ^ text[i]  # rotate, and add a byte
-                i += 1
-            ends[count] = i
-            digests[count] = digest
-        starts[count] = start
-        count += 1
-    return starts[:count], ends[:count], digests[:count]
+def number_words(
+    text: np.ndarray, size: int, first: int, table: WordTable, numbers: np.ndarray
+) -> Numbered:
+    """Number and count the words of a block; add new ones to the table.
 
-
-@compiled
-def _space_bytes(text, i):
-    """Return the bytes of the whitespace character at text[i], else 0."""
-    first = text[i]
-    if first < 0x80:
-        return 1 if IS_SPACE[first] else 0
-    if first == 0xC2:  # U+0080 to U+00BF
-        return 2 if IS_SPACE[text[i + 1]] else 0
-    if first & 0xF0 == 0xE0:  # a character of three bytes
-        point = (first & 0x0F) << 12 | (text[i + 1] & 0x3F) << 6 | text[i + 2] & 0x3F
-        return 3 if point < len(IS_SPACE) and IS_SPACE[point] else 0
-    return 0
-
-
-@compiled
-def _first_slot(digest, slots):
-    """Return where the search for a word begins in the hash table."""
-    mixed = digest * HASH_FACTOR
-    return ((mixed ^ (mixed >> 32)) * HASH_FACTOR) >> 32 & (len(slots) - 1)
-
-
-@compiled
-def _fill(slots, digests, size):
-    """Enter the first `size` words into an empty hash table."""
-    for word in range(size):
-        slot = _first_slot(digests[word], slots)
-        while slots[slot] != FREE:
-            slot = (slot + 1) & (len(slots) - 1)
-        slots[slot] = word
-
-
-@compiled
-def _number(text, starts, ends, digests, letters, word_starts, word_digests, counts, slots, size):
-    """Number and count tokens by a hash table; add new words."""
-    numbers = np.empty(len(starts), np.int32)
-    for token in range(len(starts)):
-        start = starts[token]
-        end = ends[token]
-        if start == end:
-            numbers[token] = LINE_END
-            continue
-        digest = digests[token]
-        slot = _first_slot(digest, slots)
-        while slots[slot] != FREE:
-            word = slots[slot]
-            first = word_starts[word]
-            if (
-                word_digests[word] == digest
-                and word_starts[word + 1] - first == end - start
-                and (end - start <= 8 or _same(text, start, end, letters, first))
-            ):
-                break
-            slot = (slot + 1) & (len(slots) - 1)  # linear probing
-        if slots[slot] == FREE:
-            first = word_starts[size]
-            letters[first : first + end - start] = text[start:end]
-            word_starts[size + 1] = first + end - start
-            word_digests[size] = digest
-            slots[slot] = size
-            size += 1
-        word = slots[slot]
-        counts[word] += 1
-        numbers[token] = word
-    return numbers, size
-
-
-@compiled
-def _same(text, start, end, letters, first):
-    """Return whether text[start:end] stands in `letters` from `first` on."""
-    while start < end and text[start] == letters[first]:
-        start += 1
-        first += 1
-    return start == end
-
-
-@compiled
-def kept_sentences(numbers, row_of, max_length, sentence, ids, lengths):
-    """Replace word numbers by rows; drop words of row -1.
-
-    Sentences of fewer than two kept words are dropped. Fills `ids`, and `lengths` of the sentences
-    that end in this block. `sentence` is the open one between blocks: its words, its kept words,
-    and the row of a single one. Returns how many ids, lengths and words of the text there were.
+    Args:
+        text: uint8, see `padded`.
+        size: Bytes of the text.
+        first: Position of the first word; every word and line end takes one.
+        table: The words so far.
+        numbers: int32, filled; one for each byte is enough.
     """
-    words = sentence[0]
-    kept = sentence[1]
-    ids[0] = sentence[2]
-    id_count = 1 if kept == 1 else 0
+    state = np.zeros(5, np.int64)
+    has_nul = False
+    while state[0] < size and not has_nul:
+        table.reserve(NEW_WORDS, size // 8 + NEW_WORDS)
+        limit = table.size + NEW_WORDS
+        arguments = text, size, first, *table.arrays, table.size, limit, state, numbers
+        table.size, has_nul = _number(*arguments)
+    _, tokens, lines, after_line, longest = state.tolist()
+    return Numbered(numbers[:tokens], lines, tokens - after_line, longest, has_nul)
+
+
+class Partitions:
+    """All words, merged from tables, each in the partition of its hash.
+
+    Threads merge tables at the same time. The code of a word is its number in its partition, times
+    PARTITIONS, plus the partition.
+    """
+
+    def __init__(self) -> None:
+        self._tables = [WordTable() for _ in range(PARTITIONS)]
+        self._locks = [Lock() for _ in range(PARTITIONS)]
+        self._turns = count()
+
+    def merge(self, table: WordTable) -> np.ndarray:
+        """Add the words and counts of a table; return their codes, int32."""
+        codes = np.empty(table.size, np.int32)
+        order, bounds = _grouped(_partitions_of(table.slots, table.size))
+        offset = 37 * next(self._turns)  # so that threads which merge at once meet seldom
+        for partition in (np.arange(PARTITIONS) + offset) % PARTITIONS:
+            numbers = order[bounds[partition] : bounds[partition + 1]]
+            merged = self._tables[partition]
+            with self._locks[partition]:
+                chunks = (table.starts[numbers + 1] - table.starts[numbers]).sum()
+                merged.reserve(len(numbers), int(chunks))
+                merged.size = _merge(
+                    numbers, *table.arrays[:4], *merged.arrays, merged.size, partition, codes
+                )
+        return codes
+
+    def totals(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return count and first position by code; unused codes count 0."""
+        size = max(table.size for table in self._tables)
+        counts = np.zeros((size, PARTITIONS), np.int64)
+        firsts = np.zeros((size, PARTITIONS), np.int64)
+        for partition, table in enumerate(self._tables):
+            counts[: table.size, partition] = table.counts[: table.size]
+            firsts[: table.size, partition] = table.firsts[: table.size]
+        return counts.ravel(), firsts.ravel()
+
+    def words(self, codes: np.ndarray) -> list[str]:
+        """Return words by their codes."""
+        order, bounds = _grouped((codes % PARTITIONS).astype(np.uint8))
+        words = np.empty(len(codes), object)
+        for partition, table in enumerate(self._tables):
+            found = order[bounds[partition] : bounds[partition + 1]]
+            words[found] = table.words(codes[found] // PARTITIONS)
+        return words.tolist()
+
+
+def _grouped(partitions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order by partition, and where each partition begins."""
+    order = np.argsort(partitions, kind="stable")  # a radix sort for single bytes
+    return order, np.searchsorted(partitions[order], np.arange(PARTITIONS + 1))
+
+
+def padded(text: bytes) -> np.ndarray:
+    """Return text as compiled functions read it: a space and zeros follow."""
+    return np.frombuffer(text + b" " + bytes(PADDING - 1), np.uint8)
+
+
+def normalised(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
+    """Replace characters by others; return the new text and its size.
+
+    The size is -1 if the text is not UTF-8 or a character has no replacement of its own.
+
+    Args:
+        text: As in `number_words`.
+        size: Bytes of the text.
+        becomes: int32, what each code point becomes; later ones stay. -1 has no replacement.
+    """
+    new = np.empty(3 * size // 2 + PADDING, np.uint8)  # 2 bytes become at most 3
+    size = _normalise(text, size, becomes, new)
+    new[max(size, 0)] = ord(" ")
+    return new, size
+
+
+@cache
+def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
+    """Return what code points become, for `normalised`.
+
+    White space becomes a space, but not line feeds. `words_only` makes a space of all but letters,
+    their marks, numbers and the underscore. Upper case without exactly one lower case in all
+    contexts (U+0130 and the Greek sigma) has no replacement.
+    """
+    limit = LAST_SPACE + 1 if not words_only and not lowercase else LAST_CASED + 1
+    becomes = np.arange(limit, dtype=np.int32)
+    for point in range(limit):
+        character = chr(point)
+        if character.isspace():
+            becomes[point] = point if point == NEWLINE else ord(" ")
+        elif words_only and not (
+            character.isalnum() or character == "_" or unicodedata.category(character)[0] == "M"
+        ):
+            becomes[point] = ord(" ") if point else 0
+        elif lowercase and character != character.lower():
+            lower = character.lower()
+            becomes[point] = ord(lower) if len(lower) == 1 and character != "\u03a3" else -1
+    return becomes
+
+
+@compiled
+def _normalise(text, size, becomes, new):
+    """Decode UTF-8, replace code points, encode; return the new size, or -1."""
+    i = 0
+    out = 0
+    while i < size:
+        point = np.int32(text[i])
+        length = 1
+        if point >= 0x80:
+            length = 2 if point < 0xE0 else 3 if point < 0xF0 else 4
+            least = 0x80 if length == 2 else 0x800 if length == 3 else 0x10000
+            point &= 0x7F >> length
+            if text[i] < 0xC0:
+                return -1
+            for place in range(i + 1, i + length):
+                if text[place] & 0xC0 != 0x80:
+                    return -1
+                point = point << 6 | text[place] & 0x3F
+            if point < least or point > 0x10FFFF or point >> 11 == 0xD800 >> 11:
+                return -1
+        i += length
+        if point < len(becomes):
+            point = becomes[point]
+            if point < 0:
+                return -1
+        if point < 0x80:
+            new[out] = point
+            out += 1
+            continue
+        length = 2 if point < 0x800 else 3 if point < 0x10000 else 4
+        for place in range(length - 1, 0, -1):
+            new[out + place] = 0x80 | point & 0x3F
+            point >>= 6
+        new[out] = 0xF00 >> length & 0xFF | point
+        out += length
+    return out
+
+
+@intrinsic
+def _chunk(typing_context, array, byte):
+    """Return the eight bytes from any byte of an array on as one integer."""
+
+    def generate(context, builder, signature, arguments):
+        data = make_array(signature.args[0])(context, builder, arguments[0]).data
+        start = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [arguments[1]])
+        return builder.load(builder.bitcast(start, ir.IntType(64).as_pointer()), align=1)
+
+    return types.uint64(array, types.int64), generate
+
+
+@intrinsic
+def _zero_bits(typing_context, integer):
+    """Return the number of zero bits below the lowest one bit."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), True))
+
+    return types.int64(types.uint64), generate
+
+
+@inlined
+def _ends(chunk):
+    """Mark bytes up to a space by their highest bits; the lowest is exact."""
+    return (chunk - ABOVE_SPACE) & ~chunk & HIGH_BITS
+
+
+@inlined
+def _key(text, start, length):
+    """Return the key of a word, mixed from its chunks."""
+    key = ZERO
+    while length > 8:
+        key = (key ^ _chunk(text, start)) * FACTOR
+        key ^= key >> HALF
+        start += 8
+        length -= 8
+    return key ^ _last_chunk(text, start, length)
+
+
+@inlined
+def _last_chunk(text, start, length):
+    """Return the 1 to 8 bytes that end a word, padded with zeros."""
+    return _chunk(text, start) & ~ZERO >> np.uint64(64 - 8 * length)
+
+
+@inlined
+def _first_slot(key, slots):
+    """Return where the search for a word begins in the hash table."""
+    return np.int64((key ^ key >> HALF) * FACTOR >> HALF) & (len(slots) - 1)
+
+
+@compiled
+def _rehash(chunks, starts, size, slots):
+    """Enter words into an empty hash table, frequent ones mostly first."""
+    for number in range(size):
+        start = 8 * starts[number]
+        end = 8 * starts[number + 1]
+        key = _key(chunks, start, end - start)
+        slot = _first_slot(key, slots)
+        while slots[slot, 1]:
+            slot = (slot + 1) & (len(slots) - 1)
+        slots[slot, 0] = key
+        slots[slot, 1] = np.uint64(end - start >> 3) << HALF | np.uint64(number + 1)
+
+
+@inlined
+def _find(text, start, end, key, chunks, starts, slots):
+    """Return the slot of a word, or the free one where it belongs."""
+    length = (end - start + 7) >> 3
+    slot = _first_slot(key, slots)
+    while True:
+        value = slots[slot, 1]
+        if not value:
+            break
+        if slots[slot, 0] == key and np.int64(value >> HALF) == length:
+            if length == 1:  # the key is the word
+                break
+            first = starts[np.int64(value & LOW_HALF) - 1]
+            place = start
+            while end - place > 8 and _chunk(text, place) == chunks[first]:
+                place += 8
+                first += 1
+            if end - place <= 8 and _last_chunk(text, place, end - place) == chunks[first]:
+                break
+        slot = (slot + 1) & (len(slots) - 1)  # linear probing
+    return slot
+
+
+@inlined
+def _add(text, start, end, key, slot, number, chunks, starts, slots):
+    """Enter a new word at a free slot."""
+    length = (end - start + 7) >> 3
+    first = starts[number]
+    starts[number + 1] = first + length
+    slots[slot, 0] = key
+    slots[slot, 1] = np.uint64(length) << HALF | np.uint64(number + 1)
+    while end - start > 8:
+        chunks[first] = _chunk(text, start)
+        first += 1
+        start += 8
+    chunks[first] = _last_chunk(text, start, end - start)
+
+
+@compiled
+def _number(text, size, first, chunks, starts, counts, firsts, slots, known, limit, state, numbers):
+    """Number words up to the end, or until `limit` words are known.
+
+    `state` is changed: position in the text, words and line ends so far, line ends, the place
+    after the last of these, and the bytes of the longest word.
+
+    Returns the known words, and whether a NUL stopped it.
+    """
+    i, token, lines, after_line, longest = state
+    kind = SPACE
+    while i < size and known < limit and kind != NUL:
+        end = i
+        ends = _ends(_chunk(text, end))
+        while not ends:
+            end += 8
+            ends = _ends(_chunk(text, end))
+        end += _zero_bits(ends) >> 3
+        kind = KINDS[text[end]]
+        while kind == WORD:  # a control character is part of the word
+            end += 1
+            kind = KINDS[text[end]]
+        if end > i:
+            key = _key(text, i, end - i)
+            slot = _find(text, i, end, key, chunks, starts, slots)
+            number = np.int64(slots[slot, 1] & LOW_HALF) - 1
+            if number < 0:
+                number = known
+                known += 1
+                _add(text, i, end, key, slot, number, chunks, starts, slots)
+                firsts[number] = first + token
+            counts[number] += 1
+            numbers[token] = number
+            token += 1
+            longest = max(longest, end - i)
+        if kind == END:
+            numbers[token] = LINE_END
+            token += 1
+            lines += 1
+            after_line = token
+        i = end + 1
+    state[0] = i
+    state[1] = token
+    state[2] = lines
+    state[3] = after_line
+    state[4] = longest
+    return known, kind == NUL
+
+
+@compiled
+def _partitions_of(slots, size):
+    """Return the partition of each word of a hash table."""
+    partitions = np.empty(size, np.uint8)
+    for row in range(len(slots)):
+        number = np.int64(slots[row, 1] & LOW_HALF) - 1
+        if number >= 0:
+            key = slots[row, 0]
+            partitions[number] = ((key ^ key >> HALF) * PARTITION_FACTOR >> TOP) & PARTITION_BITS
+    return partitions
+
+
+@compiled
+def _merge(
+    numbers, chunks, starts, counts, firsts,
+    to_chunks, to_starts, to_counts, to_firsts, to_slots, known, partition, codes,
+):  # fmt: skip
+    """Add words of one table to another; return how many that one has."""
+    for source in numbers:
+        start = 8 * starts[source]
+        end = 8 * starts[source + 1]
+        key = _key(chunks, start, end - start)
+        slot = _find(chunks, start, end, key, to_chunks, to_starts, to_slots)
+        value = to_slots[slot, 1]
+        if value:
+            number = np.int64(value & LOW_HALF) - 1
+            to_firsts[number] = min(to_firsts[number], firsts[source])
+        else:
+            number = known
+            known += 1
+            _add(chunks, start, end, key, slot, number, to_chunks, to_starts, to_slots)
+            to_firsts[number] = firsts[source]
+        to_counts[number] += counts[source]
+        codes[source] = number * PARTITIONS + partition
+    return known
+
+
+@compiled
+def _joined(numbers, chunks, starts):
+    """Return words as bytes, each followed by a line feed."""
+    size = len(numbers)
+    for number in numbers:
+        size += 8 * (starts[number + 1] - starts[number])
+    text = np.empty(size, np.uint8)
+    out = 0
+    for number in numbers:
+        for place in range(starts[number], starts[number + 1]):
+            chunk = chunks[place]
+            while chunk:
+                text[out] = chunk & LOW_BYTE
+                out += 1
+                chunk >>= EIGHT
+        text[out] = NEWLINE
+        out += 1
+    return text[:out]
+
+
+@compiled
+def kept_sentences(numbers, rows, max_length, words, lengths):
+    """Replace word numbers by rows in place; drop words of row -1.
+
+    Sentences of a single word are dropped, but not the first one, of which `words` were in the
+    block before, and not the last one, which may go on. Fills the `lengths` of sentences that end
+    in this block. Returns how many ids and lengths there are, and the ids of the last sentence.
+    """
+    id_count = 0
     length_count = 0
-    word_count = 0
+    kept = 0
     for number in numbers:
         if number != LINE_END:
-            word_count += 1
             words += 1
-            if row_of[number] >= 0:
-                ids[id_count] = row_of[number]
+            row = rows[number]
+            numbers[id_count] = row  # never after the number that is read
+            if row >= 0:
                 id_count += 1
                 kept += 1
         if number == LINE_END or words == max_length:
-            if kept > 1:
+            if kept > 1 or length_count == 0:
                 lengths[length_count] = kept
                 length_count += 1
             elif kept == 1:  # a single word has no context
                 id_count -= 1
             words = 0
             kept = 0
-    sentence[0] = words
-    sentence[1] = kept
-    if kept == 1:  # it is passed on, as it may be the only one
-        id_count -= 1
-        sentence[2] = ids[id_count]
-    return id_count, length_count, word_count
+    return id_count, length_count, kept

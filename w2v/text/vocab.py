@@ -31,7 +31,11 @@ class Vocab:
 
     @classmethod
     def select(
-        cls, word: Callable[[int], str], counts: np.ndarray, limits: VocabConfig
+        cls,
+        words: Callable[[np.ndarray], list[str]],
+        counts: np.ndarray,
+        firsts: np.ndarray,
+        limits: VocabConfig,
     ) -> tuple[Vocab, np.ndarray]:
         """Keep words of at least `min_count` occurrences, and their numbers.
 
@@ -40,19 +44,22 @@ class Vocab:
         words are left.
 
         Args:
-            word: Returns a distinct word by its number, in order of first appearance.
-            counts: How often each number occurs, int64.
+            words: Returns distinct words by their numbers.
+            counts: How often each number occurs, int64; a number may be unused.
+            firsts: Position of the first appearance of each, int64.
             limits: The two settings.
         """
-        if not len(counts):
+        types = int(np.count_nonzero(counts))
+        if not types:
             raise VocabError("the text holds no words; bring another with corpus.path=FILE")
-        order = np.argsort(-counts, kind="stable")  # ties stay in order of appearance
-        falling = counts[order]
         threshold = limits.min_count
         most = limits.max_final_vocab
-        if most is not None and most < len(falling):
-            threshold = max(threshold, int(falling[most]) + 1)
-        kept = order[: np.searchsorted(-falling, -threshold, side="right")]
+        if most is not None and most < types:
+            excluded = len(counts) - 1 - most  # the place of the first word too many
+            threshold = max(threshold, int(np.partition(counts, excluded)[excluded]) + 1)
+        kept = np.flatnonzero(counts >= threshold)
+        kept = kept[np.argsort(firsts[kept])]
+        kept = kept[np.argsort(-counts[kept], kind="stable")]
         if len(kept) < 2:
             setting = f"vocab.min_count={limits.min_count}"
             remedy = "bring more text"
@@ -61,14 +68,15 @@ class Vocab:
                     f"vocab.max_final_vocab={most} raises the minimum count to {threshold} and"
                 )
                 remedy = "raise vocab.max_final_vocab"
-            elif threshold > 1 and len(falling) > 1:
-                remedy = f"lower it to {falling[1]} or less, or bring more text"
+            elif threshold > 1 and types > 1:
+                remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or bring more text"
+            top = np.flatnonzero(counts == counts.max())
+            [word] = words(top[[firsts[top].argmin()]])
             raise VocabError(
                 f"{setting} keeps {'only one word' if len(kept) else 'no word'} and training needs "
-                f"two; {word(order[0])!r} is the most frequent, {falling[0]} times; {remedy}"
+                f"two; {word!r} is the most frequent, {counts.max()} times; {remedy}"
             )
-        words = [word(number) for number in kept.tolist()]
-        return cls(words, counts[kept], int(counts.sum()), len(counts)), kept
+        return cls(words(kept), counts[kept], int(counts.sum()), types), kept
 
     @property
     def fingerprint(self) -> str:

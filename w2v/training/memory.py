@@ -15,27 +15,44 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from w2v.config import ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.kernels.batch import CHUNK_BATCHES
 from w2v.model.table import FILE_BYTES, RowState, pinning_is_limited, record_width
+from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
+from w2v.training.paging import MOST_STEPS
 from w2v.vectors.datasets import ASKED
+from w2v.vectors.export import EXPORT_BYTES
 
-PROGRAM_BYTES = 400 << 20  # CPU memory of torch and numba, and what allocators keep
-CUDA_BYTES = 2 << 30  # CPU memory of CUDA's context and libraries
+PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
+COMPILER_BYTES = 140 << 20  # CPU memory of numba while it compiles kernels
+CUDA_BYTES = 800 << 20  # CPU memory of CUDA's context and libraries
+CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
 RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
 
-# GPU memory besides the rows of the tables.
-GPU_RESERVE = 2 << 30  # batches, gradients and CUDA itself
+# Memory of a batch, wherever it is computed: bytes that stay, and those of its drawing.
+CHUNK_WORD_BYTES, CHUNK_DRAW_BYTES = 8, 24  # a word of a chunk of the text
+NEGATIVE_BYTES, NEGATIVE_DRAW_BYTES = 4, 8  # a negative
+POOL_BYTES, POOL_DRAW_BYTES = 4, 32  # a word of the pool, which only torch keeps in memory
+SAMPLED = 100_000  # words by which the rows of a batch are estimated, of a larger vocabulary
+
+# GPU memory besides the rows of the tables and batches.
+GPU_RESERVE = 512 << 20  # CUDA's modules, scores, and what torch's allocator cannot use
 DRAW_BYTES = 12  # a vocabulary word: its place in the noise distribution, how often it is kept
 NUMBER_BYTES = 4  # a table row: its number among the unique rows of a step
 ROUTE_BYTES = 16  # a vocabulary word, where several ranks exchange rows
-MAP_BYTES = 13  # a table row, where rows are paged: slot, rank by use, marks, lookahead
+MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
+SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache is allocated
 MOVE_BYTES = 24  # a cache slot: two lists of moves
+MAPPED_PART = 512  # the GPU's page tables take this part of pinned tables
+UNUSED_PART = 256  # the allocator leaves this part of the cache unused
+PAGES = 3  # whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
@@ -106,6 +123,7 @@ class Job:
     cache_bytes: of rows that paged tables keep on the GPU; None: all that is left there.
     ids_bytes: of the corpus, where it is put on the GPU.
     aligned: whether records are padded, see `Table`.
+    has_formula: whether the kernels step rows in place, without copies for torch.optim.
     """
 
     words: int  # of the vocabulary: rows of a table, on all ranks
@@ -114,7 +132,16 @@ class Job:
     engine: str  # resident, mapped or staged
     on_gpu: bool
     batch_size: int  # of all ranks
-    pairs: int  # context words and targets of a center
+    window: int
+    negative: int
+    counts_V: np.ndarray  # of the words
+    text_words: int
+    centers: float  # of an epoch: words that subsampling keeps, in the mean
+    kernels: str = "cpu"  # reference, cpu, sequential or cuda
+    has_formula: bool = True
+    threads: int = 1
+    pool: int = 0
+    ns_exponent: float = 0.75
     ranks: int = 1
     cache_bytes: int | None = None
     ids_bytes: int = 0
@@ -137,6 +164,11 @@ class Job:
         """Bytes of this rank's rows of both tables."""
         return 2 * self.rows * self.record_bytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a cache slot."""
+        return self.record_bytes + MOVE_BYTES + self.record_bytes // UNUSED_PART
+
     def _record_bytes(self, aligned: bool) -> int:
         states = self.states(self.vector_size)
         width = record_width(self.vector_size, states, self.element_size, aligned)
@@ -152,23 +184,74 @@ class Job:
         }
 
     def _host_needs(self) -> dict[str, int]:
-        needs = {"program": PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)}
+        program = PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)
+        if self.kernels != "reference":
+            program += COMPILER_BYTES
+        elif self.on_gpu:
+            program += COMPILER_BYTES + CUBLAS_BYTES
+        needs = {"program": program}
         if not self.in_files and not (self.on_gpu and self.engine == "resident"):
             needs["tables"] = self.table_bytes
         needs["vocabulary"] = WORD_BYTES * self.words
-        # Several ranks export block by block, and keep the vectors that are scored.
-        exported = self.words if self.ranks == 1 else min(self.words, ASKED)
-        needs["vectors"] = 4 * exported * self.vector_size
+        # Large vectors are exported block by block; only those that are scored are copied.
+        needs["vectors"] = min(EXPORT_BYTES, 8 * self.words * self.vector_size)
+        if self.on_gpu or self.ranks > 1:
+            needs["vectors"] += 4 * min(self.words, ASKED) * self.vector_size
         if not self.on_gpu:
-            # Vectors are exported when the batches are gone, so only the larger of both counts.
-            needs["batches"] = max(0, self._batch_bytes() - needs["vectors"])
+            batches = self._batch_bytes()
+            needs["batches"] = max(0, batches - needs["vectors"])  # gone when vectors are exported
         return needs
 
     def _batch_bytes(self) -> int:
-        """Bytes of a step: products of all pairs, and a page with its copies."""
+        """Return the bytes of batches and gradients on the compute device."""
         batch_size = -(-self.batch_size // self.ranks)
-        page_rows = min(2 * self.rows, batch_size * self.pairs)
-        return 8 * batch_size * self.pairs * self.vector_size + 4 * page_rows * self.record_bytes
+        centers = min(batch_size, int(self.centers))
+        drawn = centers * self.negative
+        chunk = min(CHUNK_BATCHES * batch_size, self.text_words)
+        # The next batch is drawn while this one is still there.
+        batches = 2 if self.centers > centers else 1
+        stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn
+        drawing = max(CHUNK_DRAW_BYTES * chunk, NEGATIVE_DRAW_BYTES * drawn)
+        dim, gradient = self.vector_size, 4 * self.vector_size + 8  # with its row and pairs
+        if self.kernels == "cuda":
+            # Buffers for the most rows that a batch may touch; larger ones are allocated beside
+            # them. The batches of several pages are under way.
+            outputs = centers + min(drawn, self.pool or drawn)
+            inputs = centers + 2 * self.window
+            rows = min(self.rows, inputs) + min(self.rows, outputs)
+            in_use = PAGES * MOST_STEPS * 4 * centers * (1 + self.negative)
+            return stay + drawing + in_use + 2 * gradient * rows
+        if self.kernels == "sequential":
+            return stay + drawing
+        step = 0
+        if self.kernels == "cpu":
+            share = -(-centers // self.threads)
+            touched = self._touched(share, share * self.negative)
+            stay += self.threads * (8 * self.rows + gradient * sum(touched))
+            if not self.has_formula:  # gradients of all threads are joined
+                step += 4 * dim * self.threads * max(touched)
+        else:  # products of all pairs
+            stay += POOL_BYTES * self.pool
+            drawing = max(drawing, POOL_DRAW_BYTES * self.pool)
+            step += 8 * centers * (2 * self.window + 1 + self.negative) * dim
+        if self.kernels == "reference" or not self.has_formula:
+            # torch steps copies of a table's rows.
+            step += max(self._touched(centers, drawn)) * (4 * dim + 3 * self.record_bytes)
+        return stay + max(drawing, step)
+
+    def _touched(self, centers: int, drawn: int) -> tuple[int, int]:
+        """Return the expected unique rows of both tables that so many draws touch."""
+        step = -(-self.words // SAMPLED)
+        counts_V = self.counts_V[: self.words : step].astype(np.float64)
+
+        def different(exponent: float, draws: int) -> int:
+            share_V = counts_V**exponent
+            return int(step * -np.expm1(-draws / step * share_V / share_V.sum()).sum())
+
+        # Subsampling makes centers flatter, much as the exponent does negatives.
+        inputs = different(0.75, centers + 2 * self.window)
+        outputs = inputs + different(self.ns_exponent, min(drawn, self.pool or drawn))
+        return inputs, min(self.rows, outputs)
 
     def _locked_needs(self) -> dict[str, int]:
         if self.engine == "mapped":
@@ -177,16 +260,20 @@ class Job:
 
     def _gpu_needs(self) -> dict[str, int]:
         word_bytes = DRAW_BYTES + (ROUTE_BYTES if self.ranks > 1 else 0)
+        program = GPU_RESERVE * (4 if self.ranks > 1 else 1)  # 4: buffers to exchange rows
+        if self.engine == "mapped":
+            program += self.table_bytes // MAPPED_PART
         needs = {
-            "batches": GPU_RESERVE,
+            "program": program,
+            "batches": self._batch_bytes(),
             "ids": self.ids_bytes,
             "vocabulary": word_bytes * self.words + 2 * NUMBER_BYTES * self.rows,
         }
         if self.engine == "resident":
             return needs | {"tables": self.table_bytes}
-        # An automatic cache takes what is left, so it needs nothing.
+        # An automatic cache takes what is left, so it needs no more than to be set up.
         slots = min(2 * self.rows, (self.cache_bytes or 0) // self.record_bytes)
-        cache = (self.record_bytes + MOVE_BYTES) * slots
+        cache = max(self.slot_bytes * slots, 2 * SORT_BYTES * self.rows)
         return needs | {"cache maps": 2 * MAP_BYTES * self.rows, "cache": cache}
 
     def _disk_needs(self) -> dict[str, int]:
@@ -213,8 +300,9 @@ def cache_rows(job: Job, free_gpu_bytes: int) -> int:
     if job.cache_bytes is not None:
         capacity = job.cache_bytes // job.record_bytes
     else:
-        left = free_gpu_bytes - sum(job.needs()["gpu"].values())
-        capacity = left // (job.record_bytes + MOVE_BYTES)
+        needs = job.needs()["gpu"]
+        left = free_gpu_bytes - sum(needs.values()) + needs["cache"]
+        capacity = left // job.slot_bytes
     return max(0, min(2 * job.rows, capacity))
 
 
@@ -245,7 +333,7 @@ class Budget:
         except (MemoryError, RuntimeError, OSError) as error:
             if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
                 raise
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)[:200]
             raise DoesNotFit(self._explain(f"memory ran out ({reason})")) from None
 
     def lacking(self, job: Job) -> list[str]:
@@ -316,12 +404,20 @@ class Budget:
 
     def __str__(self) -> str:
         """Return a line for each place: bytes by purpose, sum, what is free."""
+        return "\n".join(f"{place:9} {parts} = {total}" for place, parts, total in self._sums())
+
+    @property
+    def totals(self) -> str:
+        """What each place needs and has, on one line."""
+        return ", ".join(f"{place} {total}" for place, _, total in self._sums())
+
+    def _sums(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each place, its bytes by purpose, and their sum of what is free."""
         needed = self.job.needs()
         needed["host"]["copies"] = self.copies
         if self.job.on_gpu and self.job.engine != "resident":
             slots = cache_rows(self.job, int(self._free("gpu")))
-            needed["gpu"]["cache"] = (self.job.record_bytes + MOVE_BYTES) * slots
-        lines = []
+            needed["gpu"]["cache"] = self.job.slot_bytes * slots
         for place, needs in needed.items():
             parts = [
                 f"{purpose} {format_bytes(count)}" for purpose, count in needs.items() if count
@@ -331,8 +427,7 @@ class Budget:
                 free = self._free(place)
                 of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
                 where = f" in {self.run_dir}" if place == "disk" else ""
-                lines.append(f"{place:9} {' + '.join(parts)} = {total}{of}{where}")
-        return "\n".join(lines)
+                yield place, " + ".join(parts), f"{total}{of}{where}"
 
     def _free(self, place: str) -> float:
         return self.free.get(place, math.inf)

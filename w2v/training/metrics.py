@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from w2v.system.console import is_terminal
+from w2v.system.files import as_json
 from w2v.training.loggers import Logger
 
 log = logging.getLogger("w2v")
@@ -97,10 +99,13 @@ class Metrics:
         state = state or {}
         self.step = int(state.get("step", 0))
         self.words = int(state.get("words", 0))
-        self.loss: float = state.get("mean_loss", math.nan)
+        self.loss: float = math.nan if state.get("mean_loss") is None else state["mean_loss"]
         self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
         self._total_words, self._log_seconds, self._loggers = total_words, log_seconds, loggers
         self._loss, self._pairs = Total(state.get("loss", 0)), Total(state.get("pairs", 0))
+        self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
+        self._epoch_loss = Total(state.get("epoch_loss", 0))
+        self._epoch_pairs = Total(state.get("epoch_pairs", 0))
 
         # What the next line is measured from.
         self._logged_words = int(state.get("logged_words", 0))
@@ -121,19 +126,21 @@ class Metrics:
         if path and size < saved_size:
             log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
         self._file.truncate(min(size, saved_size))
-        self._bar = tqdm(
+        self.bar = tqdm(
             total=total_words,
-            unit="w",
+            unit=" words",
             unit_scale=True,
             dynamic_ncols=True,
-            disable=None if path else True,  # None: only on a terminal
+            disable=not (path and is_terminal(sys.stderr)),
             mininterval=0.5,
         )
 
     def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
         """Count a step, after which `words` raw words are done, without waiting."""
-        self._loss.add(loss)
-        self._pairs.add(pairs)
+        for total in (self._loss, self._epoch_loss):
+            total.add(loss)
+        for total in (self._pairs, self._epoch_pairs):
+            total.add(pairs)
         self.step += 1
         self.words = words
         if self._warm is None:
@@ -142,10 +149,19 @@ class Metrics:
             self._warm = now - self._start, words
             self._estimate_at = now + ESTIMATE_SECONDS
 
+    def end_epoch(self, epoch: int) -> None:
+        """Note the mean loss of the epoch; wait for the device."""
+        if pairs := self._epoch_pairs.read():
+            self.epoch_loss = self._epoch_loss.read() / pairs
+            seconds = round(self.seconds, 3)
+            self.append(epoch=epoch, words=self.words, seconds=seconds, loss=self.epoch_loss)
+        self._epoch_loss = Total()
+        self._epoch_pairs = Total()
+
     @property
     def due(self) -> bool:
         """Whether it is time for `report`."""
-        refresh_at = math.inf if self._bar.disable else self._shown + REFRESH_SECONDS
+        refresh_at = math.inf if self.bar.disable else self._shown + REFRESH_SECONDS
         return time.monotonic() >= min(self._line_at, refresh_at, self._estimate_at)
 
     def report(self, lr: float) -> None:
@@ -178,11 +194,13 @@ class Metrics:
             lr=lr,
             **self._link_values,
         )
-        if self._bar.disable:
+        if self.bar.disable:
             share, left = self.words / self._total_words, ""
             if since_first_step := self._rate(now):
                 left = f"  {(self._total_words - self.words) / since_first_step:.0f} s left"
-            log.info(f"{share:4.0%} of the words  {rate / 1e6:.3f} Mw/s  {self._text(lr)}{left}")
+            log.info(
+                f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
+            )
         self._loss, self._pairs = Total(), Total()
         self._logged, self._logged_words, self._logged_link = now, self.words, self._link()
 
@@ -198,6 +216,9 @@ class Metrics:
             "loss": self._loss.read(),
             "pairs": int(self._pairs.read()),
             "mean_loss": self.loss,
+            "last_epoch_loss": self.epoch_loss,
+            "epoch_loss": self._epoch_loss.read(),
+            "epoch_pairs": int(self._epoch_pairs.read()),
             "logged_words": self._logged_words,
             "logged_seconds": self._logged - self._start,
             "bytes": os.fstat(self._file.fileno()).st_size,
@@ -205,12 +226,16 @@ class Metrics:
 
     def write(self, **values: Any) -> None:
         """Append one JSON object to metrics.jsonl, and send it to the loggers."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        self.append(**values)
         self.send(**values)
 
+    def append(self, **values: Any) -> None:
+        """Append one JSON object to metrics.jsonl alone."""
+        self._file.write(as_json(values) + "\n")
+        self._file.flush()
+
     def send(self, **values: float | None) -> None:
-        """Send values to the loggers alone, also after the file is closed."""
+        """Send values to the loggers alone."""
         for logger in self._loggers:
             logger.write(values, self.step)
 
@@ -229,7 +254,7 @@ class Metrics:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        self.bar.close()
         self._file.close()
 
     @property
@@ -248,8 +273,8 @@ class Metrics:
         self._shown = time.monotonic()
         self.seconds = self._shown - self._start
         self._link_values = self._link_since_last_line()
-        self._bar.set_postfix_str(self._text(lr), refresh=False)
-        self._bar.update(self.words - self._bar.n)
+        self.bar.set_postfix_str(self._text(lr), refresh=False)
+        self.bar.update(self.words - self.bar.n)
 
     def _link_since_last_line(self) -> dict[str, float]:
         use, before = self._link(), self._logged_link

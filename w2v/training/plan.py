@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -21,17 +22,17 @@ from torch import Tensor
 import w2v
 from w2v.config import Config, ConfigError
 from w2v.distributed import launcher
-from w2v.distributed.exchange import Exchange, RankExchange, SingleProcess
+from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
 from w2v.kernels.batch import CHUNK_BATCHES, StepShape, StepState
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
-from w2v.model import heldout
+from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText, noise_distribution
+from w2v.model.sampler import Sampler, TrainingText, noise_distribution, reach
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import cores, git_commit, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
@@ -43,7 +44,7 @@ from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_pag
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 from w2v.transfer.cache import MappedCache, RowCache, TorchCache
-from w2v.transfer.engine import Engine, Paged, Resident
+from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate, measure_rates
 
 log = logging.getLogger("w2v")
@@ -54,14 +55,12 @@ LINKS: dict[str, tuple[type[Link], Storage]] = {
     "mapped": (MappedLink, "pinned"),
     "staged": (StagedLink, "cpu"),
 }
-FEWEST_STEPS = 100  # of a run that learns anything
+FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
-# A pool of negatives, and how often it is shared, with which Adam and AdamW learn as much.
-SHARED_POOL = "model.negative_pool=65536 model.negative_pool_steps=8"
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
 IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
-IDS_AT_ONCE = 1 << 26  # ids copied to the GPU at a time
+IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 
@@ -70,7 +69,7 @@ class Plan:
     """What a run will use, and why.
 
     Attributes:
-        config: The settings.
+        config: The settings, with a value for each `auto`.
         machine: This rank's share of the machine.
         vocab: The words.
         corpus: The text as ids.
@@ -83,6 +82,7 @@ class Plan:
         slots: Rows of paged tables that the GPU has room for.
         budget: Bytes by purpose and place, and what is free.
         ranks: The processes that train together.
+        chosen: What stands for `auto`, and why, by key.
     """
 
     config: Config
@@ -98,28 +98,48 @@ class Plan:
     slots: int
     budget: Budget
     ranks: Ranks = SINGLE
+    chosen: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        return "\n".join([*self.lines(), *self.details()])
+
+    def log(self) -> None:
+        """Log the plan; its details are shown by -v."""
+        log.info("\n".join(self.lines()))
+        log.debug("\n".join(self.details()))
+
+    def lines(self) -> list[str]:
+        """Return what the run does, in at most nine lines."""
         config, words = self.config, len(self.vocab.words)
         size = config.model.vector_size
         record = " + ".join(["weight", *self.optimizer.states(size)])
+        optimizer, train = config.optimizer, config.train
+        args = [f"{name} {value}" for name, value in optimizer.args.items()]
+        rate = f"lr {optimizer.lr:g}, {optimizer.schedule}"
+        amount = f"batches of {train.batch_size:,}, {train.epochs} epochs"
         lines = [
             f"machine   {self.machine}",
             f"corpus    {config.corpus.path}: {self.corpus.raw_words:,} words in "
-            f"{len(self.corpus.offsets) - 1:,} sentences",
-            f"words     {words:,} kept of {self.vocab.raw_types:,} "
-            f"(min_count {config.vocab.min_count})",
-            f"tables    2 x {words:,} x {size}, {config.optimizer.name}: {record}: "
-            f"{format_bytes(self.table_bytes)}",
+            f"{len(self.corpus.offsets) - 1:,} sentences; {words:,} kept of "
+            f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
+            f"{'; ' * bool(self.corpus.tokenized)}{self.corpus.tokenized}",
+            f"tables    2 x {words:,} x {size}: {record}: {format_bytes(self.table_bytes)}",
+            f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
             f"kernels   {self._kernels_in_words()}, precision {config.train.precision}",
             f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
+            f"memory    {self.budget.totals}",
         ]
         if self.ranks.size > 1:
             shard = self.ranks.shard_rows(words)
             lines.insert(3, f"ranks     {self.ranks.size}, each with {shard:,} rows of a table")
-        if self.is_paged and not config.model.negative_pool:
-            lines.append(f"hint      fewer rows cross the link with {SHARED_POOL}")
-        return "\n".join([*lines, str(self.budget), f"saving    {self.budget.saving}"])
+        if self.chosen:
+            reasons = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
+            lines.append(f"auto      {'; '.join(reasons)}")
+        return lines
+
+    def details(self) -> list[str]:
+        """Return the purposes of the memory, and when checkpoints are written."""
+        return [str(self.budget), f"saving    {self.budget.saving}"]
 
     @property
     def is_paged(self) -> bool:
@@ -158,7 +178,7 @@ class Plan:
             batch_size,
             self.config.train.seed,
             self.device,
-            inversion=kernels.inversion,
+            subsample=kernels.subsample,
             draw=kernels.draw,
         )
         paging, marks_TV = choose_paging(
@@ -226,7 +246,7 @@ def make_plan(
     """
     machine = Machine.here(ranks)
     device = choose_device(config, machine)
-    optimizer = RowOptimizer(config.optimizer)
+    optimizer = RowOptimizer(config.optimizer)  # refuses what cannot be paged, before it reads
     vocab, corpus = opened or open_together(config, ranks)
     if len(vocab.words) > MOST_WORDS:
         raise ConfigError(
@@ -239,11 +259,16 @@ def make_plan(
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
-    if kernels != "sequential":
+    if kernels != "sequential" and config.train.batch_size:
         warn_of_few_steps(config, vocab)
+    config, chosen = auto.choose(config, vocab, kernels)
+    optimizer = RowOptimizer(config.optimizer)
     warn_of_small_eps(config, optimizer)
+    if device.type == "cpu" and config.train.precision != "float32":
+        slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
+        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
 
-    budget = make_budget(config, machine, vocab, corpus, optimizer, device, ranks, run)
+    budget = make_budget(config, machine, vocab, corpus, optimizer, device, kernels, ranks, run)
     job = budget.job  # with resident tables
     width = job.record_bytes // job.element_size
     besides_tables = sum(job.needs()["gpu"].values()) - job.table_bytes
@@ -258,6 +283,8 @@ def make_plan(
     budget = replace(budget, job=replace(job, engine=engine))
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
+    is_paged = engine in LINKS and slots < 2 * ranks.shard_rows(len(vocab.words))
+    config, shared = auto.share_negatives(config, is_paged)
     return Plan(
         config=config,
         machine=machine,
@@ -272,6 +299,7 @@ def make_plan(
         slots=slots,
         budget=budget,
         ranks=ranks,
+        chosen=chosen | shared,
     )
 
 
@@ -282,6 +310,7 @@ def make_budget(
     corpus: Corpus,
     optimizer: RowOptimizer,
     device: torch.device,
+    kernels: str,
     ranks: Ranks,
     run: Path | None,
 ) -> Budget:
@@ -295,7 +324,16 @@ def make_budget(
         engine="resident",
         on_gpu=device.type == "cuda",
         batch_size=config.train.batch_size,
-        pairs=2 * model.window + 1 + model.negative,
+        window=reach(model.window, corpus.offsets),
+        negative=model.negative,
+        counts_V=vocab.counts,
+        text_words=len(corpus.ids),
+        centers=auto.Use.of(config, vocab).centers / config.train.epochs,
+        kernels=kernels,
+        has_formula=bool(optimizer.formula),
+        threads=torch.get_num_threads(),
+        pool=max(0, model.negative_pool),  # auto may share some later, which takes less
+        ns_exponent=model.ns_exponent,
         ranks=ranks.size,
         ids_bytes=4 * len(corpus.ids) if fits_on_gpu(corpus.ids, device, machine) else 0,
         checkpoints=config.run.checkpoint_minutes > 0,
@@ -321,21 +359,12 @@ def make_budget(
     return Budget(job, free, config.run.dir, lighter)
 
 
-def expected_centers(config: Config, vocab: Vocab) -> float:
-    """Return how many centers a run has, in the mean."""
-    kept = vocab.counts * vocab.keep_probabilities(config.model.sample)
-    return float(kept.sum()) * config.train.epochs
-
-
 def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
-    """Warn if the text is too small for the batch size."""
+    """Warn if the text is too small for a batch size that is set by hand."""
     size = config.train.batch_size
-    centers = expected_centers(config, vocab)
+    centers = auto.Use.of(config, vocab).centers
     if centers < FEWEST_STEPS * size:
-        smaller = max(1, int(centers / (10 * FEWEST_STEPS)))
-        remedy = "more text is needed"
-        if smaller < size:
-            remedy = f"try train.batch_size={smaller} with a smaller optimizer.lr"
+        remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
         log.warning(
             f"train.batch_size={size} leaves {centers / size:.0f} optimizer steps, too few to "
             f"learn from; {remedy}"
@@ -376,12 +405,12 @@ def build(plan: Plan) -> TrainingLoop:
         rank=plan.ranks.rank,
         world_size=plan.ranks.size,
         lookahead=plan.paging.lookahead,
-        inversion=kernels.inversion,
+        subsample=kernels.subsample,
         draw=kernels.draw,
     )
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
     state = StepState(plan.device)
-    exchange: Exchange = SingleProcess(kernels, plan.paging.steps)
+    exchange = Exchange(kernels, plan.paging.steps)
     if plan.ranks.size > 1:
         steps = plan.paging.steps
         shards = cast(ShardKernels, kernels)
@@ -427,7 +456,8 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
         for name, file, memory_VR in zip(("input", "output"), files, pinned, strict=True)
     )
     values = uniform(size, 0.5 / size, plan.config.train.seed)
-    inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device)
+    threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
+    inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads)
     return inputs, outputs
 
 
@@ -451,7 +481,7 @@ def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     """Return the engine of the plan."""
     if plan.engine not in LINKS:
-        return Resident(tables)
+        return Engine(tables)
     link, _ = LINKS[plan.engine]
     if not plan.slots:
         return Paged(link(), tables, plan.device)
@@ -504,9 +534,13 @@ def ids_on_device(plan: Plan) -> np.ndarray | Tensor:
     if not fits_on_gpu(ids_N, plan.device, plan.machine):
         return ids_N
     on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
-    for start in range(0, len(ids_N), IDS_AT_ONCE):
+
+    def copy(start: int) -> None:
         part = np.array(ids_N[start : start + IDS_AT_ONCE])
         on_gpu[start : start + len(part)] = torch.from_numpy(part)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(copy, range(0, len(ids_N), IDS_AT_ONCE)))
     return on_gpu
 
 

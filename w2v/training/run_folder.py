@@ -23,19 +23,15 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.system.files import atomic_write, newest_file
+from w2v.system.files import TEMPORARY_SUFFIX, atomic_write
 from w2v.training import checkpoint
+from w2v.vectors.runs import RunError, find
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
 MAY_CHANGE |= {name for name in config_keys() if name.startswith(("run.", "transfer."))}
 
 JOB = ".job"  # file with the torchrun job that created the run
-TEMPORARY = ("*.partial", "*.part", ".saving-*", ".vocab.tsv.*")  # left by a killed process
-
-
-class RunFolderError(ValueError):
-    """A run folder that cannot be used; the message names it and the remedy."""
 
 
 def create(config: Config, ranks: Ranks = SINGLE) -> Path:
@@ -49,29 +45,12 @@ def _create(config: Config) -> Path:
     corpus = Path(config.corpus.path).name.split(".")[0]
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
     base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
+    base.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = base if number == 1 else Path(f"{base}-{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             break
-    return folder
-
-
-def find(run: str, runs: str | Path) -> Path:
-    """Return the folder that `run` names, or the `latest` one in `runs`."""
-    if run == "latest":
-        newest = newest_file(Path(runs), "config.yaml")
-        if newest is None:
-            raise RunFolderError(
-                f"--resume latest finds no run in {runs}; name a run folder, or set run.dir=FOLDER"
-            )
-        return newest.parent
-    folder = Path(run)
-    if not (folder / "config.yaml").is_file():
-        raise RunFolderError(
-            f"--resume {run}: no run was begun there, as it holds no config.yaml; "
-            f"name a folder of {runs}, or latest"
-        )
     return folder
 
 
@@ -80,7 +59,7 @@ def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path
     folder = None
     with ranks.reraise():
         if ranks.rank == 0:
-            folder = find(resume, runs) if resume else _find_restarted(runs)
+            folder = find(resume, "config.yaml", runs) if resume else _find_restarted(runs)
     return ranks.all_gather(folder)[0]
 
 
@@ -130,7 +109,7 @@ def lock(folder: Path, ranks: Ranks = SINGLE) -> contextlib.AbstractContextManag
     with ranks.reraise():
         if not folder.is_dir():
             missing = f"rank {ranks.rank} does not see {folder}"
-            raise RunFolderError(f"{missing}; set run.dir to storage that all hosts share")
+            raise RunError(f"{missing}; set run.dir to storage that all hosts share")
         return _lock(folder) if ranks.rank == 0 else contextlib.nullcontext()
 
 
@@ -142,14 +121,14 @@ def _lock(folder: Path) -> IO[str]:
         file.seek(0)
         number = file.read().strip()
         user = f"process {number}" if number else "another process"
-        raise RunFolderError(
+        raise RunError(
             f"{folder} is in use by {user}; wait for it, stop it, or begin a run of its own"
         ) from None
     # Who finds the folder locked can name this process.
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    for pattern in TEMPORARY:
-        for path in [*folder.glob(pattern), *folder.glob(f"checkpoints/{pattern}")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    left = f"*{TEMPORARY_SUFFIX}"  # by a killed process
+    for path in [*folder.glob(left), *folder.glob(f"checkpoints/{left}")]:
+        shutil.rmtree(path)
     return file

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from w2v.distributed.exchange import Exchange, PlannedBatch
 from w2v.kernels import Kernels
-from w2v.kernels.batch import Batch, StepState
+from w2v.kernels.batch import Batch, StepState, Update
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine
@@ -36,6 +37,7 @@ class StepResult(NamedTuple):
     pairs: Tensor
 
 
+@dataclass(eq=False)
 class TrainingStep:
     """The step of a run: its tables, and the parts that work on them.
 
@@ -50,34 +52,24 @@ class TrainingStep:
         planning: The stream on which pages are planned; None without a GPU.
     """
 
-    def __init__(
-        self,
-        inputs: Table,
-        outputs: Table,
-        kernels: Kernels,
-        engine: Engine,
-        exchange: Exchange,
-        optimizer: RowOptimizer,
-        state: StepState,
-        planning: torch.cuda.Stream | None,
-    ):
-        self.inputs = inputs
-        self.outputs = outputs
-        self.kernels = kernels
-        self.engine = engine
-        self.exchange = exchange
-        self.optimizer = optimizer
-        self.state = state
-        self._planning = planning
-        self._device = state.fault.device
+    inputs: Table
+    outputs: Table
+    kernels: Kernels
+    engine: Engine
+    exchange: Exchange
+    optimizer: RowOptimizer
+    state: StepState
+    planning: torch.cuda.Stream | None
+
+    def __post_init__(self) -> None:
         # Events: the steps of the last two pages are computed, and the last page is planned.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
         self._planned: torch.cuda.Event | None = None
         # Tensors of the planning stream that the computation may still read: those of the page that
         # was just planned, of the one that computes and of the one before it.
         self._in_use: deque[list[PlannedBatch]] = deque(maxlen=3)
-        if self._planning:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.planning:
+            torch.cuda.reset_peak_memory_stats(self.state.fault.device)
 
     def __call__(self, planned: PlannedBatch, lr: float) -> StepResult:
         """Train on one batch, whose page must have been planned by `prefetched`."""
@@ -94,15 +86,14 @@ class TrainingStep:
         # and updates these rows where the engine has them. A number that is not finite sets
         # `state.fault` and is not written, nor is anything by later steps. Sequential SGD alone has
         # written before it knows.
-        tables = self.inputs, self.outputs
-        page = self.engine.page()
-        self.kernels.optimizer_step(self.optimizer, tables, page, grads, lr, self.state)
+        update = Update(self.optimizer, (self.inputs, self.outputs), lr)
+        self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(grads.loss, grads.pairs)
 
     def prefetched(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
         """Yield the batches, each page planned while the one before computes."""
         batches = iter(batches)
-        with on_stream(self._planning):
+        with on_stream(self.planning):
             self.exchange.start(batches)
         planned = self._plan(batches)
         while planned:
@@ -113,37 +104,36 @@ class TrainingStep:
     @property
     def peak_gpu_bytes(self) -> int:
         """The most GPU memory that tensors have taken since the step was made."""
-        return torch.cuda.max_memory_allocated(self._device) if self._planning else 0
+        return torch.cuda.max_memory_allocated(self.state.fault.device) if self.planning else 0
 
     def finish(self) -> None:
-        """Free all memory but that of the input vectors."""
+        """Free all memory but that of the tables, which must be flushed."""
         self.kernels.finish()
-        self.outputs.shrink(0)
-        self.inputs.shrink(self.inputs.dim)
+        self.engine = Engine([self.inputs, self.outputs])
 
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Draw the next page's batches, find their rows and start to bring them."""
-        if self._planning:
+        if self.planning:
             # [-1] will end the page just launched, and [0] the page before it.
             reusable = self._computed.popleft() if len(self._computed) == 2 else None
             self._computed.append(current_stream().record_event(reusable))
-        with on_stream(self._planning):
+        with on_stream(self.planning):
             page = self.exchange.next_page(batches)
             marks_TV = self._marks(page)
-            if self._planning:
+            if self.planning:
                 # The page before the current one is computed: the engine may evict its rows.
-                self._planning.wait_event(self._computed[0])
+                self.planning.wait_event(self._computed[0])
             if marks_TV is not None:
                 ahead = page[-1].batch.ahead
                 # Rows of the lookahead window are evicted last: those whose last piece of it is not
                 # drawn yet.
                 soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
                 self.engine.prefetch(marks_TV, soon_V)
-        if self._planning:
-            self._planned = self._planning.record_event(self._planned)
+        if self.planning:
+            self._planned = self.planning.record_event(self._planned)
             current_stream().wait_event(self._planned)
             self._in_use.append(page)
-        with on_stream(self._planning):
+        with on_stream(self.planning):
             # After the moves have begun, so that they need not wait for this.
             self.exchange.look_further(batches)
         return page
@@ -152,7 +142,7 @@ class TrainingStep:
         """Return the rows that the page touches, bool [T, V], for the engine."""
         if not page or not self.engine.pages:
             return None
-        size = 2, self.inputs.rows
-        marks_TV = torch.zeros(size, dtype=torch.bool, device=self._device)
+        device = self.state.fault.device
+        marks_TV = torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=device)
         self.exchange.mark(page, marks_TV)
         return marks_TV

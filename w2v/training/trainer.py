@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -23,14 +24,16 @@ from w2v.kernels.batch import FAULT_BITS, FAULTS, Batch, Position
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import learning_rate
 from w2v.model.sampler import Sampler
-from w2v.system.files import atomic_write
+from w2v.system.console import RESULTS
+from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
+from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint, loggers
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import TrainingStep
-from w2v.vectors import card, evaluate, export
+from w2v.vectors import card, evaluate, export, query
 from w2v.vectors.datasets import ASKED
 from w2v.vectors.evaluate import AnalogyScore, SimilarityScore
 
@@ -118,7 +121,7 @@ class TrainingLoop:
             raise Diverged(
                 f"training diverged at step {steps_before + number:,} "
                 f"({self.config.optimizer.name}, lr {lr:.4g}): no longer finite: "
-                f"{', '.join(parts)}; no such number was written; {remedy()}"
+                f"{', '.join(parts)}; {remedy()}"
             )
         self._checked_step = self.step.state.step
         self._rates.clear()
@@ -139,6 +142,8 @@ class Trainer:
         copy_bytes: CPU memory for copies from which checkpoints are written in the background.
         ranks: The processes that train together.
         link_rate: Bytes/s that the link between CPU and GPU carries at most; 0 if none is used.
+        timeline: Where the time went so far.
+        digest: Of the text's ids; a checkpoint of another text is refused.
     """
 
     def __init__(
@@ -152,6 +157,8 @@ class Trainer:
         copy_bytes: int = 0,
         ranks: Ranks = SINGLE,
         link_rate: float = 0.0,
+        timeline: Timeline | None = None,
+        digest: str = "",
     ):
         self.loop = loop
         self.config = loop.config
@@ -162,8 +169,9 @@ class Trainer:
         self._signals = signals or Signals()
         self._ranks = ranks
         self._link_rate = link_rate
+        self._timeline = timeline or Timeline()
         self._total_words = raw_words * self.config.train.epochs
-        self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint}
+        self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint, "digest": digest}
         ranks.require_equal(self._text)
         tables = [self._step.inputs, self._step.outputs]
         self.checkpoints = Checkpoints(folder / "checkpoints", tables, copy_bytes, ranks)
@@ -196,19 +204,21 @@ class Trainer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.metrics.__exit__()
         for logger in self._loggers:
             logger.close()
 
     def train(self) -> None:
         """Train to the end; at a signal save and raise SystemExit."""
         epochs = self.config.train.epochs
-        with self.metrics, self._signals.recorded():
+        with self._timeline.phase("training"), self.metrics.bar, self._signals.recorded():
             for epoch in range(self.loop.sampler.position.epoch, epochs):
                 # Steps, and between them what is due once in a while.
                 for done in self.loop.epoch(self._batches(epoch)):
                     words = round(self.loop.progress * self._total_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
+                        self.checkpoints.allocate()
                         self._check()
                         self.metrics.report(self.loop.lr)
                     decision = self._lockstep.decision()
@@ -218,9 +228,10 @@ class Trainer:
                     if decision.save > self._save_timer.saves:
                         self._save(done.batch.after)
                 # Between two epochs.
+                self.metrics.end_epoch(epoch + 1)
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
-                    if self.config.run.checkpoint_minutes:
+                    if self._ranks.all_gather(self._save_timer.due_after_epoch)[0]:
                         self._save(self.loop.sampler.position)
             # The end of the run.
             self._step.engine.flush()
@@ -233,24 +244,27 @@ class Trainer:
         self._summarize()
 
     def export(self) -> None:
-        """Write the last checkpoint, the vectors and their scores."""
-        self.checkpoints.save(self._final, wait=True)
+        """Write the vectors, their scores and the last checkpoint, all at once."""
+        self._timeline.begin("exporting")
         took = self.took()
         self._step.finish()
         return_freed_memory()
-        inputs = self._step.inputs
-        # One rank has the whole table; of several, rank 0 keeps the rows that questions ask for.
-        kept = ASKED if self._ranks.size > 1 else 0
-        blocks = export.in_order(inputs, self._ranks)
-        with self._ranks.reraise():
-            if self._ranks.rank == 0:
-                words, counts = self.vocab.words, self.vocab.counts
-                most_frequent = export.save_rows(
-                    words, counts, inputs.dim, blocks, self.folder, kept
-                )
-                self._report(most_frequent if kept else inputs["weight"], took)
-            else:
-                deque(blocks, 0)  # sends this rank's rows, block by block
+        if self.config.run.final_checkpoint:
+            with self._timeline.phase("saving"):
+                self.checkpoints.save(self._final, copied=False)
+        try:
+            self._write_vectors(took)
+        except BaseException:
+            try:
+                self.checkpoints.wait()
+            except OSError:  # it counts for more than vectors, which by now have made room
+                self.checkpoints.save(self._final, copied=False)
+                self.checkpoints.wait()
+            raise
+        with self._timeline.phase("saving"):
+            self.checkpoints.wait()
+        if self._ranks.rank == 0:
+            self._log_timeline()
 
     def vectors(self) -> Any:
         """Return the trained vectors as gensim KeyedVectors."""
@@ -259,7 +273,7 @@ class Trainer:
 
     def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
         """Return the scores of the trained vectors."""
-        return self._scored(self._step.inputs["weight"])
+        return self._scored(self._asked())
 
     def took(self) -> dict[str, Any]:
         """Return losses, raw words, seconds, and memory of all ranks.
@@ -271,7 +285,7 @@ class Trainer:
         memory = self._ranks.all_gather((host, self._step.peak_gpu_bytes))
         host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
         return {
-            "loss": self.metrics.loss,
+            "loss": self.metrics.epoch_loss,
             "held_out_loss": self._held_out_loss(),
             "words": self.metrics.words,
             "seconds": self.metrics.seconds,
@@ -302,7 +316,7 @@ class Trainer:
         self.checkpoints.wait()
         again = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
         if saved := checkpoint.latest(self.checkpoints.folder):
-            command = f"python train.py --resume {quote(str(self.folder))}"
+            command = f"w2v train --resume {quote(str(self.folder))}"
             again = f"the last good checkpoint is {saved.path}: {command} "
             again += f"optimizer.lr={optimizer.lr / 4:.3g}"
         return f"{again}, or with some optimizer.warmup or another optimizer.name in a new run"
@@ -311,8 +325,9 @@ class Trainer:
         step = self.metrics.step
         log.info(f"stopping at step {step:,} after a checkpoint; a second signal ends it at once")
         self._step.engine.flush()
-        self.checkpoints.save(self._state(position), wait=True)
-        log.info(f"resume with   python train.py --resume {quote(str(self.folder))}")
+        self.checkpoints.save(self._state(position), copied=False)
+        self.checkpoints.wait()
+        log.info(f"resume with   w2v train --resume {quote(str(self.folder))}")
         self._ranks.leave()
         raise SystemExit(status)
 
@@ -320,7 +335,7 @@ class Trainer:
         """Write a checkpoint, unless the last one is still being written."""
         if any(self._ranks.all_gather(self.checkpoints.busy)):
             return
-        with self._save_timer.saving():
+        with self._timeline.phase("saving"), self._save_timer.saving():
             self._step.engine.flush()
             self.checkpoints.save(self._state(position))
 
@@ -328,7 +343,7 @@ class Trainer:
         if not (self.config.run.score_epochs or self.held_out):
             return
         self._step.engine.flush()
-        with self.metrics.paused():
+        with self._timeline.phase("scoring"), self.metrics.paused():
             seconds = round(self.metrics.seconds, 3)
             scores = {"epoch": epoch, "words": self.metrics.words, "seconds": seconds}
             if self.config.run.score_epochs:
@@ -345,8 +360,16 @@ class Trainer:
         rate = self._total_words / seconds / 1e6
         log.info(
             f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, "
-            f"loss {self.metrics.loss:.4f}"
+            f"loss {self.metrics.epoch_loss:.4f} in the last epoch"
         )
+        untrained = math.log(2) * (1 + self.config.model.negative)
+        if math.isnan(self.metrics.loss):
+            log.warning("no word had another beside it: there was nothing to train on")
+        elif self.metrics.loss > untrained:
+            log.warning(
+                f"the loss is above that of untrained vectors, {untrained:.4f}; "
+                f"lower optimizer.lr={self.config.optimizer.lr:g}"
+            )
         self._save_timer.log_total()
         if self._ranks.size > 1:
             for rank, sent in enumerate(self._ranks.all_gather(self._rank_traffic())):
@@ -385,17 +408,20 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """Return the share of analogies that is right, found by rank 0 for all."""
-        inputs, accuracy = self._step.inputs, 0.0
-        blocks = export.in_order(inputs, self._ranks, ASKED)
+        weights_ND = self._asked()
         with self._ranks.reraise():
-            if self._ranks.rank == 0:
-                several = self._ranks.size > 1
-                weights = np.concatenate(list(blocks)) if several else inputs["weight"]
-                words = self.vocab.words[: len(weights)]
-                accuracy = evaluate.analogies(words, weights).total.accuracy
-            else:
-                deque(blocks, 0)  # sends this rank's rows
-        return accuracy
+            if self._ranks.rank:
+                return 0.0
+            words = self.vocab.words[: len(weights_ND)]
+            return evaluate.analogies(words, weights_ND).total.accuracy
+
+    def _asked(self) -> Tensor:
+        """Return the vectors that questions ask for, on rank 0: [N, D]."""
+        inputs = self._step.inputs
+        if self._ranks.size == 1:
+            return inputs["weight"][:ASKED].to(self._step.state.fault.device)
+        blocks = list(export.in_order(inputs, self._ranks, ASKED))
+        return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
 
     def _held_out_loss(self) -> float | None:
         if not self.held_out:
@@ -403,33 +429,68 @@ class Trainer:
         weights = self._step.inputs["weight"], self._step.outputs["weight"]
         return self.held_out.loss(*weights, self._ranks)
 
-    def _scored(self, weights: Tensor | np.ndarray) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        words = self.vocab.words[: len(weights)]
-        return evaluate.analogies(words, weights), evaluate.similarities(words, weights)
+    def _scored(self, weights_ND: Tensor) -> tuple[AnalogyScore, list[SimilarityScore]]:
+        words = self.vocab.words[: len(weights_ND)]
+        return evaluate.analogies(words, weights_ND), evaluate.similarities(words, weights_ND)
 
-    def _report(self, weights: Tensor | np.ndarray, took: dict[str, Any]) -> None:
-        """Write words, checksums, scores and the model card; log them."""
+    def _write_vectors(self, took: dict[str, Any]) -> None:
+        """Write vectors, words, scores and the model card on rank 0."""
+        inputs, folder = self._step.inputs, self.folder
+        weights_ND = self._asked()
+        blocks = export.in_order(inputs, self._ranks)
+        with self._ranks.reraise():
+            if self._ranks.rank:
+                deque(blocks, 0)  # sends this rank's rows, block by block
+                return
+            with ThreadPoolExecutor(1) as thread:
+                scoring = thread.submit(self._scored, weights_ND)
+                formats = self.config.run.formats.split(",")
+                words, counts = self.vocab.words, self.vocab.counts
+                export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
+                self.vocab.save(folder / "vocab.tsv")
+                with self._timeline.phase("scoring"):
+                    scores = scoring.result()
+            self._report(scores, weights_ND, took)
+
+    def _report(
+        self,
+        scores: tuple[AnalogyScore, list[SimilarityScore]],
+        weights_ND: Tensor,
+        took: dict[str, Any],
+    ) -> None:
+        """Write scores and the model card; log them."""
         folder = self.folder
-        self.vocab.save(folder / "vocab.tsv")
-        export.seal(folder)
-        scores = self._scored(weights)
         last = {"analogies": scores[0].total.accuracy}
         last |= {similarity.name: similarity.spearman for similarity in scores[1]}
         self.metrics.send(held_out_loss=took["held_out_loss"], **last)
-        content = json.dumps(evaluate.as_dict(*scores) | took, indent=1)
+        content = as_json(evaluate.as_dict(*scores) | took, indent=1)
         atomic_write(folder / "scores.json", content)
         card.write(folder)
         held_out = ""
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
-        log.info(
-            f"{evaluate.report(*scores)}\n\n"
+        sections, counted, _ = evaluate.report(*scores).partition("\n\n")
+        if counted:  # the totals follow at the end
+            log.debug(f"{sections}\n")
+        vectors = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
+        log.info("\n".join(query.examples(self.vocab.words, vectors)))
+        log.log(
+            RESULTS,
+            f"\n{evaluate.report(*scores, sections=False)}\n\n"
             f"{held_out}"
             f"run folder   {folder}\n"
             f"model card   {folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
-            f"ask it       python evaluate.py nn {quote(str(folder))} WORD ..."
+            f"ask it       w2v nn {quote(str(folder))} WORD ...",
         )
+
+    def _log_timeline(self) -> None:
+        """Log the seconds of each phase, whose sum is the wall time."""
+        seconds = self._timeline.seconds()
+        for phase, spent in seconds.items():
+            self.metrics.append(phase=phase, seconds=round(spent, 3))
+        parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+        log.info(f"time         {sum(seconds.values()):.1f} s: {parts}")
 
     # Checkpoints.
 
@@ -469,9 +530,11 @@ class Trainer:
         if self._ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
             self._rows_before = state["rows"]
         self._curve = state["metrics"]
+        is_done = state["epochs_done"] >= config.train.epochs
         log.info(
             f"resuming from {saved.path}, after {state['step']:,} steps and "
             f"{state['epochs_done']:.3g} passes over the text"
+            + ("; more train.epochs would train on" if is_done else "")
         )
 
 

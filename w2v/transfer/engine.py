@@ -1,14 +1,13 @@
 """Engines: where the rows of a training step are, and how they get there.
 
-`Resident` keeps the tables on the compute device; `Paged` brings each page's rows and writes them
+`Engine` keeps the tables on the compute device; `Paged` brings each page's rows and writes them
 back; the caches of cache.py keep rows on the GPU from page to page.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from w2v.config import ConfigError
 from w2v.kernels.batch import Page, View
 from w2v.model.table import Table
 from w2v.transfer.links import Link
-from w2v.transfer.streams import Waits, current_stream
+from w2v.transfer.streams import Waits
 
 
 class TransferStats(NamedTuple):
@@ -29,18 +28,23 @@ class TransferStats(NamedTuple):
     wait_seconds: float = 0.0  # for which the computation stood still until rows had moved
 
 
-class Engine(Protocol):
+class Engine:
     """Brings the rows of both tables to the compute device, a page at a time.
 
-    A row is in one place at a time, so overlap changes no result. `pages` says whether rows have
-    to be prefetched at all.
+    A row is in one place at a time, so overlap changes no result. `pages` says whether rows have to
+    be prefetched at all. This is the engine of tables on the compute device, CPU or GPU: paging
+    with nothing to move.
     """
 
-    pages: bool
+    pages = False
+
+    def __init__(self, tables: Sequence[Table]):
+        self._tables = tables
 
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far."""
+        return TransferStats()
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
         """Begin to bring the rows of the next page.
@@ -53,43 +57,25 @@ class Engine(Protocol):
 
     def page(self) -> Page:
         """Return the records of the rows that were prefetched last, in place."""
-
-    def flush(self) -> None:
-        """Return when the tables hold all that was computed."""
-
-
-class Resident:
-    """Tables on the compute device, CPU or GPU: paging with nothing to move."""
-
-    pages = False
-    stats = TransferStats()
-
-    def __init__(self, tables: Sequence[Table]):
-        self._tables = tables
-
-    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
-        """Do nothing: all rows are there."""
-
-    def page(self) -> Page:
         inputs, outputs = self._tables
         return Page(View(inputs.records_VR, None), View(outputs.records_VR, None))
 
     def flush(self) -> None:
+        """Return when the tables hold all that was computed."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
-class Paged:
+class Paged(Engine):
     """Bring the rows of each page and write them back: nothing is cached."""
 
     pages = True
 
     def __init__(self, link: Link, tables: Sequence[Table], device: torch.device):
+        super().__init__(tables)
         self._link = link
-        self._tables = tables
-        self._slot_of_TV = torch.zeros(
-            len(tables), tables[0].rows, dtype=torch.int32, device=device
-        )
+        shape = len(tables), tables[0].rows
+        self._slot_of_TV = torch.zeros(shape, dtype=torch.int32, device=device)
         self._rows: list[Tensor] = []  # of the current page, by table
         self._page: Page | None = None
         self._marks_TV: Tensor | None = None  # of the next page
@@ -108,7 +94,7 @@ class Paged:
 
     def page(self) -> Page:
         if self._marks_TV is not None:
-            with self._counted():
+            with self._waits.counted(self._slot_of_TV.device):
                 self._write_back()
                 self._read(self._marks_TV)
             self._marks_TV = None
@@ -116,8 +102,7 @@ class Paged:
 
     def flush(self) -> None:
         self._write_back()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        super().flush()
 
     def _read(self, marks_TV: Tensor) -> None:
         self._rows = [torch.nonzero(marks_V).flatten() for marks_V in marks_TV]
@@ -137,11 +122,6 @@ class Paged:
         for table, rows, view in zip(self._tables, self._rows, self._page, strict=True):
             self._link.write(table, rows, view.records_SR)
             self._rows_written += len(rows)
-
-    def _counted(self) -> contextlib.AbstractContextManager:
-        if self._slot_of_TV.is_cuda:
-            return self._waits.counted(current_stream())
-        return contextlib.nullcontext()
 
 
 def cache_too_small(slots: int, needed: float) -> ConfigError:

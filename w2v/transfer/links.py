@@ -7,8 +7,8 @@ Rows are sorted and unique, int64, on the compute device; `slots_U` says where e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,26 +24,13 @@ COPIES = 8  # each way, at a time
 SECONDS = 0.2  # each way
 
 
-class Link(Protocol):
-    """Moves records between a table and the compute device."""
+class Link:
+    """Moves records between a table and the device that both are on."""
 
     def read(
         self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         """Copy records[slots[u]] = table[rows[u]]."""
-
-    def write(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
-        """Copy table[rows[u]] = records[slots[u]]."""
-
-
-class LocalLink:
-    """Tables on the compute device itself."""
-
-    def read(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-    ) -> None:
         records_UR = table.records_VR.index_select(0, rows_U)
         if slots_U is None:
             records_SR.copy_(records_UR)
@@ -53,11 +40,12 @@ class LocalLink:
     def write(
         self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
+        """Copy table[rows[u]] = records[slots[u]]."""
         records_UR = records_SR if slots_U is None else records_SR.index_select(0, slots_U)
         table.records_VR.index_copy_(0, rows_U, records_UR)
 
 
-class MappedLink:
+class MappedLink(Link):
     """Tables in pinned CPU memory that GPU kernels read and write in place."""
 
     def read(
@@ -71,7 +59,7 @@ class MappedLink:
         cuda.scatter_records(table.records_VR, rows_U, records_SR, slots_U)
 
 
-class StagedLink:
+class StagedLink(Link):
     """Tables in any CPU memory, moved through pinned buffers.
 
     A ring of buffers serves both directions, so that the CPU fills one while the last is copied.
@@ -85,10 +73,7 @@ class StagedLink:
     def read(
         self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        start = 0
-        for number, rows in enumerate(rows_U.cpu().split(self._rows_per_buffer(table))):
-            here = slice(start, start + len(rows))
-            buffer, copied = self._buffer(number, table, len(rows))
+        for rows, here, buffer, copied in self._parts(table, rows_U):
             torch.index_select(table.records_VR, 0, rows, out=buffer)
             if slots_U is None:
                 records_SR[here].copy_(buffer, non_blocking=True)
@@ -96,50 +81,53 @@ class StagedLink:
                 arrived = buffer.to(records_SR.device, non_blocking=True)
                 records_SR.index_copy_(0, slots_U[here], arrived)
             copied.record()
-            start += len(rows)
 
     def write(
         self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        start = 0
-        arriving: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
-        for number, rows in enumerate(rows_U.cpu().split(self._rows_per_buffer(table))):
-            if len(arriving) == RING:
-                _store(table, *arriving.pop(0))
-            here = slice(start, start + len(rows))
-            buffer, copied = self._buffer(number, table, len(rows))
-            records = records_SR[here]
-            if slots_U is not None:
-                records = records_SR.index_select(0, slots_U[here])
+        arriving: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+
+        def store_first() -> None:
+            rows, buffer, copied = arriving.popleft()
+            copied.synchronize()
+            table.records_VR.index_copy_(0, rows, buffer)
+
+        for rows, here, buffer, copied in self._parts(table, rows_U):
+            of_slots = slots_U is not None
+            records = records_SR.index_select(0, slots_U[here]) if of_slots else records_SR[here]
             buffer.copy_(records, non_blocking=True)
             copied.record()
             arriving.append((rows, buffer, copied))
-            start += len(rows)
-        for waiting in arriving:
-            _store(table, *waiting)
+            if len(arriving) == RING:  # the next part takes the buffer of the first
+                store_first()
+        while arriving:
+            store_first()
 
-    def _rows_per_buffer(self, table: Table) -> int:
-        return max(1, BUFFER_BYTES // (table.width * table.records_VR.element_size()))
-
-    def _buffer(self, number: int, table: Table, rows: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Return a pinned buffer that is free, and the event of its next copy."""
+    def _parts(
+        self, table: Table, rows_U: Tensor
+    ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
+        """Yield rows, their places, a free pinned buffer, and its next event."""
         if not self._ring:
             self._ring = [
                 (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
                 for _ in range(RING)
             ]
-        raw, copied = self._ring[number % RING]
-        copied.synchronize()
-        nbytes = rows * table.width * table.records_VR.element_size()
-        if nbytes > len(raw):
-            raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return raw[:nbytes].view(table.records_VR.dtype).view(rows, table.width), copied
+        dtype, start = table.records_VR.dtype, 0
+        record_bytes = table.width * dtype.itemsize
+        for number, rows in enumerate(rows_U.cpu().split(max(1, BUFFER_BYTES // record_bytes))):
+            raw, copied = self._ring[number % RING]
+            copied.synchronize()  # until the buffer is free
+            if record_bytes > len(raw):
+                raw = torch.empty(record_bytes, dtype=torch.uint8, pin_memory=True)
+            buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), table.width)
+            yield rows, slice(start, start + len(rows)), buffer, copied
+            start += len(rows)
 
 
 def link_between(table: Table, device: torch.device) -> Link:
     """Return the link between a table and the compute device."""
     if table.records_VR.device.type == device.type:
-        return LocalLink()
+        return Link()
     return MappedLink() if table.storage == "pinned" else StagedLink()
 
 
@@ -181,18 +169,13 @@ def measure_copy_rate(device: torch.device) -> float:
 
 def _rate(move: Callable[[], None], nbytes: int) -> float:
     """Return the bytes/s of calls that move `nbytes` each."""
-    calls = -1  # the first call warms up
+    calls = 0
     start = 0.0
-    while calls < 1 or time.perf_counter() - start < SECONDS:
-        if calls == 0:
+    while calls < 2 or time.perf_counter() - start < SECONDS:
+        if calls == 1:  # the first call warms up
             start = time.perf_counter()
         move()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         calls += 1
-    return calls * nbytes / (time.perf_counter() - start)
-
-
-def _store(table: Table, rows: Tensor, buffer: Tensor, copied: torch.cuda.Event) -> None:
-    copied.synchronize()
-    table.records_VR.index_copy_(0, rows, buffer)
+    return (calls - 1) * nbytes / (time.perf_counter() - start)

@@ -42,8 +42,12 @@ class Waits:
         self._reusable: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def counted(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Count the time that the stream takes for the work of the block."""
+    def counted(self, device: torch.device) -> Iterator[None]:
+        """Count the time that a GPU's current stream takes for the block."""
+        if device.type == "cpu":
+            yield
+            return
+        stream = current_stream()
         if self._reusable:
             before, after = self._reusable.pop()
         else:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import yaml
 
-from w2v.system.files import atomic_write, refused
+from w2v.system.files import atomic_write, printable, refused
 from w2v.text.vocab import HEADER
-from w2v.vectors.datasets import ASKED, PAIR_SETS
+from w2v.vectors.datasets import ASKED, title
 from w2v.vectors.runs import Run, RunError, read
+
+# Characters that Markdown, its tables and HTML would read as marks.
+MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
 
 
 def write(folder: Path) -> Path:
@@ -35,6 +38,8 @@ def describe(run: Run) -> str:
         environment |= dict(line.split(" ", 1) for line in lines if " " in line)
 
     # The parts of sentences that are not always there.
+    binary = '  # or KeyedVectors.load_word2vec_format("vectors.bin", binary=True)'
+    binary = binary if (run.folder / "vectors.bin").exists() else ""
     case = ", lower-cased" if corpus["lowercase"] else ""
     times = "once" if vocab["min_count"] == 1 else f"{vocab['min_count']} times"
     limit = f", at most {vocab['max_final_vocab']:,}" if vocab["max_final_vocab"] else ""
@@ -42,7 +47,9 @@ def describe(run: Run) -> str:
     unseen = "" if held_out is None else f", {held_out:.4f} on held-out text"
     seconds = scores["seconds"]
     rate = f"{scores['words'] / seconds / 1e6:.3g} M words/s" if seconds else "no time"
-    return f"""# Word vectors of {corpus["path"]}
+    loss = "-" if scores["loss"] is None else f"{scores['loss']:.4f}"
+    path = printable(corpus["path"]).translate(MARKUP)
+    return f"""# Word vectors of {path}
 
 {words:,} words of {run.settings["model.vector_size"]} dimensions, trained by skip-gram with \
 negative sampling and {run.settings["optimizer.name"]}.
@@ -50,17 +57,16 @@ negative sampling and {run.settings["optimizer.name"]}.
 ```python
 from gensim.models import KeyedVectors
 
-vectors = KeyedVectors.load("vectors.kv")  \
-# or KeyedVectors.load_word2vec_format("vectors.bin", binary=True)
+vectors = KeyedVectors.load("vectors.kv"){binary}
 vectors.most_similar({example!r})
 ```
 
 | | |
 |---|---|
-| text | {corpus["path"]}{case}: {raw_words:,} words, {raw_types:,} distinct |
+| text | {path}{case}: {raw_words:,} words, {raw_types:,} distinct |
 | vocabulary | {words:,} words that occur at least {times}{limit} |
 | training | {train["epochs"]} epochs, {scores["words"]:,} words in {seconds:.1f} s, {rate} |
-| loss | {scores["loss"]:.4f} a positive pair{unseen} |
+| loss | {loss} a positive pair{unseen} |
 | hardware | {environment["machine"].replace(" |", ",")} |
 | software | commit {environment["commit"]}, Python {environment["python"]}, \
 torch {environment["torch"]} |
@@ -79,7 +85,7 @@ not counted. Similarity is Spearman's correlation with human judgement.
 
 ## Settings
 
-`python train.py config.yaml` trains it again.
+`w2v train config.yaml` trains it again.
 
 ```yaml
 {yaml.safe_dump(run.config, sort_keys=False).rstrip()}
@@ -97,5 +103,5 @@ def _score_rows(scores: dict) -> str:
         )
     for name, score in scores["similarity"].items():
         rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
-        rows.append(f"| {PAIR_SETS[name][0]} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
+        rows.append(f"| {title(name)} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
     return "\n".join(rows)

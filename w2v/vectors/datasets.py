@@ -1,10 +1,14 @@
-"""Evaluation data sets: analogy questions, WordSim-353, SimLex-999."""
+"""Evaluation data sets: analogy questions and judged word pairs."""
 
 from __future__ import annotations
 
+import gzip
+import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from w2v.system.files import refused
 
@@ -14,6 +18,17 @@ PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),
     "simlex999": ("SimLex-999", "simlex999.txt"),
 }
+NUMBER = re.compile(r"[-+]?\d*\.?\d+")
+
+
+class Further(NamedTuple):
+    """Files of analogies and of word pairs, to score beside gensim's."""
+
+    questions: Sequence[str | Path] = ()
+    pairs: Sequence[str | Path] = ()
+
+
+NOTHING_FURTHER = Further()
 
 
 class EvaluationError(ValueError):
@@ -25,37 +40,62 @@ def in_gensim(name: str) -> Path:
     return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
 
 
+def set_name(path: str | Path) -> str:
+    """Return the name of a data set: that of its file, without endings."""
+    return Path(path).name.split(".")[0]
+
+
+def title(name: str) -> str:
+    """Return the name of a set of word pairs as it is printed."""
+    return PAIR_SETS[name][0] if name in PAIR_SETS else name
+
+
 def read_questions(path: str | Path | None) -> list[tuple[str, list[list[str]]]]:
     """Read sections of a file: name, and questions in upper case.
 
-    Lines of fewer or more words are skipped, as in gensim. The default is Google's questions.
+    A section begins with ": name"; questions before the first one are in a section that is named
+    after the file. Lines of fewer or more words are skipped, as in gensim. The default is Google's
+    questions.
     """
     path = Path(path or in_gensim(GOOGLE))
-    with refused(
-        EvaluationError, f"questions file {path} cannot be read", "name a UTF-8 text file"
-    ):
-        lines = path.read_bytes().decode("utf-8").split("\n")
     sections: list[tuple[str, list[list[str]]]] = []
-    for number, line in enumerate(lines, start=1):
+    for line in _read_text(path, "questions file").split("\n"):
         if line.startswith(": "):
             sections.append((line.lstrip(": ").strip(), []))
-        elif line and not sections:
-            raise EvaluationError(
-                f"{path}, line {number}: a question before the first section; "
-                "begin the file with ': name'"
-            )
         elif len(words := line.upper().split()) == 4:
+            if not sections:
+                sections.append((set_name(path), []))
             # Interned, as each word occurs in many questions.
             sections[-1][1].append([sys.intern(word) for word in words])
     if not any(questions for _, questions in sections):
         raise EvaluationError(
-            f"{path} holds no question; write ': section', and lines of four words below it"
+            f"{path} holds no question; write lines of four words, below ': section' or without"
         )
     return sections
 
 
-def judged_pairs(name: str) -> list[tuple[str, str, float]]:
-    """Read a set of word pairs: (WORD, WORD, human judgement)."""
-    text = in_gensim(PAIR_SETS[name][1]).read_text(encoding="utf-8").upper()
-    rows = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
-    return [(row[0], row[1], float(row[2])) for row in rows if len(row) == 3]
+def judged_pairs(name: str | Path) -> list[tuple[str, str, float]]:
+    """Read word pairs: (WORD, WORD, human judgement).
+
+    `name` is one of PAIR_SETS or a file. Its columns are parted by tabs, commas or spaces: two
+    words, then the judgement as the first number. Lines without one, such as a header, are skipped.
+    """
+    path = in_gensim(PAIR_SETS[str(name)][1]) if str(name) in PAIR_SETS else Path(name)
+    pairs = []
+    for line in _read_text(path, "pairs file").upper().splitlines():
+        columns = line.split(next((mark for mark in "\t,;" if mark in line), None))
+        number = next((part for part in columns[2:] if NUMBER.fullmatch(part.strip())), None)
+        if number and not line.startswith("#"):
+            pairs.append((columns[0].strip(), columns[1].strip(), float(number)))
+    if not pairs:
+        raise EvaluationError(
+            f"{path} holds no pair of words; write lines of two words and a number, parted by tabs"
+        )
+    return pairs
+
+
+def _read_text(path: Path, what: str) -> str:
+    """Return the text of a file, unpacked if its name ends in .gz."""
+    with refused(EvaluationError, f"{what} {path} cannot be read", "name a UTF-8 text file"):
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")

@@ -6,7 +6,8 @@ Shapes: V words, the first N of them used, D dimensions, Q questions, P pairs of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,10 +115,14 @@ def analogies_gensim(
     kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED
 ) -> AnalogyScore:
     """Compute the same score by gensim itself, one question at a time."""
-    path = str(questions or datasets.in_gensim(datasets.GOOGLE))
-    sections = datasets.read_questions(path)
-    with np.errstate(all="ignore"):  # zero vectors
-        _, answered = kv.evaluate_word_analogies(path, restrict_vocab)
+    sections = datasets.read_questions(questions)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
+        # gensim reads neither packed files nor questions without a section.
+        for name, asked in sections:
+            file.write("\n".join([f": {name}", *map(" ".join, asked), ""]))
+        file.flush()
+        with np.errstate(all="ignore"):  # zero vectors
+            _, answered = kv.evaluate_word_analogies(file.name, restrict_vocab)
     answers = [(len(part["correct"]), len(part["incorrect"])) for part in answered]
     # gensim appends the total as one more section.
     return _score(sections, [(right, right + wrong) for right, wrong in answers[:-1]])
@@ -126,12 +131,12 @@ def analogies_gensim(
 def similarity(
     words: Sequence[str],
     vectors: torch.Tensor | np.ndarray,
-    name: str,
+    name: str | Path,
     restrict_vocab: int | None = ASKED,
 ) -> SimilarityScore:
     """Correlate cosines with human judgement, as `evaluate_word_pairs`.
 
-    `name` is "wordsim353" or "simlex999"; the other arguments are those of `analogies`.
+    `name` is "wordsim353", "simlex999" or a file; the other arguments are those of `analogies`.
     """
     import torch
 
@@ -150,50 +155,99 @@ def similarity(
         with np.errstate(all="ignore"):  # NaN if all cosines are equal
             spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(human_P))[0, 1])
     defined = None if math.isnan(spearman) else spearman
-    return SimilarityScore(name, defined, len(known), 1 - len(known) / len(judged))
+    return SimilarityScore(
+        datasets.set_name(name), defined, len(known), 1 - len(known) / len(judged)
+    )
 
 
 def similarities(
-    words: Sequence[str], vectors: torch.Tensor | np.ndarray, restrict_vocab: int | None = ASKED
+    words: Sequence[str],
+    vectors: torch.Tensor | np.ndarray,
+    restrict_vocab: int | None = ASKED,
+    pairs: Sequence[str | Path] = (),
 ) -> list[SimilarityScore]:
-    """Score both sets of word pairs."""
-    return [similarity(words, vectors, name, restrict_vocab) for name in datasets.PAIR_SETS]
+    """Score gensim's sets of word pairs, and those of further files."""
+    sets = (*datasets.PAIR_SETS, *pairs)
+    return [similarity(words, vectors, name, restrict_vocab) for name in sets]
+
+
+Scores = tuple[AnalogyScore, list[SimilarityScore], dict[str, AnalogyScore]]
 
 
 def scores(
-    kv: KeyedVectors, questions: str | None, restrict_vocab: int, by_gensim: bool
-) -> tuple[AnalogyScore, list[SimilarityScore]]:
-    """Score analogies, in torch or by gensim, and both sets of word pairs."""
-    if by_gensim:
-        score = analogies_gensim(kv, questions, restrict_vocab)
-    else:
-        score = analogies(kv.index_to_key, kv.vectors, questions, restrict_vocab)
-    return score, similarities(kv.index_to_key, kv.vectors, restrict_vocab)
+    words: Sequence[str],
+    vectors: torch.Tensor | np.ndarray,
+    questions: Sequence[str | Path] = (),
+    pairs: Sequence[str | Path] = (),
+    restrict_vocab: int | None = ASKED,
+    by_gensim: KeyedVectors | None = None,
+) -> Scores:
+    """Score Google's analogies, word pairs, and further files of both.
+
+    `by_gensim` are the same vectors, for gensim to answer the analogies itself.
+
+    Returns:
+        Google's score, the scores of word pairs, and those of further questions by file.
+    """
+
+    def analogy_score(file: str | Path | None) -> AnalogyScore:
+        if by_gensim is not None:
+            return analogies_gensim(by_gensim, file, restrict_vocab)
+        return analogies(words, vectors, file, restrict_vocab)
+
+    further = {datasets.set_name(file): analogy_score(file) for file in questions}
+    return analogy_score(None), similarities(words, vectors, restrict_vocab, pairs), further
 
 
-def report(score: AnalogyScore, similarities: Sequence[SimilarityScore]) -> str:
-    """Format the scores as aligned plain text."""
-    width = max(len("WordSim-353"), *(len(section.name) for section in score.sections))
+def report(
+    score: AnalogyScore,
+    similarities: Sequence[SimilarityScore],
+    further: Mapping[str, AnalogyScore] | None = None,
+    sections: bool = True,
+) -> str:
+    """Format the scores as aligned plain text, with or without `sections`."""
+    further = further or {}
+    counted = sum(other.total.counted for other in (score, *further.values()))
+    if not counted and not any(pairs.pairs for pairs in similarities):
+        return "no scores: no question of the analogies and no word pair is in the vocabulary"
+    titles = [datasets.title(pairs.name) for pairs in similarities]
+    names = [part.name for part in score.sections]
+    names += [f"{name}: {part.name}" for name, other in further.items() for part in other.sections]
+    width = max(map(len, [*titles, *names, *further]))
+
+    def line(part: Section, name: str = "") -> str:
+        share = f"{100 * part.accuracy:.1f} %" if part.counted else "-"
+        counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
+        return f"{name or part.name:<{width}}  {share:>8}  {counts}"
+
     lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
-    for section in (*score.sections, None, score.semantic, score.syntactic, score.total):
-        if not section:  # an empty line stands between the sections and their sums
-            lines.append("")
-            continue
-        share = f"{100 * section.accuracy:.1f} %" if section.counted else "-"
-        counts = f"{section.correct:>7}  {section.counted:>7}  {section.skipped:>7}"
-        lines.append(f"{section.name:<{width}}  {share:>8}  {counts}")
+    # An empty line stands between sections and their sums.
+    lines += [*map(line, score.sections), ""] if sections else []
+    lines += map(line, (score.semantic, score.syntactic, score.total))
+    for name, other in further.items():
+        parts = other.sections if sections and len(other.sections) > 1 else ()
+        lines += ["", *(line(part, f"{name}: {part.name}") for part in parts)]
+        lines.append(line(other.total, name))
     lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
-    for pairs in similarities:
+    for title, pairs in zip(titles, similarities, strict=True):
         rho = "-" if pairs.spearman is None else f"{pairs.spearman:.3f}"
-        title = f"{datasets.PAIR_SETS[pairs.name][0]:<{width}}"
-        lines.append(f"{title}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
+        lines.append(f"{title:<{width}}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
     return "\n".join(lines)
 
 
-def as_dict(score: AnalogyScore, similarities: Sequence[SimilarityScore]) -> dict[str, Any]:
-    """Return the scores as plain values for JSON; shares are from 0 to 1."""
+def as_dict(
+    score: AnalogyScore,
+    similarities: Sequence[SimilarityScore],
+    further: Mapping[str, AnalogyScore] | None = None,
+) -> dict[str, Any]:
+    """Return the scores as plain values for JSON; shares are from 0 to 1.
+
+    "questions" has those of further files of analogies by name.
+    """
     by_name = {pairs.name: asdict(pairs) for pairs in similarities}
-    return {"analogies": asdict(score), "similarity": by_name}
+    plain = {"analogies": asdict(score), "similarity": by_name}
+    others = {name: asdict(other) for name, other in (further or {}).items()}
+    return plain | {"questions": others} if others else plain
 
 
 def _ranks(values_P: Sequence[float]) -> np.ndarray:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.system.files import TEMPORARY_SUFFIX, apply_umask, atomic_write, hash_file, sync
+from w2v.system.files import (
+    TEMPORARY_SUFFIX,
+    apply_umask,
+    atomic_write,
+    hash_file,
+    printable,
+    start_writeback,
+    sync,
+)
 from w2v.vectors.load import SUMS, VectorsError
 
 if TYPE_CHECKING:
@@ -25,7 +35,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("kv", "bin", "txt")  # also the suffixes of the files
 LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of its own
-BLOCK_BYTES = 4 << 20  # of vectors on their way from the ranks to the file
+BLOCK_BYTES = 4 << 20  # of vectors on their way from the tables to the files
+BLOCKS_AHEAD = 8  # blocks that wait for the thread of a file
+EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: small vectors twice, or blocks of 2 files
 PROJECTOR_CONFIG = """embeddings {
   tensor_name: "word vectors"
   tensor_path: "tensor.tsv"
@@ -83,47 +95,106 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
             yield block_nD
 
 
+class _File:
+    """A new file that a thread of its own writes and hashes."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, path.name)
+        self._writing: deque[Future] = deque()
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def write(self, make: Callable[..., bytes | memoryview], *arguments: Any) -> None:
+        """Have the thread make a part and write it; wait if it is far behind."""
+        if len(self._writing) == BLOCKS_AHEAD:
+            self._writing.popleft().result()
+        self._writing.append(self._thread.submit(self._write, make, arguments))
+
+    def checksum(self) -> str:
+        """Return the SHA-256 when all is on disk."""
+        self._writing.append(self._thread.submit(os.fsync, self._file.fileno()))
+        for writing in self._writing:
+            writing.result()
+        return self._digest.hexdigest()
+
+    def _write(self, make: Callable[..., bytes | memoryview], arguments: Sequence[Any]) -> None:
+        part = make(*arguments)
+        self._file.write(part)
+        self._file.flush()
+        start_writeback(self._file.fileno(), len(part))
+        self._digest.update(part)
+
+
 def save_rows(
     words: Sequence[str],
     counts: np.ndarray,
     dim: int,
     blocks: Iterator[np.ndarray],
     folder: Path,
-    keep: int = 0,
-) -> np.ndarray:
-    """Write vectors.kv and vectors.bin from blocks, without gensim.
+    formats: Sequence[str] = ("kv", "bin"),
+) -> None:
+    """Write vectors.kv, vectors.bin and their checksums, without gensim.
 
     The V words are sorted by falling count. The blocks are float32 [n, D]; only small
-    vectors are ever whole in memory. Return the first `keep` vectors. An error is raised
-    after all blocks have come, as other ranks send them.
+    vectors are ever whole in memory. An error is raised after all blocks have come, as
+    other ranks send them.
     """
+    shape = len(words), dim
+    array_name = "vectors.kv.vectors.npy"
     try:
-        large = len(words) * dim >= LARGE
-        # Small vectors are inside the pickle, which is written last, so all of them are kept.
-        kept_ND = np.empty((min(keep, len(words)) if large else len(words), dim), np.float32)
-        with _new_files(folder) as new, ExitStack() as files:
-            binary = files.enter_context(open(new / "vectors.bin", "wb"))
-            binary.write(f"{len(words)} {dim}\n".encode())
-            if large:
-                array = files.enter_context(open(new / "vectors.kv.vectors.npy", "wb"))
-                header = {"descr": "<f4", "fortran_order": False, "shape": (len(words), dim)}
-                np.lib.format.write_array_header_1_0(array, header)
+        with _new_files(folder) as new, contextlib.ExitStack() as stack:
+            files = {}
+            if "bin" in formats:
+                files["vectors.bin"] = stack.enter_context(_File(new / "vectors.bin"))
+                files["vectors.bin"].write("{} {}\n".format(*shape).encode)
+            if len(words) * dim >= LARGE:
+                files[array_name] = stack.enter_context(_File(new / array_name))
+                files[array_name].write(_npy_header, shape)
+            # Small vectors are in the pickle, which is written last.
+            vectors = None if array_name in files else np.empty(shape, np.float32)
             first = 0
             for block_nD in blocks:
                 end = first + len(block_nD)
-                for word, row_D in zip(words[first:end], block_nD, strict=True):
-                    binary.write(f"{word} ".encode() + row_D.tobytes())
-                if large:
-                    array.write(block_nD.data)
-                kept_ND[first:end] = block_nD[: max(0, len(kept_ND) - first)]
+                if "vectors.bin" in files:
+                    files["vectors.bin"].write(_binary_rows, words[first:end], block_nD)
+                if vectors is None:
+                    files[array_name].write(lambda block_nD: block_nD.data.cast("B"), block_nD)
+                else:
+                    vectors[first:end] = block_nD
                 first = end
-            attributes = _attributes(words, counts, dim)
-            _write_kv(new / "vectors.kv", attributes, None if large else kept_ND)
-            (folder / SUMS).unlink(missing_ok=True)
-        return kept_ND[:keep]
+            # The threads go on while the words are pickled.
+            _write_kv(new / "vectors.kv", _attributes(words, counts, dim), vectors)
+            sums = {name: file.checksum() for name, file in files.items()}
+            sums["vectors.kv"] = hash_file(new / "vectors.kv", hashlib.sha256())
+            (folder / SUMS).unlink(missing_ok=True)  # wrong until all files are in place
+        _write_sums(folder, sums)
     finally:
         for _ in blocks:
             pass
+
+
+def _npy_header(shape: tuple[int, int]) -> bytes:
+    """Return the beginning of a .npy file of float32."""
+    file = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
+def _binary_rows(words: Sequence[str], block_nD: np.ndarray) -> bytes:
+    """Return a word, a space and the bytes of its vector, for each word."""
+    parts = [b""] * (2 * len(words))
+    # No word holds "\n", as words are read from lines. Encoding them at once is faster.
+    parts[0::2] = "\n".join(f"{word} " for word in words).encode().split(b"\n")
+    parts[1::2] = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0].tolist()
+    return b"".join(parts)
 
 
 def save(
@@ -176,8 +247,12 @@ def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
 
 def seal(folder: Path) -> None:
     """Write SHA-256 checksums of the vectors files, which `load` compares."""
-    files = sorted(path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS)
-    lines = [f"{hash_file(path, hashlib.sha256())}  {path.name}\n" for path in files]
+    files = [path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS]
+    _write_sums(folder, {path.name: hash_file(path, hashlib.sha256()) for path in files})
+
+
+def _write_sums(folder: Path, sums: dict[str, str]) -> None:
+    lines = [f"{checksum}  {name}\n" for name, checksum in sorted(sums.items())]
     atomic_write(folder / SUMS, "".join(lines))
 
 
@@ -195,7 +270,9 @@ def _word_counts(kv: KeyedVectors, words: int | None = None) -> str:
     shown = kv.index_to_key[:words]
     _check_words(shown)
     counts = kv.expandos.get("count", np.zeros(len(kv), np.int64)).tolist()
-    return "".join(f"{word}\t{count}\n" for word, count in zip(shown, counts, strict=False))
+    return "".join(
+        f"{printable(word)}\t{count}\n" for word, count in zip(shown, counts, strict=False)
+    )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from w2v.vectors import runs as run_folders
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
+FASTTEXT = (793712314).to_bytes(4, "little")  # the first bytes of its models
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
 SUMS = "vectors.sha256"  # in the format of `sha256sum -c`
 PICKLED = {  # all names in a pickle of KeyedVectors
@@ -34,11 +37,51 @@ class VectorsError(ValueError):
 def find(run: str | Path, runs: str | Path = "runs") -> Path:
     """Return the vectors file of a run folder, of "latest", or `run` itself."""
     path = Path(run)
-    if str(run) == "latest" or not path.is_file():
+    if not path.is_file():
         return run_folders.find(run, "vectors.kv", runs) / "vectors.kv"
     if path.suffix not in READABLE:
-        raise VectorsError(f"{run} is no vectors file; the suffixes are {' '.join(READABLE)}")
+        suffixes = f"the suffixes are {' '.join(READABLE)}; of a Word2Vec model, save model.wv"
+        raise VectorsError(f"{run} is no vectors file; {suffixes}")
+    with open(path, "rb") as file:
+        line = file.readline(1000)
+    if line.startswith(FASTTEXT):
+        raise VectorsError(f"{run} is a model of fastText; name its .vec file")
+    if path.suffix in (".txt", ".vec"):
+        first = line.split()
+        if len(first) != 2 or not all(number.isdigit() for number in first):
+            remedy = "name a run or a vectors file, or train on it: w2v train"
+            raise VectorsError(f"{run} is text, not vectors; {remedy} {run}")
     return path
+
+
+class Words:
+    """What queries need of KeyedVectors, without importing gensim."""
+
+    vectors: np.ndarray
+    index_to_key: list[str]
+    key_to_index: dict[str, int]
+    vector_size: int
+    expandos: dict[str, Any]
+    norms: np.ndarray | None = None
+
+    def __init__(self, words: Sequence[str], vectors: np.ndarray):
+        self.vectors = vectors
+        self.index_to_key = list(words)
+        self.key_to_index = {word: row for row, word in enumerate(words)}
+
+    def _load_specials(self, path: str, *_: Any) -> None:
+        for name in getattr(self, "__numpys", ()):  # as gensim calls arrays in files of their own
+            setattr(self, name, np.load(f"{path}.{name}.npy", mmap_mode="r"))
+
+
+def load_words(run: str | Path) -> KeyedVectors | Words:
+    """Load what queries need of the vectors that `run` names, see `find`."""
+    path = find(run)
+    if path.suffix != ".kv":
+        return load(run)
+    _check_sums(path)
+    with _refused(path):
+        return _load_kv(path, Words)
 
 
 def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
@@ -51,18 +94,26 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
 
     path = find(run, runs)
     _check_sums(path)  # before anything is unpickled
-    problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
-    with refused(VectorsError, problem, "export it again"):
+    with _refused(path):
         if path.suffix == ".kv":
-            return _load_kv(path)
+            return _load_kv(path, KeyedVectors)
         return KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+
+
+def _refused(path: Path) -> AbstractContextManager[None]:
+    """Raise what fails in the block as a `VectorsError` about the file."""
+    problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
+    return refused(VectorsError, problem, "export it again")
 
 
 class _Unpickler(pickle.Unpickler):
     path: Path
+    kind: type
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PICKLED:
+            if name == "KeyedVectors":
+                return self.kind
             return super().find_class(module, name)
         # A whole model is a common mistake.
         raise VectorsError(
@@ -71,18 +122,19 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _load_kv(path: Path) -> KeyedVectors:
+def _load_kv(path: Path, kind: Any) -> Any:
     """Do what KeyedVectors.load does, with a restricted unpickler."""
-    from gensim.models import KeyedVectors
-
     with open(path, "rb") as file:
         unpickler = _Unpickler(file, encoding="latin1")
         unpickler.path = path
-        kv = unpickler.load()
-    if not isinstance(kv, KeyedVectors):
+        unpickler.kind = kind
+        kv: Any = unpickler.load()
+    if type(kv) is not kind:
         raise ValueError(f"it holds a {type(kv).__name__}")
+    if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
+        raise ValueError("it names other files, which gensim would unpickle")
     # Large arrays are in .npy files of their own.
-    kv._load_specials(str(path), None, *KeyedVectors._adapt_by_suffix(str(path)))
+    kv._load_specials(str(path), None, False, lambda *parts: ".".join([*parts, "npy"]))
     kv.norms = None  # computed by gensim on demand
     # Damage may leave words, vectors and counts that do not match.
     words = kv.index_to_key

@@ -1,4 +1,4 @@
-"""Draw PNGs with matplotlib: the curves of runs, and a map of words."""
+"""Draw PNGs: the curves of runs, and a map of words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.system.files import atomic_path
+from w2v.system.files import atomic_path, printable
 from w2v.vectors.runs import Run
 
 if TYPE_CHECKING:
@@ -22,11 +22,19 @@ PANELS = (  # metric, its title, and the x axis; drawn if any run has the metric
     ("loss", "loss of a positive pair", "words"),
     ("held_out_loss", "held-out loss of a positive pair", "words"),
     ("held_out_loss", "held-out loss of a positive pair", "seconds"),
-    ("analogies", "analogies, share right", "seconds"),
+    ("analogies", "analogies that are right", "seconds"),
     ("words_per_s", "words per second", "seconds"),
 )
 X_TITLES = {"words": "raw words", "seconds": "seconds of training"}
+# Readable on white and on black.
+COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split()
 PERPLEXITY = 20.0
+CORNERS = (  # of a dot, for its name: offset in points, and alignment
+    ((3, 1), "left", "bottom"),
+    ((3, -1), "left", "top"),
+    ((-3, 1), "right", "bottom"),
+    ((-3, -1), "right", "top"),
+)
 
 
 class PlotError(ValueError):
@@ -36,7 +44,10 @@ class PlotError(ValueError):
 def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     """Draw losses, scores and speed of runs, finished or not.
 
-    `runs` holds for each label of the legend the runs that are drawn in its color.
+    Args:
+        runs: For each label of the legend one run, or several that differ in the seed: a line
+            for their mean, and a band from the lowest to the highest.
+        file: PNG to write, or a folder for curves.png.
     """
     everything = [run for group in runs.values() for run in group]
     panels = [panel for panel in PANELS if any(run.curve(panel[0]) for run in everything)]
@@ -51,28 +62,42 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     for number, panel in enumerate(panels, start=1):
         axis = figure.add_subplot(rows, columns, number)
         _draw_panel(axis, runs, *panel)
+    corpora = sorted({str(run.config["corpus"]["path"]) for run in everything})
+    figure.suptitle(f"Training on {', '.join(corpora)}".replace("$", r"\$"))
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
-    return _save(figure, file)
+    return _save(figure, file, "curves.png")
 
 
 def _draw_panel(
     axis: Any, runs: Mapping[str, Sequence[Run]], metric: str, title: str, x: str
 ) -> None:
     for number, (label, group) in enumerate(runs.items()):
-        # Ten colors, then the same ones with other lines.
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
-        for run in group:
-            points = np.array(run.curve(metric, x)).reshape(-1, 2)
-            axis.plot(*points.T, marker=".", linewidth=1, label=label, **style)
-            label = None  # one line in the legend for all seeds
-    axis.set(ylabel=title, xlabel=X_TITLES[x])
-    number = _module("matplotlib.ticker").EngFormatter(sep="")
+        # All colors, then the same ones with other lines.
+        round_number, color = divmod(number, len(COLORS))
+        style = {"color": COLORS[color], "linestyle": ("-", "--", ":")[round_number % 3]}
+        lines = [np.array(points).T for run in group if (points := run.curve(metric, x))]
+        if not lines:
+            axis.plot([], [], label=label, **style)  # for the legend
+            continue
+        # Seeds are measured at other times, but compared at the same, to where the first one ends.
+        xs = np.unique(np.concatenate([line[0] for line in lines]))
+        xs = xs[xs <= min(line[0].max() for line in lines)]
+        ys = np.array([np.interp(xs, *line) for line in lines])
+        axis.plot(xs, ys.mean(0), marker=".", linewidth=1, label=label, **style)
+        if len(lines) > 1:
+            axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
+    axis.set(title=title, xlabel=X_TITLES[x])
+    ticker = _module("matplotlib.ticker")
+    number = ticker.EngFormatter(sep="")
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
-    else:
-        axis.xaxis.set_major_formatter(number)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_minor_formatter("")
+    axis.xaxis.set_major_formatter("{x:g}" if x == "seconds" else number)
     if metric == "words_per_s":
         axis.yaxis.set_major_formatter(number)
+    if metric == "analogies":
+        axis.yaxis.set_major_formatter(ticker.PercentFormatter(1))
     if "loss" not in metric:
         axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
@@ -81,25 +106,22 @@ def _draw_panel(
 def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> Path:
     """Draw the most frequent words in two dimensions, by t-SNE or PCA.
 
-    Each word is a dot. Its name is left out where it would cover that of a more frequent word.
+    Each word is a dot, in the color of its group; more frequent words have larger names. A name
+    is left out where it would cover that of a more frequent word.
     """
     vectors_ND = np.array(kv.vectors[:words], np.float32)
-    if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
-        raise PlotError(
-            f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing; "
-            "take 4 words or more, of 2 dimensions or more"
-        )
     places_N2 = project(vectors_ND, method)
     figure = _figure(14, 14)
     axis = figure.subplots()
-    axis.scatter(*places_N2.T, s=6, color="C0", alpha=0.5)
+    colors = [COLORS[group] for group in groups(vectors_ND)]
+    axis.scatter(*places_N2.T, s=8, color=colors)
     axis.set(xticks=[], yticks=[])
     # matplotlib warns twice of each letter that the font lacks: log one of the warnings.
     with warnings.catch_warnings(record=True) as caught:
-        named = _name_dots(axis, places_N2, kv.index_to_key[:words])
+        named = _name_dots(axis, places_N2, kv.index_to_key[:words], colors)
         how = "t-SNE of cosines" if method == "tsne" else "the first two principal components"
         axis.set_title(f"the {len(places_N2):,} most frequent words by {how}; {named:,} named")
-        _save(figure, file)
+        file = _save(figure, file, "map.png")
     messages = list(dict.fromkeys(str(warning.message) for warning in caught))
     if messages:
         log.warning(
@@ -111,7 +133,12 @@ def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> 
 
 def project(vectors_ND: np.ndarray, method: str) -> np.ndarray:
     """Return places [N, 2] by "tsne" or "pca"; the same ones at each call."""
-    unit_ND = _module("sklearn.preprocessing").normalize(vectors_ND - vectors_ND.mean(0))
+    if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
+        raise PlotError(
+            f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing; "
+            "take 4 words or more, of 2 dimensions or more"
+        )
+    unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     if method == "tsne":
         perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
         model = _module("sklearn.manifold").TSNE(perplexity=perplexity, init="pca", random_state=0)
@@ -122,19 +149,39 @@ def project(vectors_ND: np.ndarray, method: str) -> np.ndarray:
         return model.fit_transform(unit_ND)
 
 
-def _name_dots(axis: Any, places_N2: np.ndarray, words: list[str]) -> int:
+def groups(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return the group [N] of each word, by k-means of cosines."""
+    unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
+    kinds = min(len(COLORS), len(unit_ND))
+    with _module("threadpoolctl").threadpool_limits(1):
+        model = _module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
+        return model.fit_predict(unit_ND)
+
+
+def normalize(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return vectors of length 1; zeros stay."""
+    return vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-12)
+
+
+def _name_dots(
+    axis: Any, places_N2: np.ndarray, words: Sequence[str], colors: Sequence[str]
+) -> int:
     """Name dots where there is room, the first words first; count them."""
     axis.figure.draw_without_rendering()  # which sets the layout, and so the pixels of places
     taken = np.empty((0, 4))  # x0, y0, x1, y1 of each name
-    for place, word in zip(places_N2, words, strict=True):
-        text = axis.annotate(
-            word.replace("$", r"\$"), place, xytext=(2, 1), textcoords="offset points", fontsize=8
-        )
-        box = text.get_window_extent().padded(1)
-        beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)
-        above = (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)
-        if (beside | above).all():
-            taken = np.vstack([taken, box.extents])
+    for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
+        name = printable(word).replace("$", r"\$")
+        text = axis.annotate(name, place, (0, 0), textcoords="offset points")
+        text.set(color=color, fontsize=max(13 - rank / 25, 8))
+        # To the upper right of the dot, or else in another corner.
+        for offset, across, along in CORNERS:
+            text.set(position=offset, horizontalalignment=across, verticalalignment=along)
+            box = text.get_window_extent().padded(1)
+            beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)
+            above = (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)
+            if (beside | above).all():
+                taken = np.vstack([taken, box.extents])
+                break
         else:
             text.remove()
     return len(taken)
@@ -156,9 +203,9 @@ def _module(name: str) -> Any:
         ) from None
 
 
-def _save(figure: Any, file: Path) -> Path:
-    if file.is_dir():
-        raise PlotError(f"{file} is a folder; name a file, such as {file / 'plot.png'}")
+def _save(figure: Any, file: Path, name: str) -> Path:
+    """Write a PNG: the file, or `name` in the folder."""
+    file = file / name if file.is_dir() else file
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(file) as part:
         figure.savefig(part, dpi=120, format="png")

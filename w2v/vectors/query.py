@@ -9,44 +9,60 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from w2v.vectors.datasets import EvaluationError
+from w2v.vectors.load import Words
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
-
-def neighbours(kv: KeyedVectors, word: str, topn: int = 10) -> list[tuple[str, float]]:
-    """Return the `topn` words nearest to `word`, with cosines."""
-    return combination(kv, [word], topn)
+EXAMPLES = (8, 32, 128, 512, 2048)  # places of words among the frequent ones
+EXAMPLE_WORDS = 20_000  # enough for good neighbours, and quick
 
 
-def analogy(kv: KeyedVectors, a: str, b: str, c: str, topn: int = 10) -> list[tuple[str, float]]:
-    """Answer "a is to b as c is to ?" by the words nearest to b - a + c."""
-    return combination(kv, [b, "-", a, "+", c], topn)
+def combination(
+    kv: KeyedVectors | Words, terms: Sequence[str], topn: int = 10
+) -> list[tuple[str, float]]:
+    """Return the `topn` words nearest to a sum, with cosines.
 
-
-def combination(kv: KeyedVectors, terms: Sequence[str], topn: int = 10) -> list[tuple[str, float]]:
-    """Return the words nearest to a sum: ["king", "-", "man", "+", "woman"]."""
+    The sum is one word, or several such as ["king", "-", "man", "+", "woman"]. The answers are
+    those of gensim's most_similar, whose import takes seconds.
+    """
     words = terms[::2]
     signs = ["+", *terms[1::2]]
     if len(terms) % 2 == 0 or set(signs) - {"+", "-"}:
         raise EvaluationError(
             f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces"
         )
-    # gensim's own error names no similar words.
     for word in words:
         if word not in kv.key_to_index:
-            near = ", ".join(nearest_spellings(kv, word)) or "none"
-            raise EvaluationError(f"{word!r} is not in the vocabulary; nearest spellings: {near}")
-    signed = list(zip(signs, words, strict=True))
+            near = ", ".join(nearest_spellings(kv, word))
+            hint = f"nearest spellings: {near}" if near else "vocab.tsv of the run lists all words"
+            raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
+    rows = [kv.key_to_index[word] for word in words]
+    sign_T = np.array([1 if sign == "+" else -1 for sign in signs], np.float32)
+    if kv.norms is None:
+        kv.norms = np.linalg.norm(kv.vectors, axis=1)
     with np.errstate(all="ignore"):  # zero vectors
-        return kv.most_similar(
-            positive=[word for sign, word in signed if sign == "+"],
-            negative=[word for sign, word in signed if sign == "-"],
-            topn=topn,
-        )
+        sum_D = sign_T @ (kv.vectors[rows] / kv.norms[rows, None])
+        cosine_V = kv.vectors @ (sum_D / np.linalg.norm(sum_D)) / kv.norms
+    cosine_V[rows] = np.nan  # which is sorted last
+    best = np.argsort(-cosine_V)[: min(topn, len(cosine_V) - len(set(rows)))]
+    return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
 
 
-def nearest_spellings(kv: KeyedVectors, word: str) -> list[str]:
+def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
+    """Return lines with the neighbours of five of the N most frequent words."""
+    kv = Words(words[: len(vectors_ND)], vectors_ND)
+    # Rarer and rarer words that say something.
+    long = [word for word in kv.index_to_key if len(word) >= 5] or kv.index_to_key
+    places = {min(place, len(long) * n // 6) for n, place in enumerate(EXAMPLES, start=1)}
+    lines = []
+    for word in (long[place] for place in sorted(places)):
+        near = ", ".join(other for other, _ in combination(kv, [word], 5))
+        lines.append(f"near {word:<12} {near}")
+    return lines
+
+
+def nearest_spellings(kv: KeyedVectors | Words, word: str) -> list[str]:
     """Return words spelled like `word`, the most similar first."""
     letters = set(word.lower())
     spellings: dict[str, str] = {}  # lower case -> the most frequent of the case variants

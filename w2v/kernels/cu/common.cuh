@@ -13,9 +13,8 @@ __device__ long long warps() { return threads() / 32; }
 // Call visit(n) for each n in [0, count), by one thread each.
 template <class Visit>
 __device__ void each_thread(long long count, Visit visit) {
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long n = (long long)blockIdx.x * blockDim.x + threadIdx.x; n < count; n += step)
-        visit(n);
+    const long long step = threads();
+    for (long long n = thread_id(); n < count; n += step) visit(n);
 }
 
 // Call visit(n) for each n in [0, count), by all lanes of one warp each.
@@ -24,6 +23,12 @@ __device__ void each_warp(long long count, Visit visit) {
     const long long step = warps();
     for (long long n = warp_id(); n < count; n += step) visit(n);
 }
+
+// N adjacent floats, read and written together.
+template <int N>
+struct alignas(4 * N) Floats {
+    float at[N];
+};
 
 // Random bits by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in w2v/kernels/random.py.
 __device__ unsigned long long splitmix64(

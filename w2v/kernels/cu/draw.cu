@@ -16,12 +16,11 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
 extern "C" __global__ void draw(
     unsigned long long key, long long centers, int count, int lowest, int widest, long long pool,
     unsigned long long pool_key, const double* cdf, int words, int* windows, int* negatives) {
-    const long long all = centers * (1 + count), step = threads();
-    for (long long i = thread_id(); i < all; i += step) {
+    each_thread(centers * (1 + count), [&](long long i) {
         const unsigned long long bits = splitmix64(i, key);
         if (i < centers) {
             windows[i] = lowest + chosen(bits, widest - lowest + 1);
-            continue;
+            return;
         }
         double uniform = (bits >> 11) * 0x1p-53;  // in [0, 1)
         if (pool) {
@@ -39,5 +38,5 @@ extern "C" __global__ void draw(
                 first = middle + 1;
         }
         negatives[i - centers] = first;
-    }
+    });
 }

@@ -37,6 +37,10 @@ __device__ Element to_element(float value, unsigned random) {
 #endif
 }
 
+// Kernel parameters that make up `View` of batch.py. slot: of each row's record; null if row r is
+// record r. Records are row_width elements apart.
+#define VIEW(which) Element *records_##which, const int *slot_##which
+
 // N adjacent elements; pack i starts at element i * N of an array.
 template <int N>
 struct Pack {

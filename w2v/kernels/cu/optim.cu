@@ -5,8 +5,9 @@
 // Macros: STEP, one of the formulas below; STATES, the number of its states; ELEMENT of the
 // records; WIDE, elements of a row that are read together, 1 or 4.
 
-#include "element.cuh"
 #include "common.cuh"
+#include "element.cuh"
+#include "unique.cuh"
 
 struct Hyper {  // of one step; what would lose digits in float is computed on the CPU
     float lr, eps, weight_decay, lr_decay;
@@ -56,10 +57,6 @@ __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bi
 
 constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // finite Element
 
-struct alignas(4 * WIDE) Grads {
-    float at[WIDE];
-};
-
 // Return the random bits that round pack i of a record, as in table.py::Table.encode: 64 bits for
 // every four elements.
 __device__ unsigned long long rounding(
@@ -72,22 +69,15 @@ __device__ unsigned long long rounding(
 #endif
 }
 
-// A table and the gradients of its unique rows (sgns.cu).
+// A table and the gradients of its unique rows, as in VIEW and GRADS.
 struct Table {
     Element* records;
-    const int* slot;  // of each row's record; null if row r is record r
+    const int* slot;
+    int *index, *rows;
     float* grads;
-    int* pairs;  // that each gradient sums
-    const int* rows;
-    int* index;               // of each row among the unique rows
+    int* pairs;               // that each gradient sums
     unsigned long long seed;  // mixed, for the rounding to bfloat16
 };
-
-// Kernel parameters that make up a table. count: number of its unique rows.
-#define TABLE(which)                                                                           \
-    Element *records_##which, const int *slot_##which, float *grads_##which,                   \
-        int *pairs_##which, const int *rows_##which, int *index_##which,                       \
-        unsigned long long seed_##which, const long long *count_##which
 
 // Step the unique rows of both tables in place, zero their gradients and reset their indices to -1.
 // One warp steps a row. A record holds dim weights, dim numbers for each state, and the row's own
@@ -99,12 +89,13 @@ struct Table {
 // that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
 // From then on no weight or state is written.
 extern "C" __global__ void step(
-    TABLE(in), TABLE(out), long long* stepped, long long row_width, int dim, int step_column,
-    float table_step, int cap, float lr, float eps, float weight_decay, float lr_decay, float beta1,
-    float rest1, float log_beta1, float beta2, float rest2, float log_beta2, const double* loss,
-    unsigned long long* fault, long long this_step, long long bit) {
-    const Table in = {records_in, slot_in, grads_in, pairs_in, rows_in, index_in, seed_in};
-    const Table out = {records_out, slot_out, grads_out, pairs_out, rows_out, index_out, seed_out};
+    VIEW(in), GRADS(in), unsigned long long seed_in, VIEW(out), GRADS(out),
+    unsigned long long seed_out, long long row_width, int dim, int step_column, float table_step,
+    int cap, float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1,
+    float log_beta1, float beta2, float rest2, float log_beta2, long long* stepped,
+    const double* loss, unsigned long long* fault, long long this_step, long long bit) {
+    const Table in = {records_in, slot_in, index_in, rows_in, grads_in, pairs_in, seed_in};
+    const Table out = {records_out, slot_out, index_out, rows_out, grads_out, pairs_out, seed_out};
     if (!isfinite(*loss)) atomicCAS(fault, 0, this_step + 1);
     const bool sound = isfinite(*loss) && *(volatile unsigned long long*)fault == 0;
     const Hyper hyper = {lr,    eps,   weight_decay, lr_decay, beta1,
@@ -125,8 +116,8 @@ extern "C" __global__ void step(
         bias.second = -expm1f(bias.step * hyper.log_beta2);
         const float scale = cap && table.pairs[n] > cap ? (float)cap / table.pairs[n] : 1;
         for (int i = lane; i < packs; i += 32) {
-            Grads* grads = (Grads*)(table.grads + n * dim) + i;
-            const Grads grad = *grads;
+            Floats<WIDE>* grads = (Floats<WIDE>*)(table.grads + n * dim) + i;
+            const Floats<WIDE> grad = *grads;
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
 #pragma unroll
             for (int f = 0; f <= STATES; f++) field[f] = Pack<WIDE>::load(record, f * packs + i);

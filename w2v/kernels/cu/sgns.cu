@@ -9,8 +9,9 @@
 // to count the pairs of each row.
 
 #include "batch.cuh"
-#include "element.cuh"
 #include "common.cuh"
+#include "element.cuh"
+#include "unique.cuh"
 
 #if DIM % 4 == 0
 #define LANES_WIDE 4
@@ -20,13 +21,13 @@
 
 constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
 constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
-constexpr int HELD = PER_LANE * LANES_WIDE;    // elements of a row in one lane
+constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in one lane
 // Targets in registers at a time, a power of two; and how many of them exist.
-constexpr int GROUP = HELD >= 32 ? 1 : HELD > 8 ? 2 : HELD > 4 ? 4 : 8;
+constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;
 
 struct Row {  // one lane's elements of a row
-    float at[HELD];
+    float at[LANE_ELEMENTS];
 
     __device__ void load(const Element* row, int lane) {
 #pragma unroll
@@ -41,18 +42,18 @@ struct Row {  // one lane's elements of a row
 
     __device__ void clear() {
 #pragma unroll
-        for (int h = 0; h < HELD; h++) at[h] = 0;
+        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] = 0;
     }
 
     __device__ void add_scaled(const Row& other, float scale) {
 #pragma unroll
-        for (int h = 0; h < HELD; h++) at[h] += scale * other.at[h];
+        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] += scale * other.at[h];
     }
 
     __device__ float partial_dot(const Row& other) const {
         float sum = 0;
 #pragma unroll
-        for (int h = 0; h < HELD; h++) sum += at[h] * other.at[h];
+        for (int h = 0; h < LANE_ELEMENTS; h++) sum += at[h] * other.at[h];
         return sum;
     }
 
@@ -92,13 +93,11 @@ __device__ float sum_over_warp(float* number, int lane) {
     return sum;
 }
 
-// Add the loss, the number of positive pairs, and the gradient of each row to grad_*[index_*[row]].
-// slot_*: the record of each row; null if row r is record r. pairs_*: the number of pairs that each
-// gradient sums, if COUNTED.
+// Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
+// also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    BATCH, const Element* input, const int* slot_in, const int* index_in, float* grad_input,
-    int* pairs_input, const Element* output, const int* slot_out, const int* index_out,
-    float* grad_output, int* pairs_output, long long row_width, double* loss, long long* pairs) {
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
+    long long* pairs) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -121,7 +120,7 @@ extern "C" __global__ void skipgram(
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
                 const long long slot = __shfl_sync(ALL, my_slot, t);
-                target[t].load(output + slot * row_width, lane);
+                target[t].load(records_out + slot * row_width, lane);
                 grad_target[t].clear();
             }
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
@@ -140,12 +139,13 @@ extern "C" __global__ void skipgram(
                 lane_pairs += start == 0 && word >= 0;
 #if COUNTED
                 contexts += __popc(__ballot_sync(ALL, word >= 0));
-                if (word >= 0) atomicAdd(pairs_input + word_index, targets);
+                if (word >= 0) atomicAdd(pairs_in + word_index, targets);
 #endif
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context;
-                    context.load(input + __shfl_sync(ALL, word_slot, source) * row_width, lane);
+                    const long long slot = __shfl_sync(ALL, word_slot, source);
+                    context.load(records_in + slot * row_width, lane);
                     grad_context.clear();
                     float dots[GROUP];
 #pragma unroll
@@ -166,16 +166,16 @@ extern "C" __global__ void skipgram(
                         grad_target[t].add_scaled(context, scale);
                     }
                     const long long index = __shfl_sync(ALL, word_index, source);
-                    grad_context.add_to(grad_input + index * DIM, lane);
+                    grad_context.add_to(grads_in + index * DIM, lane);
                 }
             }
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
                 const long long index = __shfl_sync(ALL, my_index, t);
-                if (index >= 0) grad_target[t].add_to(grad_output + index * DIM, lane);
+                if (index >= 0) grad_target[t].add_to(grads_out + index * DIM, lane);
             }
 #if COUNTED
-            if (my_index >= 0) atomicAdd(pairs_output + my_index, contexts);
+            if (my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
 #endif
         }
     }

@@ -4,17 +4,17 @@
 // Row v belongs to rank v % RANKS, as row v / RANKS of its shard. A request names a row by an id:
 // its row in the owner's shard, plus `stride` for the output table; no shard is longer than that.
 //
-// What a rank requests of another for a batch begins with a header of HEADS ids below zero. The
-// first is ~n, where n is the number of ids, header included, of the same request one page later,
-// so that the receiver knows the size in time. In the gradients that go back, the header's rows
-// carry a report of the step: loss, pairs and fault, in six numbers of 4 bytes.
+// What a rank requests of another for a batch begins with a header of HEADER_ROWS ids below zero.
+// The first is ~n, where n is the number of ids, header included, of the same request one page
+// later, so that the receiver knows the size in time. In the gradients that go back, the header's
+// rows carry the facts of the step: loss, pairs and fault, in six numbers of 4 bytes.
 //
-// Macros: RANKS; HEADS; ELEMENT of the records; WIDE, elements of a row that are read together, 1
-// or 4.
+// Macros: RANKS; HEADER_ROWS; ELEMENT of the records; WIDE, elements of a row that are read
+// together, 1 or 4.
 
-#include "claim.cuh"
-#include "element.cuh"
 #include "common.cuh"
+#include "element.cuh"
+#include "unique.cuh"
 
 // Return where the part of a rank begins, if each part has counts[rank] entries.
 __device__ long long begin_of(int rank, const int* counts) {
@@ -23,65 +23,69 @@ __device__ long long begin_of(int rank, const int* counts) {
     return begin;
 }
 
-// The unique rows of a batch (claim.cu), those of the input table first.
+// Call visit(rank) for each rank, by one thread of the block each.
+template <class Visit>
+__device__ void each_rank(Visit visit) {
+    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) visit(rank);
+}
+
+// The unique rows of a batch (unique.cu), those of the input table first.
 struct Unique {
     const int *rows_in, *rows_out;
-    long long inputs, total;
+    long long inputs, outputs;
 
+    __device__ long long total() const { return inputs + outputs; }
     __device__ bool is_output(long long n) const { return n >= inputs; }
     __device__ int row(long long n) const {
         return is_output(n) ? rows_out[n - inputs] : rows_in[n];
     }
 };
-#define UNIQUE                                                                                 \
-    const int *rows_in, const long long *count_in, const int *rows_out, const long long *count_out
 
 // Count the ids to send to each rank, header included. sent: zeros before.
-extern "C" __global__ void count_owners(UNIQUE, int* sent) {
+extern "C" __global__ void count_owners(GRADS(in), GRADS(out), int* sent) {
     __shared__ int here[RANKS];  // counts of this block
-    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
-        here[rank] = blockIdx.x ? 0 : HEADS;
+    each_rank([&](int rank) { here[rank] = blockIdx.x ? 0 : HEADER_ROWS; });
     __syncthreads();
-    const Unique unique = {rows_in, rows_out, *count_in, *count_in + *count_out};
-    each_thread(unique.total, [&](long long n) { atomicAdd(here + unique.row(n) % RANKS, 1); });
+    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    each_thread(unique.total(), [&](long long n) { atomicAdd(here + unique.row(n) % RANKS, 1); });
     __syncthreads();
-    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
-        if (here[rank]) atomicAdd(sent + rank, here[rank]);
+    each_rank([&](int rank) { if (here[rank]) atomicAdd(sent + rank, here[rank]); });
 }
 
 // Group the unique rows by owner, behind a header each, and reset their indices to -1.
 //
 // rows: the row, plus rows_all in the output table; -1 in headers. ids: as the owner knows the row.
 // sent: from count_owners. listed: zeros before; ids listed so far for each rank.
-// ids_before, sent_before: of the batch one page before, whose headers receive the counts `sent`.
-extern "C" __global__ void deal(
-    UNIQUE, int* index_in, int* index_out, long long rows_all, int stride, const int* sent,
-    int* listed, long long* rows, int* ids, const int* sent_before, int* ids_before) {
+// ids_before, sent_before: of the batch one page before, whose headers get the counts `sent`.
+extern "C" __global__ void group_by_owner(
+    GRADS(in), GRADS(out), long long rows_all, int stride, const int* sent, int* listed,
+    long long* rows, int* ids, int* ids_before, const int* sent_before) {
     __shared__ int begin[RANKS];  // of each rank's ids
     __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
         for (int rank = 0, before = 0; rank < RANKS; before += sent[rank++]) begin[rank] = before;
     __syncthreads();
     if (blockIdx.x == 0)
-        for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {
-            for (int head = 0; head < HEADS; head++)
-                rows[begin[rank] + head] = ids[begin[rank] + head] = -1;
+        each_rank([&](int rank) {
+            for (int n = begin[rank]; n < begin[rank] + HEADER_ROWS; n++) rows[n] = ids[n] = -1;
             ids_before[begin_of(rank, sent_before)] = ~sent[rank];
-        }
-    const Unique unique = {rows_in, rows_out, *count_in, *count_in + *count_out};
-    for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total;
+        });
+    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total();
          first += (long long)gridDim.x * blockDim.x) {
         // The block counts its rows per owner, reserves room for them and then writes them.
-        for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) here[rank] = 0;
+        each_rank([&](int rank) { here[rank] = 0; });
         __syncthreads();
         const long long n = first + threadIdx.x;
-        const int row = n < unique.total ? unique.row(n) : 0, owner = row % RANKS;
-        const int place = n < unique.total ? atomicAdd(here + owner, 1) : 0;
+        const int row = n < unique.total() ? unique.row(n) : 0, owner = row % RANKS;
+        const int place = n < unique.total() ? atomicAdd(here + owner, 1) : 0;
         __syncthreads();
-        for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x)
-            if (here[rank]) here[rank] = begin[rank] + HEADS + atomicAdd(listed + rank, here[rank]);
+        each_rank([&](int rank) {
+            if (!here[rank]) return;
+            here[rank] = begin[rank] + HEADER_ROWS + atomicAdd(listed + rank, here[rank]);
+        });
         __syncthreads();
-        if (n < unique.total) {
+        if (n < unique.total()) {
             const bool output = unique.is_output(n);
             const int at = here[owner] + place;
             rows[at] = output ? rows_all + row : row;
@@ -92,17 +96,13 @@ extern "C" __global__ void deal(
     }
 }
 
-struct alignas(4 * WIDE) Floats {
-    float at[WIDE];
-};
-
 // Set place_of[rows[n]] = n, headers aside, and zero the gradient of each row, and its number of
 // pairs unless `pairs` is null.
-extern "C" __global__ void place(
+extern "C" __global__ void index_borrowed(
     const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
     each_warp(count, [&](long long n) {
         const int lane = threadIdx.x % 32;
-        for (int i = lane; i < dim / WIDE; i += 32) ((Floats*)(grads + n * dim))[i] = {};
+        for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
         if (lane) return;
         if (rows[n] >= 0) place_of[rows[n]] = (int)n;
         if (pairs) pairs[n] = 0;
@@ -124,7 +124,7 @@ struct Requests {
 //
 // received: ids of this batch from each rank. next_sent: ids to send for the later batch.
 // both: for the CPU, next_sent and then next_received.
-extern "C" __global__ void hear(
+extern "C" __global__ void read_counts(
     const int* ids, const int* received, const int* next_sent, int* next_received, int* both) {
     each_thread(RANKS, [&](long long rank) {
         next_received[rank] = ~ids[begin_of(rank, received)];
@@ -134,7 +134,7 @@ extern "C" __global__ void hear(
 }
 
 // Mark the requested rows.
-extern "C" __global__ void mark_lent(REQUESTS, bool* input_marks, bool* output_marks) {
+extern "C" __global__ void mark_requested(REQUESTS, bool* input_marks, bool* output_marks) {
     const Requests requests = {ids, stride};
     each_thread(count, [&](long long n) {
         if (!requests.is_header(n))
@@ -143,11 +143,10 @@ extern "C" __global__ void mark_lent(REQUESTS, bool* input_marks, bool* output_m
 }
 
 // List the unique requested rows, and copy the weights of all requested rows, the first `dim`
-// elements of each record. slot_*: the record of each row; null if row r is record r.
-extern "C" __global__ void lend(
-    REQUESTS, const Element* input, const int* slot_in, int* index_in, int* rows_in,
-    unsigned long long* count_in, const Element* output, const int* slot_out, int* index_out,
-    int* rows_out, unsigned long long* count_out, long long row_width, int dim, Element* weights) {
+// elements of each record.
+extern "C" __global__ void gather_weights(
+    REQUESTS, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, int dim,
+    Element* weights) {
     typedef Pack<WIDE>::Stored Vector;
     const Requests requests = {ids, stride};
     each_thread(count, [&](long long n) {
@@ -161,15 +160,15 @@ extern "C" __global__ void lend(
         if (requests.is_header(n)) return;
         const int row = requests.row(n);
         const int* slot = requests.is_output(n) ? slot_out : slot_in;
-        const Element* records = requests.is_output(n) ? output : input;
+        const Element* records = requests.is_output(n) ? records_out : records_in;
         const Vector* record = (const Vector*)(records + (slot ? slot[row] : row) * row_width);
         for (int i = threadIdx.x % 32; i < dim / WIDE; i += 32)
             ((Vector*)(weights + n * dim))[i] = record[i];
     });
 }
 
-// Write this rank's report of a step into the header of the gradients for each rank.
-extern "C" __global__ void report(
+// Write the facts of this rank's step into the header of the gradients for each rank.
+extern "C" __global__ void write_headers(
     const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
     float* grads) {
     const long long facts[] = {__double_as_longlong(*loss), *pairs, *fault};
@@ -179,7 +178,7 @@ extern "C" __global__ void report(
     });
 }
 
-// Return fact n of a report.
+// Return fact n of a header.
 __device__ long long fact(const int* words, int n) {
     return (long long)words[2 * n + 1] << 32 | (unsigned)words[2 * n];
 }
@@ -187,21 +186,20 @@ __device__ long long fact(const int* words, int n) {
 // Add the received gradients to those of the unique rows, and the numbers of pairs unless
 // grad_pairs is null.
 //
-// Loss and pairs become the sums of all reports, added in the order of the ranks, so that every
+// Loss and pairs become the sums over all headers, added in the order of the ranks, so that every
 // rank gets the same bits. The fault of any rank, found one step before, becomes the fault of all.
 extern "C" __global__ void collect(
-    REQUESTS, const int* received, const float* grads, const int* grad_pairs, const int* index_in,
-    float* grad_in, int* pairs_in, const int* index_out, float* grad_out, int* pairs_out, int dim,
-    double* loss, long long* pairs, long long* fault) {
+    REQUESTS, const int* received, const float* grads, const int* grad_pairs, GRADS(in),
+    GRADS(out), int dim, double* loss, long long* pairs, long long* fault) {
     const Requests requests = {ids, stride};
     if (blockIdx.x + threadIdx.x == 0) {
         double loss_sum = 0;
         long long pairs_sum = 0, faults = 0;
-        const float* report = grads;
-        for (int rank = 0; rank < RANKS; report += (long long)received[rank++] * dim) {
-            loss_sum += __longlong_as_double(fact((const int*)report, 0));
-            pairs_sum += fact((const int*)report, 1);
-            faults |= fact((const int*)report, 2);
+        const float* header = grads;
+        for (int rank = 0; rank < RANKS; header += (long long)received[rank++] * dim) {
+            loss_sum += __longlong_as_double(fact((const int*)header, 0));
+            pairs_sum += fact((const int*)header, 1);
+            faults |= fact((const int*)header, 2);
         }
         *loss = loss_sum;
         *pairs = pairs_sum;
@@ -212,7 +210,7 @@ extern "C" __global__ void collect(
         const bool output = requests.is_output(n);
         const long long index = (output ? index_out : index_in)[requests.row(n)];
         const float* from = grads + n * dim;
-        float* to = (output ? grad_out : grad_in) + index * dim;
+        float* to = (output ? grads_out : grads_in) + index * dim;
         const int lane = threadIdx.x % 32;
 #if WIDE == 4 && __CUDA_ARCH__ >= 900
         for (int i = lane; i < dim / 4; i += 32)

@@ -1,8 +1,8 @@
 // The unique rows of both tables that a batch touches.
 
 #include "batch.cuh"
-#include "claim.cuh"
 #include "common.cuh"
+#include "unique.cuh"
 
 // Call input(row) and output(row) for each row that takes part in a pair; rows may repeat.
 template <class Input, class Output>
@@ -22,13 +22,11 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
     });
 }
 
-// List the unique rows of both tables that take part in a pair. count_*: number of rows listed.
-extern "C" __global__ void claim(
-    BATCH, int* number_in, int* rows_in, unsigned long long* count_in, int* number_out,
-    int* rows_out, unsigned long long* count_out) {
+// List the unique rows of both tables that take part in a pair.
+extern "C" __global__ void unique_rows(BATCH, GRADS(in), GRADS(out)) {
     const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    each_row(batch, [&](int row) { add_unique(row, number_in, rows_in, count_in); },
-             [&](int row) { add_unique(row, number_out, rows_out, count_out); });
+    each_row(batch, [&](int row) { add_unique(row, index_in, rows_in, count_in); },
+             [&](int row) { add_unique(row, index_out, rows_out, count_out); });
 }
 
 // Mark those rows. Reading first avoids most writes, which would repeat for frequent words.

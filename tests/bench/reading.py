@@ -1,0 +1,118 @@
+"""Text to vocabulary and ids, on some numbers of cores.
+
+    python tests/bench/reading.py --corpus wiki100.txt --copies 10 --cores 1 4 16 --gensim
+
+Each case opens a text that is not cached: hashing, counting, ids on disk with checksums, and the
+vocabulary. With --rename the words of each copy, without the most frequent ones, are others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench import results
+from tests.bench.results import Figures, memory
+from w2v.config import load_config
+from w2v.system.process import cores
+from w2v.text import open_corpus, tokenize
+
+KEPT_WORDS = 20_000  # the most frequent ones, which are the same in all copies
+
+
+def write_copies(corpus: Path, count: int, rename: bool, to: Path) -> None:
+    """Write copies of a text, with words renamed in all but the first."""
+    text = corpus.read_bytes()
+    table = tokenize.WordTable()
+    numbers = number(text.replace(b"\n", b" \1 "), table)  # a line end becomes a word
+    words = np.array(table.words(np.arange(table.size)), object)
+    rare = np.argsort(-table.counts[: table.size], kind="stable")[KEPT_WORDS:]
+    rare = rare[words[rare] != "\1"]
+
+    def copy(place: int) -> bytes:
+        if not rename or place == 0:
+            return text
+        renamed = words.copy()
+        renamed[rare] += f"x{place}"
+        other = tokenize.WordTable()
+        number(" ".join(renamed).encode(), other)  # in the same order
+        joined = tokenize._joined(numbers, other.chunks, other.starts)
+        return joined.tobytes().translate(bytes.maketrans(b"\n\1", b" \n"))
+
+    with to.open("wb") as file, ThreadPoolExecutor(cores()) as pool:
+        for first in range(0, count, cores()):
+            file.writelines(pool.map(copy, range(first, min(count, first + cores()))))
+
+
+def number(text: bytes, table: tokenize.WordTable) -> np.ndarray:
+    """Number the words of a text."""
+    numbers = np.empty(len(text), np.int32)
+    return tokenize.number_words(tokenize.padded(text), len(text), 0, table, numbers).numbers
+
+
+def ours(text: Path, folder: Path) -> Figures:
+    """Open a text that is not cached."""
+    start = perf_counter()
+    cpu = process_time()
+    config = load_config([], [f"corpus.path={text}", f"corpus.data_dir={folder}"])
+    vocab, corpus = open_corpus(config)
+    seconds = perf_counter() - start
+    shutil.rmtree(folder / "cache")
+    return {
+        "MB/s": text.stat().st_size / seconds / 1e6,
+        "words/s": corpus.raw_words / seconds,
+        "CPU [s]": process_time() - cpu,
+        "distinct words": vocab.raw_types,
+        "memory [MiB]": memory(),
+    }
+
+
+def gensim(text: Path) -> Figures:
+    """Count words with gensim."""
+    from gensim.models import Word2Vec
+
+    start = perf_counter()
+    model = Word2Vec(min_count=5)
+    model.build_vocab(corpus_file=str(text))
+    seconds = perf_counter() - start
+    return {
+        "MB/s": text.stat().st_size / seconds / 1e6,
+        "words/s": model.corpus_total_words / seconds,
+    }
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = results.parser(__doc__ or "")
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--copies", type=int, default=1)
+    parser.add_argument("--rename", action="store_true")
+    parser.add_argument("--cores", type=int, nargs="+", default=[cores()])
+    parser.add_argument("--gensim", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where the text is written")
+    args = parser.parse_args()
+    found = results.Results("reading", args.results)
+    available = sorted(os.sched_getaffinity(0))
+    with TemporaryDirectory(dir=args.folder) as folder:
+        text = Path(folder, "text.txt")
+        write_copies(args.corpus, args.copies, args.rename, text)
+        ours(args.corpus, Path(folder))  # loads what is compiled
+        for count in args.cores:
+            os.sched_setaffinity(0, available[:count])  # threads to come inherit it
+            name = f"{text.stat().st_size / 1e9:.1f} GB, {count} cores"
+            found.add(name, ours(text, Path(folder)))
+            if args.gensim:
+                found.add(f"{name}, gensim", gensim(text))
+            os.sched_setaffinity(0, available)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The package: what a wheel holds, and that it trains elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import w2v
+from tests.support.tiny import TEXT, tiny_settings
+
+ROOT = Path(__file__).parents[2]
+SOURCES = "w2v configs pyproject.toml README.md LICENSE".split()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Build a wheel from a copy of the sources, and install it in a folder."""
+    copy, target = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--target", target, copy], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def files(folder):
+    """Return what of the package and its configs a user needs."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    suffixes = (".py", ".cu", ".cuh", ".yaml", ".typed")
+    return {path.relative_to(folder).as_posix() for path in found if path.suffix in suffixes}
+
+
+def test_a_wheel_holds_all_modules_kernels_and_configs(installed):
+    configs = {f"configs/{name}" for name in files(ROOT / "configs")}
+    assert files(installed / "w2v") == files(ROOT / "w2v") | configs | {"py.typed"}
+    assert f"version: {w2v.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_an_installed_package_trains_elsewhere(installed, tmp_path):
+    (tmp_path / "my.txt").write_text(TEXT)
+    environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    settings = tiny_settings(train__kernels="reference")  # compiling takes seconds
+    command = [installed / "bin" / "w2v", "train", "my.txt", "adam", *settings]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Adam" in done.stdout
+    assert list(tmp_path.glob("runs/*-my-adam/vectors.kv"))

@@ -1,0 +1,118 @@
+"""Damaged files of the cache are noticed and made anew.
+
+`make test-faults` damages the ids of a text 500 times.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_arguments
+from w2v.config import load_config
+from w2v.system import jit
+from w2v.text import open_corpus, sources
+
+ROOT = Path(__file__).parents[2]
+DAMAGES = int(os.environ.get("W2V_DAMAGES", "20"))
+
+
+def damage(path, rng):
+    """Change a bit, some bytes, the end or all of a file, or remove it."""
+    content = bytearray(path.read_bytes())
+    at = rng.randrange(len(content))
+    kind = rng.choice(["flip", "overwrite", "cut", "append", "replace", "remove"])
+    if kind == "flip":
+        content[at] ^= 1 << rng.randrange(8)
+    elif kind == "overwrite":
+        content[at : at + 8] = rng.randbytes(len(content[at : at + 8]))
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "append":
+        content += rng.randbytes(8)
+    else:
+        content = rng.randbytes(rng.randrange(64))
+    path.unlink() if kind == "remove" else path.write_bytes(content)
+
+
+def test_damaged_ids_are_made_anew(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sources, "CLOCK_TICK_NS", 0)  # so that digests of a new text are kept
+    config = load_config([], tiny_arguments(tmp_path))
+    vocab, corpus = open_corpus(config)
+    ids, offsets = np.array(corpus.ids), np.array(corpus.offsets)  # as the files will change
+    cache = tmp_path / "data" / "cache"
+    rng = random.Random(DAMAGES)
+    for number in range(DAMAGES):
+        names = ["corpus.json", "ids.bin", "offsets.bin", "vocab.tsv", "digests.json"]
+        name = names[number % len(names)]
+        [path] = cache.rglob(name)
+        before = path.read_bytes()
+        damage(path, rng)
+        damaged = name not in ("corpus.json", "digests.json") and (
+            not path.exists() or path.read_bytes() != before
+        )
+        caplog.clear()
+        found_vocab, found = open_corpus(config)
+        assert damaged <= any("is damaged" in message for message in caplog.messages)
+        assert found_vocab.words == vocab.words
+        assert np.array_equal(found_vocab.counts, vocab.counts)
+        assert np.array_equal(found.ids, ids) and np.array_equal(found.offsets, offsets)
+        assert (found.raw_words, found.digest) == (corpus.raw_words, corpus.digest)
+
+
+def cubes(numbers):
+    total = 0
+    for number in range(numbers):
+        total += number**3
+    return total
+
+
+def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    rng = random.Random(DAMAGES)
+    assert jit.compiled(cubes)(10) == 2025
+    for number in range(DAMAGES // 5):
+        [path] = tmp_path.rglob(("*.nbi", "*.nbc")[number % 2])
+        before = path.read_bytes()
+        damage(path, rng)
+        damaged = path.exists() and path.read_bytes() != before
+        caplog.clear()
+        assert jit.compiled(cubes)(10) == 2025
+        assert damaged == any("is damaged" in message for message in caplog.messages)
+    caplog.clear()
+    kernel = jit.compiled(cubes)
+    assert kernel(10) == 2025 and kernel.stats.cache_hits and not caplog.messages
+
+
+DRAW = """
+import torch
+from w2v.kernels.cuda import draw
+cdf_V = torch.linspace(0.1, 1, 10, dtype=torch.float64, device="cuda")
+print(draw(1, 4, (1, 5), 3, (0, 0), cdf_V)[1].tolist())
+"""
+
+
+@pytest.mark.gpu
+def test_damaged_cuda_kernels_are_compiled_anew(tmp_path):
+    rng = random.Random(DAMAGES)
+    folder = tmp_path / "kernels"
+    environment = os.environ | {"CUPY_CACHE_DIR": str(folder)}
+
+    def run():
+        command = [sys.executable, "-c", DRAW]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, "is damaged" in done.stderr
+
+    expected, _ = run()
+    for _ in range(4):
+        [path] = folder.glob("*.cubin")
+        before = path.read_bytes()
+        damage(path, rng)
+        is_damaged = path.exists() and path.read_bytes() != before
+        assert run() == (expected, is_damaged)
+    assert run() == (expected, False) and folder.stat().st_mode & 0o777 == 0o700

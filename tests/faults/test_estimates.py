@@ -1,0 +1,120 @@
+"""Estimated memory is 1.0 to 1.25 times the peak of a process of its own.
+
+`make test-faults` measures ten runs on the CPU, and `make test-gpu` five on a GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from w2v.config import load_config
+from w2v.text import open_corpus
+
+ROOT = Path(__file__).parents[2]
+MEASURED = """
+import json, pathlib, sys, threading, time
+import torch, train
+from w2v.training import memory, plan
+free = [torch.cuda.mem_get_info()[0]] if torch.cuda.is_available() else [0]
+done = threading.Event()
+def watch():
+    while not done.is_set():
+        free.append(torch.cuda.mem_get_info()[0])
+        time.sleep(0.002)
+if torch.cuda.is_available():
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+make_plan, estimates = plan.make_plan, {}
+def recorded(*arguments):
+    planned = make_plan(*arguments)
+    job, budget = planned.budget.job, planned.budget
+    needs = job.needs()
+    estimates["host"] = sum(needs["host"].values()) + budget.copies
+    estimates["gpu"] = sum(needs["gpu"].values())
+    if job.cache_bytes is None and job.engine != "resident":
+        estimates["gpu"] += job.slot_bytes * planned.slots - needs["gpu"]["cache"]
+    return planned
+plan.make_plan = recorded
+try:
+    assert train.main(sys.argv[1:]) == 0
+finally:
+    done.set()
+    if torch.cuda.is_available():
+        watcher.join()
+[peak] = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+peaks = {"host": int(peak.split()[1]) << 10, "gpu": free[0] - min(free)}
+print(json.dumps([estimates, peaks]))
+"""
+ADAM = "configs/optimizers/adam.yaml"
+CPU = [
+    ["train.kernels=reference", "train.batch_size=8192"],
+    [],
+    ["model.vector_size=300"],
+    ["model.vector_size=8", "train.batch_size=1000000"],
+    ["model.vector_size=300", "model.window=10", "model.negative=20", ADAM],
+    ["model.vector_size=1000", ADAM],
+    ["model.vector_size=1000", "optimizer.name=SGD", "optimizer.lr=0.001"],
+    ["model.vector_size=200", "optimizer.name=NAdam", "optimizer.lr=0.001"],
+    ["train.kernels=reference", "train.batch_size=8192", "model.negative_pool=20000000"],
+    ["train.precision=bf16", "train.batch_size=16384"],
+]
+GPU = [
+    [ADAM],
+    [ADAM, "model.vector_size=200", "model.window=10", "model.negative=20"],
+    [ADAM, "transfer.engine=mapped", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
+    [ADAM, "transfer.engine=staged", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
+    [ADAM, "train.deterministic=true", "train.batch_size=8192"],
+]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Arguments of a short run over words by Zipf's law."""
+    folder = tmp_path_factory.mktemp("estimates")
+    ids = np.minimum(np.random.default_rng(0).zipf(1.2, 300_000), 60_000)
+    words = np.char.add("w", ids.astype(str)).reshape(-1, 20)
+    (folder / "text.txt").write_text("\n".join(map(" ".join, words)))
+    paths = [f"corpus.path={folder}/text.txt", f"corpus.data_dir={folder}", f"run.dir={folder}"]
+    arguments = [*paths, "vocab.min_count=1", "train.epochs=1"]
+    open_corpus(load_config([], arguments))  # train.py does it in a process of its own
+    return arguments
+
+
+def measure(arguments, **environment):
+    """Run train.py; return estimated and measured bytes by place."""
+    command = [sys.executable, "-c", MEASURED, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"} | environment
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    estimates, peaks = json.loads(done.stdout.splitlines()[-1])
+    print({place: (estimates[place] >> 20, peaks[place] >> 20) for place in peaks})
+    return estimates, peaks
+
+
+@pytest.mark.parametrize("settings", CPU if "W2V_DAMAGES" in os.environ else CPU[1:2])
+def test_memory_of_the_cpu(arguments, settings):
+    estimates, peaks = measure([*arguments, *settings], CUDA_VISIBLE_DEVICES="")
+    assert 1 <= estimates["host"] / peaks["host"] <= 1.25, (estimates, peaks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", GPU)
+def test_memory_of_a_gpu(arguments, tmp_path, settings):
+    """Tables have some GiB, beside which what CUDA takes is small."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"w{n} w{n + 1} w{n + 2} w{n + 3}" for n in range(0, 800_000, 4)))
+    more = (
+        f"corpus.path={text}",
+        "model.sample=0",
+        "run.checkpoint_minutes=0",
+        f"run.dir={tmp_path}",
+    )
+    estimates, peaks = measure([*arguments, *more, *settings])
+    # Kernels that are on disk already save up to 0.4 GiB of host memory.
+    for place, most in (("host", 1.5), ("gpu", 1.25)):
+        assert 1 <= estimates[place] / peaks[place] <= most, (place, estimates, peaks)

@@ -1,0 +1,132 @@
+"""Automatic settings: they fit the text, and learn its structure."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from w2v.config import ConfigError, OptimizerConfig, load_config
+from w2v.model import auto
+from w2v.model.auto import Use
+from w2v.text.vocab import Vocab
+from w2v.training import plan
+
+SMALL = """
+    vocab.min_count=1 model.vector_size=32 model.window=3 model.sample=0 train.epochs=5
+    train.device=cpu
+""".split()
+
+
+def vocab_of(counts):
+    counts = np.array(counts)
+    return Vocab([str(row) for row in range(len(counts))], counts, counts.sum(), len(counts))
+
+
+def topics(rng, groups, size, sentences, share_W):
+    """Return sentences of ten words, each of one topic."""
+    return [
+        [f"{topic}x{word}" for word in rng.choice(size, 10, p=share_W / share_W.sum())]
+        for topic in rng.integers(groups, size=sentences)
+    ]
+
+
+def walks(rng, groups, size, count):
+    """Return walks in a graph whose edges are mostly inside a group of nodes."""
+    nodes = np.arange(groups * size)
+    sentences = []
+    for node in np.tile(nodes, count):
+        walk = [node]
+        while len(walk) < 20:
+            group = walk[-1] // size if rng.random() < 0.9 else rng.integers(groups)
+            walk.append(group * size + rng.integers(size))
+        sentences.append([f"{node // size}x{node % size}" for node in walk])
+    return sentences
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("kind", ["few words", "many words", "equal counts"])
+def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thread):
+    rng = np.random.default_rng(0)
+    sentences = {
+        "few words": lambda: topics(rng, 3, 10, 400, np.ones(10)),
+        "many words": lambda: topics(rng, 40, 50, 4_000, 1 / np.arange(1, 51)),
+        "equal counts": lambda: walks(rng, 5, 40, 5),
+    }[kind]()
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(map(" ".join, sentences)))
+    files = f"corpus.path={path}", f"corpus.data_dir={tmp_path}", f"optimizer.name={optimizer}"
+    planned = plan.make_plan(load_config([], [*SMALL, *files]))
+    loop = plan.build(planned)
+    for _ in range(planned.config.train.epochs):
+        for _ in loop.epoch():
+            pass
+    unit_VD = torch.nn.functional.normalize(loop.step.inputs["weight"])
+    nearest_V = (unit_VD @ unit_VD.T).fill_diagonal_(-1).argmax(1).tolist()
+    group_V = [word.partition("x")[0] for word in planned.vocab.words]
+    hits = [group_V[near] == group for near, group in zip(nearest_V, group_V, strict=True)]
+    assert np.mean(hits) > 0.9
+
+
+def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
+    for centers in (10, 5e3, 1e6, 1e8, 1e11):
+        for words in (2, 1_000, 10**6):
+            for name, steps in (("AdamW", auto.STEPS), ("SGD", auto.SGD_STEPS)):
+                size = auto.batch_size(name, Use(centers, 80, 1 / words))
+                assert 1 <= size <= auto.LARGEST
+                assert size == 1 or centers / size >= steps / 1.5
+                assert size == 1 or size / words <= auto.REPEATS * 1.5
+
+
+def test_rates_fall_with_centers_dimensions_and_steps():
+    def rate(median=100, dim=128, steps=700, **optimizer):
+        return auto.learning_rate(OptimizerConfig(**optimizer), Use(1e6, median, 0.01), dim, steps)
+
+    assert rate(median=80) == auto.RATES["Adam"] > rate()
+    assert rate(dim=64) > rate() > rate(dim=256) > 0
+    assert rate(steps=100) == rate() > rate(steps=5_000) > 0
+    assert rate(name="SGD", occurrence_cap=1_000) == 0.0032  # so that it converges
+    with pytest.raises(ConfigError, match="knows no rate for optimizer.name=Mine; set one"):
+        rate(name="Mine")
+
+
+def test_the_cap_of_sgd_follows_its_rate():
+    config = load_config([], ["optimizer.name=SGD", "optimizer.occurrence_cap=auto"])
+    for lr in (0.0, 0.01):
+        optimizer = replace(config.optimizer, lr=lr)
+        chosen = auto.choose(replace(config, optimizer=optimizer), vocab_of([50] * 40))
+        assert chosen.config.optimizer.occurrence_cap == int(3.2 / chosen.config.optimizer.lr)
+
+
+def test_what_is_set_by_hand_is_kept():
+    vocab = vocab_of([50] * 40)
+    settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"
+    config = load_config([], settings.split())
+    assert auto.choose(config, vocab) == (config, {})
+    chosen = auto.choose(load_config(), vocab)
+    assert chosen.reasons.keys() == {"train.batch_size", "optimizer.lr"}
+    assert f"{chosen.config.train.batch_size} centers" in chosen.reasons["train.batch_size"]
+    assert chosen.config.optimizer.args  # those that the rate is for
+    own = load_config([], ["optimizer.name=Adam", "optimizer.args.eps=1e-4"])
+    assert auto.choose(own, vocab).config.optimizer.args == own.optimizer.args
+    assert own.optimizer.args["eps"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    "kernels, precision, step",
+    [("cuda", "float32", "row"), ("cuda", "bf16", "table"), ("reference", "float32", "table")],
+)
+def test_rows_count_their_steps_where_they_can(kernels, precision, step):
+    config = load_config([], [f"train.precision={precision}"])
+    assert auto.choose(config, vocab_of([9]), kernels).config.optimizer.step == step
+
+
+def test_negatives_are_shared_where_rows_are_paged():
+    config = load_config()
+    assert auto.share_negatives(config, False).config.model.negative_pool == 0
+    shared = auto.share_negatives(config, True)
+    assert shared.config.model.negative_pool == auto.SHARED_POOL
+    assert shared.config.model.negative_pool_steps == 8 and shared.reasons
+    for pool in (0, 100):
+        given = replace(config, model=replace(config.model, negative_pool=pool))
+        assert auto.share_negatives(given, True) == (given, {})

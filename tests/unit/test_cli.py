@@ -1,0 +1,206 @@
+"""The command line: mistakes and their remedies, help, names, completion."""
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import w2v
+from w2v.api import cli, train
+from w2v.config import load_config
+from w2v.text.sources import require_source
+
+ROOT = Path(__file__).parents[2]
+
+# What one types, and key words of the answer.
+MISTAKES = [
+    # The command.
+    ("trian my.txt", "'trian' is not a command .* did you mean w2v train"),
+    ("my.txt", "did you mean w2v train my.txt"),
+    ("my.yaml", "did you mean w2v train my.yaml"),
+    ("train.epochs=3", "did you mean w2v train train.epochs=3"),
+    ("skipgram -input my.txt", "write w2v train FILE"),
+    ("evaluate latest", "is not a command of w2v; one of train, score"),
+    ("neighbours latest", "one of train, score, nn"),
+    ("analogy latest", "did you mean w2v analogies"),
+    # Options of other programs.
+    ("train my.txt --epochs 3", "--epochs is not an option .* write train.epochs=3"),
+    ("train my.txt --epochs=3", "write train.epochs=3"),
+    ("train my.txt --dim 100", "write model.vector_size=100"),
+    ("train my.txt -size 100", "write model.vector_size=100"),
+    ("train my.txt --vector-size 100", "write model.vector_size=100"),
+    ("train my.txt -ws 5", "write model.window=5"),
+    ("train my.txt -minCount 2", "write vocab.min_count=2"),
+    ("train my.txt -neg 5", "write model.negative=5"),
+    ("train my.txt -negative 5", "write model.negative=5"),
+    ("train my.txt --lr 0.1", "write optimizer.lr=0.1"),
+    ("train my.txt --alpha 0.1", "write optimizer.lr=0.1"),
+    ("train my.txt -iter 5", "write train.epochs=5"),
+    ("train my.txt --seed 7", "write train.seed=7"),
+    ("train my.txt --device cpu", "write train.device=cpu"),
+    ("train my.txt --batch-size 512", "write train.batch_size=512"),
+    ("train my.txt --output vectors", "write run.dir=vectors"),
+    ("train my.txt --optimizer Adam", "write optimizer.name=Adam"),
+    ("train --corpus my.txt", "write w2v train my.txt"),
+    ("train my.txt -minn 3", "only skip-gram with negatives of whole words"),
+    ("train my.txt -loss hs", "only skip-gram with negatives of whole words"),
+    ("nn latest -k 5 king", "did you mean --topn"),
+    ("train -input my.txt", "write w2v train my.txt"),
+    ("train my.txt -thread 4", "did you mean --threads"),
+    ("train my.txt --workers 4", "did you mean --threads"),
+    ("train my.txt --dryrun", "did you mean --dry-run"),
+    ("train my.txt --foo", "--foo is not an option .* see w2v train --help"),
+    ("train my.txt --threads 0", "'0' is not a whole number of 1 or more"),
+    ("train my.txt --threads 4000", "more than the .* cores"),
+    ("nn my.txt --top_n 3 king", "did you mean --topn"),
+    ("export latest --binary", "did you mean --bin"),
+    # Texts and configs.
+    ("train nope.txt", "corpus.path='nope.txt' is no file"),
+    ("train my.tx", "did you mean my.txt"),
+    ("train my.txt nope.txt", "'nope.txt' is no file"),
+    ("train text9", "did you mean text8"),
+    ("train adem", "did you mean adam"),
+    ("compare my.txt", "name a text as corpus.path=my.txt"),
+    ("train empty.txt", "is empty or no text"),
+    ("train nope.yaml", "config file nope.yaml does not exist"),
+    ("train my.txt configs/Adam.yaml", "did you mean configs/optimizers/adam.yaml"),
+    ("train my.txt configs/adamm.yaml", "did you mean configs/optimizers/adam.yaml"),
+    ("train my.txt epochs 3", "'epochs' .* write train.epochs=VALUE"),
+    (f"train {'the-cat-sat-' * 30}", "'the-cat-.{49}...' is no file; name a file"),
+    ("train words.yaml", "unknown key .* \\(from words.yaml\\)"),
+    ("train runs/one", "is a run folder; continue it with --resume runs/one"),
+    ("train --resume runs", "name one run's folder, such as runs/one"),
+    ("train --resume runs/two", "did you mean runs/one|does not exist"),
+    # Settings.
+    ("train my.txt epochs=3", "did you mean 'train.epochs'"),
+    ("train my.txt train.epoch=3", "did you mean 'train.epochs'"),
+    ("train my.txt train.epochs=3.5", "is not a whole number"),
+    ("train my.txt train.epochs=many", "is not a whole number"),
+    ("train my.txt train.epochs=0", "must be at least 1"),
+    ("train my.txt model=100", "'model' is a section; write model.<key>"),
+    ("train my.txt train.device=gpu", "did you mean cuda"),
+    ("train my.txt train.precision=bfloat16", "did you mean bf16"),
+    ("train my.txt transfer.gpu_bytes=20GBs", "a size such as 20GiB"),
+    ("train my.txt run.name=a/b", "without slashes"),
+    (f"train my.txt model.window={'9' * 40}{'x' * 99}", "9{40}x{17}... .* is not a whole"),
+    # Optimizers.
+    ("train my.txt optimizer.name=adam", "did you mean Adam"),
+    ("train my.txt optimizer.name=Adamx", "did you mean Adam"),
+    ("train my.txt optimizer.name=LBFGS", "mixes rows, so it cannot be paged; .* SGD"),
+    ("train my.txt optimizer.name=mine.Adam", "set optimizer.lr too"),
+    ("train my.txt optimizer.lr=-1", "must be above 0"),
+    ("train my.txt optimizer.lr=0,1", "is not a number"),
+    ("train my.txt optimizer.args={betas:[0.5,0.99]}", 'a space is missing after "betas:"'),
+    ("train my.txt optimizer.args={momentum:0.9}", 'a space is missing after "momentum:"'),
+    ("train my.txt optimizer.args={betas: [0.5, 0.99]}", "quote what has spaces"),
+    ("train my.txt optimizer.momentum=0.9", "did you mean 'optimizer.args.momentum'"),
+    # Vectors.
+    ("nn my.txt king", "my.txt is text, not vectors"),
+    ("nn fasttext.bin king", "a model of fastText; name its .vec"),
+    ("nn nope king", "nope does not exist"),
+    ("score my.pdf", "my.pdf is no vectors file"),
+    ("nn", "required: RUN;"),
+    ("report my.txt", "no metrics.jsonl in my.txt"),
+    ("nn latest", "no folder in runs holds vectors.kv"),
+    ("nn runs/one king", "runs/one holds no vectors.kv"),
+    ("export latest", "nothing to write; add --kv"),
+    ("map latest --by umap", "invalid choice: 'umap'"),
+    ("compare nope.yaml", "config file nope.yaml does not exist"),
+    ("sweep Adamx", "did you mean configs/optimizers/adam"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text, a config, and a run that has only begun."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "my.txt").write_text("the cat sat on the mat\n")
+    (folder / "my.pdf").write_text("%PDF\n")
+    (folder / "fasttext.bin").write_bytes(b"\xba\x16\x4f\x2f\x0c\0\0\0")
+    (folder / "my.yaml").write_text("train: {epochs: 2}\n")
+    (folder / "words.yaml").write_text("the cat sat on the mat\n")
+    (folder / "empty.txt").touch()
+    (folder / "runs" / "one").mkdir(parents=True)
+    (folder / "runs" / "one" / "config.yaml").write_text("train: {epochs: 2}\n")
+    return folder
+
+
+@pytest.mark.parametrize(("line", "answer"), MISTAKES, ids=[line[:40] for line, _ in MISTAKES])
+def test_a_mistake_is_answered_in_one_line(line, answer, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert cli.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert len(error) < 320
+    assert re.search(answer, error), error
+
+
+def test_options_may_come_between_words():
+    options = cli.parse("nn", shlex.split("latest --topn 3 king queen"))
+    assert (options.topn, options.words) == (3, ["king", "queen"])
+
+
+def test_arguments_are_texts_configs_or_settings(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    files, assignments = train.sort_settings(
+        ["my.txt", "my.yaml", "adam", "train.epochs=3", "empty.txt"]
+    )
+    assert files == ["my.yaml", "adam"]
+    assert assignments == [f"corpus.path=my.txt{os.pathsep}empty.txt", "train.epochs=3"]
+    assert train.sort_settings(["enwiki-sample"]) == ([], ["corpus.path=enwiki-sample"])
+    assert train.sort_settings(["-"]) == ([], ["corpus.path=-"])
+    monkeypatch.setenv("HOME", str(folder))
+    config = load_config([], train.sort_settings(["~/my.txt"])[1])
+    require_source(config.corpus.path, config.corpus.data_dir)
+
+
+def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
+        path = train.spool(str(tmp_path / "data"))
+    assert path.read_text() == "the cat\n"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_help_names_all_commands_and_the_version_is_the_packages(capsys):
+    assert cli.main(["--help"]) == cli.main([]) == cli.main(["--version"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in cli.COMMANDS)
+    assert printed.endswith(f"w2v {w2v.__version__}\n")
+    for name in cli.COMMANDS:
+        assert f"usage: w2v {name}" in cli.make_parser(name).format_help()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("w2v swe", {"sweep"}),
+        ("w2v train --dr", {"--dry-run"}),
+        ("w2v train optimizer.l", {"optimizer.lr="}),
+        ("w2v export latest --safe", {"--safetensors"}),
+    ],
+)
+def test_bash_completes(typed, expected, capsys):
+    cli.main(["completion", "bash"])
+    words = typed.split()
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}"
+    script += '; _w2v; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("line", ["--help", "train --help", "compare --help", "sweep --help"])
+def test_help_imports_nothing_heavy(line):
+    code = f"import sys, json\nfrom w2v.api import cli\ntry: cli.main({line.split()})\n"
+    code += "except SystemExit: pass\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert not loaded & {"torch", "gensim", "numpy", "numba", "omegaconf", "yaml"}

@@ -1,0 +1,177 @@
+"""The report is one safe file with all runs, words and scores."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from tests.support.planted import kv_of
+from tests.support.runs import scores_of, write_run
+from w2v.vectors import export, report
+
+pytest.importorskip("sklearn")
+ATTACK = "</script><script>alert(1)</script>"
+BROWSER = shutil.which("chromium")
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page whose elements are closed."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], {}
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert tag == self.open.pop()
+
+    def handle_data(self, data):
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A report of a scored run with vectors, and of one that still trains."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = [
+        {"words": n, "seconds": n, "loss": 3 / n, "words_per_s": 9, "lr": 0.1} for n in (1, 2, 3)
+    ]
+    phases = [{"phase": "reading", "seconds": 1.0}, {"phase": "training", "seconds": 3.0}]
+    scores = scores_of(0.25) | {"words": 3, "seconds": 3}
+    done = write_run(folder / "a<b>", scores, "train.epochs=3", metrics=[*lines, *phases])
+    write_run(folder / "running", metrics=lines)
+    words = [f"word{number}" for number in range(40)]
+    words[3] = ATTACK
+    vectors = np.random.default_rng(1).standard_normal((40, 8)).astype(np.float32)
+    export.save(kv_of(words, vectors), done, ["kv"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "MAP_WORDS", 30)
+        return report.write([folder], folder / "page.html")
+
+
+def test_page_is_whole_and_loads_nothing(page):
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert not {"link", "img", "iframe", "a", "base"} & set(parsed.tags)
+    assert not {"src", "href", "srcset", "onclick"} & {name for name, _ in parsed.attributes}
+    assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|import\(|innerHTML", text)
+
+
+def test_words_and_names_are_escaped(page):
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert ATTACK not in text and "a<b>" not in text
+    assert parsed.tags.count("script") == 2
+    (data,) = json.loads(parsed.text["script"][0])
+    assert data["name"] == "a<b>" and ATTACK in data["words"]
+    assert any(ATTACK in cell for cell in parsed.text["td"]), "as a neighbour"
+
+
+def test_map_has_places_groups_and_nearest_words(page):
+    (data,) = json.loads(Page(page.read_text(encoding="utf-8")).text["script"][0])
+    places = np.array(data["places"])
+    assert places.shape == (30, 2) and places.min() == 0 and places.max() == 1
+    assert len(data["groups"]) == 30 and max(data["groups"]) < report.COLORS
+    vectors = np.random.default_rng(1).standard_normal((40, 8))[:30]
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert data["near"][5][0] == np.argsort(-vectors @ vectors[5])[1]
+
+
+def test_page_shows_scores_curves_and_phases(page):
+    parsed = Page(page.read_text(encoding="utf-8"))
+    cells = "|".join(parsed.text["td"])
+    assert "|25.0% |" in cells and "|0.500 |" in cells and "not finished" in cells
+    assert "train.epochs" not in parsed.text["th"] and "epochs" in parsed.text["th"]
+    # Loss and speed of both runs; analogies, and held-out loss by words and seconds, of one.
+    titles = " ".join(parsed.text["figcaption"])
+    assert "loss" in titles and "analogies" in titles and parsed.tags.count("polyline") == 7
+    widths = [value for name, value in parsed.attributes if name == "style"]
+    assert widths == ["width: 25.00%", "width: 75.00%"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.19, 2.23), (0, 4.5e9), (3, 3), (-1, 0)])
+def test_ticks_are_few_and_start_below(low, high):
+    ticks = report._ticks(low, high)
+    assert ticks[0] <= low and high <= ticks[-1] and 2 <= len(ticks) <= 7
+
+
+def test_runs_without_scores_or_vectors_get_a_page(tmp_path):
+    line = {"words": 1, "seconds": 1, "loss": 2.0}
+    one, two = (write_run(tmp_path / name, metrics=[line]) for name in ("one", "two"))
+    page = report.write([one])
+    assert page == one / "report.html" and "canvas" not in Page(page.read_text()).tags
+    assert report.write([one, two]) == tmp_path / "pictures" / "report.html"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_script_parses(tmp_path):
+    file = tmp_path / "script.js"
+    file.write_text(report.SCRIPT)
+    subprocess.run(["node", "--check", file], check=True)
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+@pytest.mark.parametrize(("scheme", "background"), [(1, [255, 255, 255]), (0, [13, 17, 23])])
+def test_a_narrow_browser_searches_clicks_and_zooms(page, tmp_path, scheme, background):
+    script = """
+    HTMLElement.prototype.setPointerCapture = () => {};
+    const canvas = get("map"), box = canvas.getBoundingClientRect(), found = [];
+    const move = (type, x, y) => canvas.dispatchEvent(new PointerEvent(type,
+      { clientX: box.left + x, clientY: box.top + y, pointerId: 1 }));
+    const seek = (word) => {
+      get("find").value = word;
+      get("find").dispatchEvent(new Event("input"));
+      found.push(get("near").textContent);
+    };
+    seek("WORD7"); seek("nothing"); seek("word7");
+    const views = [canvas.toDataURL()];
+    canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, clientX: box.left + 99,
+      clientY: box.top + 99 }));
+    views.push(canvas.toDataURL());
+    move("pointerdown", 5, 5); move("pointermove", 65, 5); move("pointerup", 65, 5);
+    views.push(canvas.toDataURL());
+    found.push(new Set(views).size);
+    get("all").click();
+    const [x, y] = maps[0].places[3];  // in the view of all words
+    const at = [(0.04 + 0.86 * x) * box.width, (0.07 + 0.86 * y) * box.height];
+    move("pointerdown", ...at); move("pointerup", ...at);
+    found.push(get("near").textContent);
+    found.push(document.documentElement.scrollWidth <= innerWidth);
+    found.push(getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number));
+    parent.postMessage(JSON.stringify(found), "*");
+    """
+    text = page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>")
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    # A window has at least 500 pixels, a frame in it any width.
+    frame = """<iframe src="page.html" style="width: 360px; height: 900px"></iframe><script>
+    onmessage = (event) => document.body.append("FOUND" + event.data + "END") </script>"""
+    (tmp_path / "frame.html").write_text(frame)
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}"]  # 0 is dark
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--window-size=1300,1000", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    seven, nothing, again, views, clicked, fits, color = json.loads(
+        re.findall(r"FOUND(\[.*?\])END", html.unescape(done.stdout))[-1]
+    )
+    assert seven == again and seven.startswith("Nearest to word7: word")
+    assert nothing.startswith("Not among") and clicked.startswith(f"Nearest to {ATTACK}: word")
+    assert views == 3 and fits is True and color == background

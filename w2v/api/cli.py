@@ -1,0 +1,312 @@
+"""The command w2v: its commands, their options and help.
+
+A command is a line of `COMMANDS`. What it runs is imported after its arguments are parsed, so that
+help and wrong arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import w2v
+from w2v.distributed import launcher
+from w2v.system.files import error_message
+from w2v.system.process import Signals, escape_unencodable, exit_fast
+from w2v.vectors.datasets import ASKED
+
+RUN = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
+EXIT_STATUS = (
+    "exit status: 0 success, 2 an error, 3 too little memory or disk; "
+    "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
+)
+FOREIGN_OPTIONS = {"thread": "threads", "workers": "threads", "k": "topn"}  # fastText, gensim
+UNSUPPORTED = ("minn maxn bucket wordngrams loss hs cbow sg pretrainedvectors classes").split()
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1 from an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def add_train(add: Callable[..., Any]) -> None:
+    """Add the options of train."""
+    settings = "text to train on (- for standard input), configs, and keys that override them"
+    metavar = "text | config | section.key=value"
+    add("settings", nargs="*", metavar=metavar, help=settings)
+    resume = "continue a run folder, or the `latest` in run.dir, from its last checkpoint"
+    add("--resume", metavar="RUN", help=resume)
+    dry = "print the memory, disk and time that the run needs; exit with 0 if it fits, else 3"
+    add("--dry-run", action="store_true", help=dry)
+    threads = "CPU cores to use (default: all that the process may use)"
+    add("--threads", type=count, metavar="N", help=threads)
+    add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
+    add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
+    keys = "print every key with its default and meaning, as YAML"
+    add("--help-config", action="store_true", help=keys)
+
+
+def add_run(add: Callable[..., Any]) -> None:
+    """Add the vectors that a command asks."""
+    add("run", metavar="RUN", help=RUN)
+
+
+def add_sets(add: Callable[..., Any], does: str) -> None:
+    """Add the options of further evaluation data."""
+    questions = f"{does} further files of analogies, beside Google's; also .gz"
+    add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
+    pairs = f"{does} further files of judged word pairs, beside WordSim-353 and SimLex-999"
+    add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
+
+
+def add_score(add: Callable[..., Any]) -> None:
+    """Add the options of score."""
+    add_run(add)
+    scorer = "implementation; both count the same, gensim takes minutes (default: torch)"
+    add("--scorer", choices=("torch", "gensim"), default="torch", help=scorer)
+    add_sets(add, "score")
+    first = "score the N most frequent words only (default: %(default)s)"
+    add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_words(add: Callable[..., Any]) -> None:
+    """Add the options of nn and analogies."""
+    add_run(add)
+    words = "words, or a b c, or king - man + woman (default: one question per line from stdin)"
+    add("words", nargs="*", default=[], metavar="word", help=words)
+    answers = "number of answers (default: %(default)s)"
+    add("--topn", type=count, default=10, metavar="N", help=answers)
+
+
+def add_map(add: Callable[..., Any]) -> None:
+    """Add the options of map."""
+    add_run(add)
+    words = "number of words (default: %(default)s)"
+    add("--words", type=count, default=500, metavar="N", help=words)
+    add("--by", choices=("tsne", "pca"), default="tsne", help="projection (default: tsne)")
+    add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+
+
+def add_export(add: Callable[..., Any]) -> None:
+    """Add the options of export."""
+    add_run(add)
+    for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
+        file = f"write vectors.{suffix}"
+        add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
+    tensors = "write vectors.safetensors, and vectors.tsv with the words"
+    add("--safetensors", action="store_true", help=tensors)
+    projector = "write the N most frequent words for TensorBoard's projector (at most 100,000)"
+    add("--projector", type=count, metavar="N", help=projector)
+    add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
+
+
+def add_plot(add: Callable[..., Any]) -> None:
+    """Add the options of plot."""
+    add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
+    add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+
+
+def add_report(add: Callable[..., Any]) -> None:
+    """Add the options of report."""
+    add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
+    add("--to", metavar="FILE", help="output HTML, or a folder (default: in the run folder)")
+
+
+def add_trainings(add: Callable[..., Any]) -> None:
+    """Add the options that compare and sweep share."""
+    base = "config that all are laid over (default: %(default)s)"
+    add("--base", default="text8", metavar="CONFIG", help=base)
+    add("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default: 1")
+    add("--set", nargs="*", default=[], metavar="section.key=value", help="laid over all configs")
+    add("--to", type=Path, metavar="FOLDER", help="where the results go")
+    corpora = "texts to train on; settings are ranked by their mean over all (default: the base's)"
+    add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
+    add_sets(add, "rank by")
+
+
+def add_compare(add: Callable[..., Any]) -> None:
+    """Add the options of compare."""
+    what = "configs to train and compare; or run folders, which are not trained again"
+    add("configs", nargs="+", metavar="CONFIG | RUN", help=what)
+    add_trainings(add)
+    add("--with", dest="gensim", choices=("gensim",), help="add a row trained by gensim")
+    lr = "gensim's learning rate (default: %(default)s)"
+    add("--gensim-alpha", type=float, default=0.025, metavar="LR", help=lr)
+
+
+def add_sweep(add: Callable[..., Any]) -> None:
+    """Add the options of sweep."""
+    add("names", nargs="+", metavar="NAME", help="optimizers that have files in configs/optimizers")
+    add_trainings(add)
+    lrs = "learning rates (default: .6, 1 and 1.6 of the file's or the automatic one)"
+    add("--lr", nargs="+", type=float, default=[], help=lrs)
+    batches = "batch sizes (default: .5 and 1 of the file's or the automatic one)"
+    add("--batch", nargs="+", type=int, default=[], help=batches)
+    add("--epochs", type=int, help="default: the base's")
+    limit = "stop before; the same command then continues"
+    add("--limit-seconds", type=float, default=float("inf"), metavar="N", help=limit)
+
+
+def add_completion(add: Callable[..., Any]) -> None:
+    """Add the argument of completion."""
+    add("shell", choices=("bash", "zsh"), help="print: source <(w2v completion bash)")
+
+
+# What a command does, its options, and the function of w2v.api that runs it.
+COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
+    "train": ("train word vectors on a text", add_train, "train:run"),
+    "score": ("score analogies, WordSim-353 and SimLex-999", add_score, "commands:score"),
+    "nn": ("print the nearest neighbors of words", add_words, "commands:nn"),
+    "analogies": ("answer a b c, or king - man + woman", add_words, "commands:analogies"),
+    "export": ("write vectors in other formats", add_export, "commands:export_vectors"),
+    "map": ("draw the most frequent words: map.png", add_map, "commands:draw_map"),
+    "plot": ("draw curves of runs, finished or not: curves.png", add_plot, "commands:plot"),
+    "report": ("write a page about runs: report.html", add_report, "commands:write_report"),
+    "card": ("write the model card of a run: README.md", add_run, "commands:write_card"),
+    "compare": (
+        "train configs with seeds, or take runs; print a table",
+        add_compare,
+        "compare:run",
+    ),
+    "sweep": ("search for the best settings of optimizers", add_sweep, "sweep:run"),
+    "completion": ("print the completion of a shell", add_completion, "cli:print_completion"),
+}
+OVERVIEW = """\
+usage: w2v COMMAND ...      w2v COMMAND --help      w2v --version
+
+Train word vectors, and score, query, draw, export and compare them.
+
+{commands}
+
+    w2v train my.txt
+    w2v nn latest king queen
+
+{exit_status}"""
+
+
+def make_parser(name: str) -> Parser:
+    """Return the parser of a command."""
+    does, add_options, _ = COMMANDS[name]
+    parser = Parser(prog=f"w2v {name}", description=does, epilog=EXIT_STATUS)
+    add_options(parser.add_argument)
+    return parser
+
+
+def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments of a command."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean w2v {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        if Path(name).exists() or "." in name:
+            hint = f"did you mean w2v train {name}?"
+        elif name in ("skipgram", "cbow"):  # as in fastText
+            hint = "write w2v train FILE, which is skip-gram"
+        raise ValueError(f"{name!r} is not a command of w2v; {hint}")
+    parser = make_parser(name)
+    refuse_unknown_options(parser, name, arguments)
+    return parser.parse_intermixed_args(arguments)
+
+
+def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str]) -> None:
+    """Raise `ValueError` at an unknown option; name the one that is meant."""
+    known = list(parser._option_string_actions)
+    before = [*takewhile(lambda word: word != "--", arguments)]
+    for word, following in zip(before, [*before[1:], "VALUE"], strict=False):
+        option, _, value = word.partition("=")
+        is_known = any(name.startswith(option) for name in known)
+        if is_known or not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
+            continue
+        plain = option.lstrip("-").replace("-", "_")
+        near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
+        near = [foreign] if foreign in known else near
+        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+        if command == "train" and not near:
+            from w2v.config import nearest_key
+
+            if plain.lower() in UNSUPPORTED:
+                hint = "there is only skip-gram with negatives of whole words"
+            elif plain in ("input", "train", "corpus", "text", "data"):
+                hint = f"write w2v train {value or following}"
+            elif key := nearest_key("optim" if plain == "optimizer" else plain):
+                hint = f"write {key}={value or following}"
+        raise ValueError(f"{option} is not an option of {parser.prog}; {hint}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if name in ("-h", "--help", "help"):
+            commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
+            print(OVERVIEW.format(commands=commands, exit_status=EXIT_STATUS))
+            return 0
+        if name == "--version":
+            print(f"w2v {w2v.__version__}")
+            return 0
+        options = parse(name, rest)
+        module, _, function = COMMANDS[name][2].partition(":")
+        return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options) or 0
+    except (ValueError, MemoryError, OSError) as error:
+        # User errors are one line. Anything else is a bug and keeps its traceback.
+        launcher.report_error(error, error_message(error))
+        return 3 if isinstance(error, MemoryError) else 2
+
+
+def start(*command: str) -> NoReturn:
+    """Run the command line as a program, after the words of `command`."""
+    arguments = [*command, *sys.argv[1:]]
+    escape_unencodable()
+    sys.path.append("")  # optimizer.name=module.Class finds a module of this folder
+    if arguments[:1] == ["train"]:
+        exit_fast(launcher.run(main, arguments))
+    # End quietly when the reader of a pipe, such as `head`, has ended.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with Signals():
+        exit_fast(main(arguments))
+
+
+COMPLETION = """\
+_w2v() {{
+  local words now="${{COMP_WORDS[COMP_CWORD]}}"
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+    1*) words="{commands} --help --version" ;;
+{options}
+  esac
+  [ "$COMP_CWORD" != 1 ] && words="$words {settings}"
+  COMPREPLY=($(compgen -W "$words" -- "$now") $(compgen -f -- "$now"))
+  [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace 2>/dev/null
+}}
+complete -F _w2v w2v"""
+
+
+def print_completion(options: argparse.Namespace) -> None:
+    """Print a script that completes commands, options, configs and keys."""
+    from w2v.config import CONFIGS, config_keys
+
+    known = {name: " ".join(make_parser(name)._option_string_actions) for name in COMMANDS}
+    cases = "\n".join(f'    *" {name}") words="{options}" ;;' for name, options in known.items())
+    settings = [*(file.stem for file in sorted(CONFIGS.rglob("*.yaml"))), "latest"]
+    settings += [f"{key}=" for key in config_keys()]
+    if options.shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    names, keys = " ".join(COMMANDS), " ".join(settings)
+    print(COMPLETION.format(commands=names, options=cases, settings=keys))

@@ -1,0 +1,194 @@
+"""The command train: load, plan, check, train, export."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from w2v.config import (
+    YAML_SUFFIXES,
+    Config,
+    ConfigError,
+    describe_config,
+    load_config,
+    nearest_config,
+    nearest_key,
+    shipped_config,
+)
+from w2v.distributed import launcher
+from w2v.system import console
+from w2v.system.files import naming_file
+from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
+from w2v.system.timeline import Timeline
+from w2v.training import loggers
+
+STDIN = "-"
+LONGEST_NAME = 255  # of a file
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train as the command line says."""
+    if options.help_config:
+        print(describe_config(), end="")
+        return
+    if options.threads:
+        use_cores(options.threads)
+    with Signals() as signals:
+        train(options, signals)
+
+
+def train(options: argparse.Namespace, signals: Signals) -> None:
+    """Load, plan, check, train and export."""
+    timeline = Timeline()
+    # Load: settings and what trains, which takes seconds to import.
+    level = console.level(options.verbose or options.dry_run, options.quiet)
+    with launcher.on_all_ranks():
+        files, assignments = sort_settings(options.settings)
+        config = load_config(files, assignments)
+        if config.corpus.path == STDIN:
+            assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
+            config = load_config(files, assignments)
+        loggers.check(config.run)
+        if not options.resume:
+            from w2v.text.sources import require_source
+
+            require_source(config.corpus.path, config.corpus.data_dir)
+    console.log_to_console(console.ERRORS if launcher.started() else level)
+    console.log.info("start     loading torch")  # seconds
+    # A new text is encoded while torch is imported: 0.5 s less for 45 MB, and 3 s in the first run
+    # of an installation, as numba compiles meanwhile. A thread would wait for the importing one.
+    is_new = not (options.resume or launcher.started() or "torch" in sys.modules)
+    encoding = forked(partial(encode, config, level)) if is_new else contextlib.nullcontext()
+    with timeline.phase("reading"), encoding, timeline.phase("starting"), signals.deferred():
+        if config.train.device != "cpu" and not launcher.started():
+            open_gpu()
+        from w2v.text import open_together
+        from w2v.training import plan, run_folder, trainer
+    ranks = plan.join_ranks(config)
+    console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
+    folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
+    if folder:
+        lock = run_folder.lock(folder, ranks)
+        with ranks.reraise():
+            config = run_folder.resume_config(folder, files, assignments)
+    ranks.require_equal(plan.common_facts(config))
+    timeline.begin("reading")
+    opened = open_together(config, ranks)
+
+    # Plan, and check that it fits.
+    timeline.begin("set-up")
+    with ranks.reraise():
+        planned = plan.make_plan(config, opened, folder, ranks)
+        config = planned.config  # with a value for each `auto`
+        planned.log()
+        planned.budget.check()
+        with planned.budget.explained():
+            loop = plan.build(planned)
+    if options.dry_run:
+        if ranks.size == 1:
+            print(trainer.estimate_time(loop, planned.corpus.raw_words))
+        ranks.leave()
+        return
+
+    # Train and export, in a folder of its own.
+    if folder is None:
+        folder = run_folder.create(config, ranks)
+        lock = run_folder.lock(folder, ranks)
+    console.log.info(f"run       {folder}")
+    log_file = console.log_to_file(folder / "train.log", quiet=ranks.rank > 0)
+    with lock as leads, planned.budget.explained(), naming_file(folder), log_file:
+        job = trainer.Trainer(
+            loop,
+            planned.vocab,
+            planned.corpus.raw_words,
+            folder,
+            held_out=plan.make_heldout(planned),
+            signals=signals,
+            copy_bytes=planned.budget.copies,
+            ranks=ranks,
+            link_rate=plan.measure_link(planned),
+            timeline=timeline,
+            digest=planned.corpus.digest,
+        )
+        with job:
+            # Only now: a checkpoint may refuse the settings, which then must not become the run's.
+            if leads:
+                run_folder.begin(folder, config, describe_environment(planned.machine))
+            job.train()
+            job.export()
+    ranks.leave()
+
+
+def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the config files and the assignments among the arguments.
+
+    What is neither is the text: files and folders, joined by os.pathsep in corpus.path.
+    """
+    files, assignments, texts = [], [], []
+    for entry in entries:
+        path = Path(entry).expanduser()
+        if len(path.name) > LONGEST_NAME:
+            raise ConfigError(f"'{entry[:57]}...' is no file; name a file that holds the text")
+        if (path / "config.yaml").is_file():
+            raise ConfigError(f"{entry} is a run folder; continue it with --resume {entry}")
+        is_config = path.suffix in YAML_SUFFIXES
+        if entry == STDIN or (path.exists() and not is_config):
+            texts.append(entry)
+        elif "=" in entry:
+            assignments.append(entry)
+        elif is_config or shipped_config(entry):
+            files.append(entry)
+        elif not (key := nearest_key(entry)).endswith(f".{entry}"):
+            if near := nearest_config(entry, cutoff=0.75):
+                raise ConfigError(
+                    f"{entry!r} is neither a text nor a config; did you mean {Path(near).stem}?"
+                )
+            texts.append(entry)  # which does not exist, or is the name of a corpus
+        else:
+            raise ConfigError(f"{entry!r} is neither a file nor a setting; write {key}=VALUE")
+    if texts:
+        assignments.insert(0, f"corpus.path={os.pathsep.join(texts)}")
+    return files, assignments
+
+
+def encode(config: Config, level: int) -> None:
+    """Encode the corpus, unless it is cached; leave errors to `train`."""
+    from w2v.text import open_corpus
+
+    console.log_to_console(level)
+    with contextlib.suppress(ValueError, MemoryError, OSError):
+        open_corpus(config)
+
+
+def spool(data_dir: str) -> Path:
+    """Write standard input to a file in `data_dir`, named by its content.
+
+    It stays there, as a resumed run needs the text again.
+    """
+    if launcher.started():
+        raise ConfigError("several ranks cannot share standard input; write the text to a file")
+    if sys.stdin.isatty():
+        print("reading the text from the keyboard; Ctrl-D ends", file=sys.stderr)
+    folder = Path(data_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.blake2b(digest_size=4)
+    with tempfile.TemporaryDirectory(prefix=".stdin-", dir=folder) as temporary:
+        with open(Path(temporary, "text"), "wb") as file:
+            while block := sys.stdin.buffer.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+        return Path(file.name).replace(folder / f"stdin-{digest.hexdigest()}.txt")
+
+
+def use_cores(number: int) -> None:
+    """Let this process, with all its threads, use so many CPU cores."""
+    if number > cores():
+        raise ConfigError(f"--threads {number} is more than the {cores()} cores there are")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])

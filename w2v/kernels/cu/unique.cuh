@@ -1,0 +1,18 @@
+#pragma once
+
+// Unique rows of a table that a batch touches, and their gradients.
+
+// Kernel parameters that make up `TableGrads` of batch.py. index: of each row of the table among
+// the unique ones, or -1. rows: the row of each index. count: number of unique rows.
+#define GRADS(which)                                                                           \
+    int *index_##which, int *rows_##which, float *grads_##which, int *pairs_##which,           \
+        unsigned long long *count_##which
+
+// Add a row to the unique ones unless it is there; it gets the next free index, without sorting.
+__device__ void add_unique(int row, int* index, int* rows, unsigned long long* count) {
+    // -2 marks a row whose index another thread is about to write.
+    if (index[row] != -1 || atomicCAS(index + row, -1, -2) != -1) return;
+    const int next = atomicAdd(count, 1ull);
+    rows[next] = row;
+    index[row] = next;
+}

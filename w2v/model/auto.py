@@ -1,0 +1,177 @@
+"""Settings that suit a text: batch size, learning rate, shared negatives.
+
+They were fitted to sweeps over texts of two domains and many sizes: docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from w2v.config import CONFIGS, Config, ConfigError, OptimizerConfig, load_config
+from w2v.text.vocab import Vocab
+
+LARGEST = 65_536  # centers of a step; with more, a GPU gains little
+REPEATS = 32  # how often a batch has the word of one of its centers, at most
+STEPS = 700  # optimizer steps of a run
+SGD_STEPS = 10_000  # of SGD, whose steps are as long as the sum of a row's gradients
+# Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
+RATES = {
+    "AdamW": 0.075,
+    "Adam": 0.1,
+    "Adamax": 0.24,
+    "RMSprop": 0.042,
+    "SGD": 0.05,
+    "Adagrad": 0.3,
+    "Adadelta": 1.0,
+    "NAdam": 0.05,
+    "RAdam": 0.05,
+    "ASGD": 0.05,
+    "Rprop": 0.0006,
+}
+SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
+CENTERS = 80  # of the median word in a run
+DIM = 128  # of the vectors
+STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
+# Powers with which a rate falls as its cause grows.
+FALL_WITH_CENTERS = 0.55
+FALL_WITH_DIM = 0.4
+FALL_WITH_STEPS = 0.25
+HIGHEST = 2.0  # times that a rate is raised, at most
+SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
+SHARED_STEPS = 8  # steps that share a pool
+
+
+class Use(NamedTuple):
+    """How a run uses its text, in the mean.
+
+    centers: of all epochs; median: those of the median word; repeat: the probability that two
+    centers are the same word.
+    """
+
+    centers: float
+    median: float
+    repeat: float
+
+    @classmethod
+    def of(cls, config: Config, vocab: Vocab) -> Use:
+        """Return the use of a vocabulary, after subsampling."""
+        kept_V = vocab.counts * vocab.keep_probabilities(config.model.sample)
+        kept = float(kept_V.sum())
+        repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
+        epochs = config.train.epochs
+        return cls(kept * epochs, float(np.median(kept_V)) * epochs, repeat)
+
+
+class Choice(NamedTuple):
+    """A config without `auto`, and what was chosen: by key, why."""
+
+    config: Config
+    reasons: dict[str, str]
+
+
+def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
+    """Choose batch size and the optimizer's settings, where they are `auto`.
+
+    Args:
+        config: The settings.
+        vocab: The words of the text.
+        kernels: As in the plan; if "sequential", each center is a step of its own.
+
+    Raises:
+        ConfigError: The learning rate is auto, and the optimizer has none.
+    """
+    use = Use.of(config, vocab)
+    sequential = kernels == "sequential"
+    train, optimizer, reasons = config.train, config.optimizer, {}
+    if not train.batch_size:
+        size = batch_size(optimizer.name, use, sequential)
+        train = replace(train, batch_size=size)
+        about = f"{size:,} centers, {max(1, use.centers / size):,.0f} steps"
+        times = size * use.repeat
+        reasons["train.batch_size"] = f"{about}; a step has a word about {times:.1f} times"
+    if not optimizer.lr:
+        optimizer = optimizer if sequential else shipped(optimizer)
+        steps = None if sequential else use.centers / train.batch_size
+        lr = learning_rate(optimizer, use, config.model.vector_size, steps)
+        optimizer = replace(optimizer, lr=lr)
+        reasons["optimizer.lr"] = f"{lr:g}, as the median word is {use.median:,.0f} times a center"
+    if optimizer.step == "auto":
+        # Plain torch is slow at it, and rows of 16 bits cannot count so far.
+        counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")
+        optimizer = replace(optimizer, step="row" if counted else "table")
+    if optimizer.occurrence_cap < 0 and sequential:
+        optimizer = replace(optimizer, occurrence_cap=0)
+    elif optimizer.occurrence_cap < 0:
+        cap = max(1, int(STABLE / optimizer.lr))
+        optimizer = replace(optimizer, occurrence_cap=cap)
+        reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE}"
+    return Choice(replace(config, train=train, optimizer=optimizer), reasons)
+
+
+def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Return an optimizer without arguments with those that its rate is for."""
+    file = CONFIGS / "optimizers" / f"{optimizer.name.lower()}.yaml"
+    if optimizer.args or not file.exists():
+        return optimizer
+    ours = load_config([file]).optimizer
+    return replace(
+        optimizer,
+        args=ours.args,
+        step=ours.step,
+        occurrence_cap=optimizer.occurrence_cap or ours.occurrence_cap,
+        warmup=optimizer.warmup or ours.warmup,
+    )
+
+
+def batch_size(name: str, use: Use, sequential: bool = False) -> int:
+    """Return the centers of a step for an optimizer, a power of two.
+
+    There are enough steps for rare words to move, in batches of at most LARGEST. A batch has the
+    same word at most about REPEATS times: its gradients are taken at one point, where a step for
+    each would see what the others have done.
+    """
+    steps = SGD_STEPS if name in SUMMED and not sequential else STEPS
+    once = REPEATS / use.repeat if use.repeat and not sequential else math.inf
+    size = min(use.centers / steps, once, LARGEST)
+    return 2 ** max(0, round(math.log2(max(size, 1))))
+
+
+def learning_rate(
+    optimizer: OptimizerConfig, use: Use, dim: int, steps: float | None = None
+) -> float:
+    """Return the peak learning rate of an optimizer.
+
+    It falls with what adds up: the centers of the median word, the dimensions of a dot product, and
+    the steps, where each is about as long as the rate. `steps` is None for a step per center.
+    """
+    name = optimizer.name
+    if name not in RATES:
+        raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
+    factor = (CENTERS / max(use.median, 1.0)) ** FALL_WITH_CENTERS
+    factor *= (DIM / dim) ** FALL_WITH_DIM
+    if steps and name not in SUMMED:
+        factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
+    rate = RATES[name] * min(factor, HIGHEST)
+    if optimizer.occurrence_cap > 0 and name in SUMMED:
+        rate = min(rate, STABLE / optimizer.occurrence_cap)
+    return float(f"{rate:.2g}")
+
+
+def share_negatives(config: Config, is_paged: bool) -> Choice:
+    """Choose the pool of negatives, where it is `auto`.
+
+    Negatives are most of the rows of a step. Shared by several steps, they cross the link once.
+    """
+    model = config.model
+    if model.negative_pool >= 0:
+        return Choice(config, {})
+    if not is_paged:
+        return Choice(replace(config, model=replace(model, negative_pool=0)), {})
+    steps = model.negative_pool_steps if model.negative_pool_steps > 1 else SHARED_STEPS
+    model = replace(model, negative_pool=SHARED_POOL, negative_pool_steps=steps)
+    why = f"{SHARED_POOL:,} negatives shared by {steps} steps, as rows are paged"
+    return Choice(replace(config, model=model), {"model.negative_pool": why})

@@ -1,0 +1,489 @@
+"""Write an HTML page about runs: scores, curves, phases, words, a map.
+
+The page is one file and loads nothing. What comes from a run, words above all, is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from w2v.system.files import atomic_write
+from w2v.vectors import load, plots, query, runs
+from w2v.vectors.datasets import PAIR_SETS
+from w2v.vectors.runs import Run
+
+if TYPE_CHECKING:
+    from gensim.models import KeyedVectors
+
+Runs = Mapping[str, Run]  # by the name that is shown
+COLORS = 8  # classes c0 to c7 of the style sheet
+MAP_WORDS = 500  # the most frequent ones
+ASKED = 8  # words whose neighbours are shown
+NEAR = 8  # neighbours of each word
+SETTINGS = {  # shown for each run, beside those that differ
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "lr",
+    "train.batch_size": "batch",
+    "train.epochs": "epochs",
+    "train.seed": "seed",
+}
+HEIGHT, WIDTH, LEFT = 180, 320, 44  # of a panel of curves, and of its left margin
+
+
+def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
+    """Write the page and return its path.
+
+    Args:
+        paths: Run folders, folders of run folders, or "latest"; runs may be unfinished.
+        to: The file, or a folder for report.html; by default in the run folder, or beside
+            several runs in the folder "pictures".
+    """
+    folders = runs.find_all(paths, "metrics.jsonl")
+    names = [folder.name for folder in folders]
+    labels = names if len(set(names)) == len(names) else map(str, folders)
+    shown = {label: runs.read(folder) for label, folder in zip(labels, folders, strict=True)}
+    maps: list[dict[str, Any]] = []
+    nearest: dict[str, list[str]] = {}  # asked word -> a cell for each run with vectors
+    for label, run in shown.items():
+        if (run.folder / "vectors.kv").exists():
+            kv = load.load(run.folder)
+            nearest = nearest or {word: [] for word in _telling(kv.index_to_key)}
+            for word, cells in nearest.items():
+                cells.append(_neighbours(kv, word))
+            maps.append(_map(label, kv))
+    header = ["", *(_text(entry["name"]) for entry in maps)]
+    rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
+    corpora = sorted({str(run.config["corpus"]["path"]) for run in shown.values()})
+    page = PAGE.substitute(
+        title=_text(f"Word vectors of {', '.join(corpora)}"),
+        runs=_runs(shown),
+        scores=_scores(shown),
+        curves=_curves(shown),
+        phases=_phases(shown),
+        vectors=VECTORS.substitute(nearest=_table(header, rows)) if maps else "",
+        # A "<" could end the script element.
+        data=json.dumps(maps, separators=(",", ":")).replace("<", "\\u003c"),
+        style=STYLE,
+        script=SCRIPT,
+    )
+    file = runs.picture_path(folders, "report.html", to)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, page)
+    return file
+
+
+def _runs(shown: Runs) -> str:
+    """Return a table of the runs: settings, losses and speed."""
+    settings = [run.settings for run in shown.values()]
+    differing = [
+        key
+        for key in settings[0]
+        if len({json.dumps(each.get(key)) for each in settings}) > 1 and not key.startswith("run.")
+    ]
+    keys = list(dict.fromkeys([*SETTINGS, *differing]))
+    titles = [SETTINGS.get(key, key) for key in keys]
+    body, details = [], ""
+    for header, run in zip(_headers(shown), shown.values(), strict=True):
+        values = [run.settings.get(key, "") for key in keys]
+        values += [_short(run.scores.get(name)) for name in ("loss", "held_out_loss", "seconds")]
+        seconds = run.scores.get("seconds")
+        values.append(_short(run.scores["words"] / seconds) if seconds else "not finished")
+        body.append([header, *map(_text, values)])
+        # The hardware and all settings, folded.
+        environment = run.folder / "env.txt"
+        lines = [environment.read_text(encoding="utf-8")] if environment.exists() else []
+        lines += [f"{key}={value}" for key, value in run.settings.items()]
+        summary = f"settings of {_text(run.folder.name)}"
+        details += _folded(summary, f"<pre>{_text(chr(10).join(lines))}</pre>")
+    figures = ["loss", "held-out loss", "seconds", "words/s"]
+    return _table(["run", *titles, *figures], body) + details
+
+
+def _scores(shown: Runs) -> str:
+    """Return tables of all scores, with a column for each run."""
+    scores = [run.scores for run in shown.values()]
+    if not any("analogies" in each for each in scores):
+        return "<p>No run has been scored yet.</p>"
+    analogies = [each.get("analogies", {}) for each in scores]
+    rows = [
+        [f"analogies, {part}", *(_share(each.get(part)) for each in analogies)]
+        for part in ("total", "semantic", "syntactic")
+    ]
+    pairs = [each.get("similarity", {}) for each in scores]
+    for name in dict.fromkeys(name for each in pairs for name in each):
+        title = PAIR_SETS[name][0] if name in PAIR_SETS else name
+        rows.append([_text(title), *(_spearman(each.get(name)) for each in pairs)])
+    sections = [{part["name"]: part for part in each.get("sections", [])} for each in analogies]
+    parts = [
+        [_text(name), *(_share(each.get(name)) for each in sections)]
+        for name in dict.fromkeys(name for each in sections for name in each)
+    ]
+    header = ["", *_headers(shown)]
+    return _table(header, rows) + _folded("sections of analogies", _table(header, parts))
+
+
+def _share(score: dict[str, Any] | None) -> str:
+    if not score or not score["counted"]:
+        return "-"
+    return f"{score['accuracy']:.1%} <small>of {score['counted']:,}</small>"
+
+
+def _spearman(score: dict[str, Any] | None) -> str:
+    if not score or score["spearman"] is None:
+        return "-"
+    return f"{score['spearman']:.3f} <small>of {score['pairs']:,} pairs</small>"
+
+
+def _curves(shown: Runs) -> str:
+    """Return a drawing of each metric that a run has."""
+    panels = ""
+    for metric, title, x in plots.PANELS:
+        curves = {
+            label: [point for point in run.curve(metric, x) if math.isfinite(point[1])]
+            for label, run in shown.items()
+        }
+        if any(curves.values()):
+            panels += _panel(f"{title}, by {plots.X_TITLES[x]}", curves)
+    legend = "".join(f"<li>{header}</li>" for header in _headers(shown))
+    return f'<ul class="legend">{legend}</ul><div class="panels">{panels}</div>'
+
+
+def _panel(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return curves as an SVG element, with ticks at round numbers."""
+    points = np.array([point for curve in curves.values() for point in curve], float)
+    (x0, y0), (x1, y1) = points.min(0), points.max(0)
+    x_ticks, y_ticks = _ticks(min(x0, 0), x1), _ticks(y0, y1)
+    x0, x1 = x_ticks[0], x_ticks[-1]
+    y0, y1 = y_ticks[0], y_ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (WIDTH - LEFT - 12) * (x - x0) / (x1 - x0)
+        return round(across, 1), round(HEIGHT - 24 - (HEIGHT - 34) * (y - y0) / (y1 - y0), 1)
+
+    parts = []
+    for tick in y_ticks:
+        _, y = place(x0, tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{WIDTH - 12}"/>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{_short(tick)}</text>')
+    for tick in x_ticks:
+        x, _ = place(tick, y0)
+        parts.append(f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_short(tick)}</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        if curve:
+            places = [place(*point) for point in curve]
+            line = " ".join(f"{x},{y}" for x, y in places)
+            dots = "".join(f'<circle cx="{x}" cy="{y}" r="2"/>' for x, y in places)
+            drawn = f'<title>{_text(name)}</title><polyline points="{line}"/>{dots}'
+            parts.append(f'<g class="c{number % COLORS}">{drawn}</g>')
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{_text(title)}</figcaption>{drawing}</figure>"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return two to seven round numbers that enclose both."""
+    spread = (high - low) or abs(high) or 1.0
+    step = 10 ** math.floor(math.log10(spread / 2))
+    step *= next(factor for factor in (1, 2, 5, 10) if spread / (step * factor) <= 5)
+    first = math.floor(low / step)
+    last = max(math.ceil(high / step), first + 1)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _short(number: float | None) -> str:
+    """Return a number with a suffix for thousands, millions or billions."""
+    if number is None:
+        return "-"
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{suffix}"
+    return f"{number:.4g}"
+
+
+def _phases(shown: Runs) -> str:
+    """Return a bar of phases for each run that has recorded them."""
+    taken = {
+        label: {line["phase"]: line["seconds"] for line in run.metrics if "phase" in line}
+        for label, run in shown.items()
+    }
+    totals = {label: sum(phases.values()) for label, phases in taken.items()}
+    longest = max(totals.values())
+    if not longest:
+        return ""
+    colors = {
+        phase: _swatch(number)
+        for number, phase in enumerate(
+            dict.fromkeys(p for phases in taken.values() for p in phases)
+        )
+    }
+    bars = ""
+    for label, phases in taken.items():
+        pieces = "".join(
+            colors[phase].replace(">", f' style="width: {100 * seconds / longest:.2f}%">', 1)
+            for phase, seconds in phases.items()
+        )
+        bars += f'<p>{_text(label)}: {totals[label]:.1f} s</p><div class="bar">{pieces}</div>'
+    rows = [
+        [color + _text(phase), *(f"{phases.get(phase, 0):.2f} s" for phases in taken.values())]
+        for phase, color in colors.items()
+    ]
+    return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
+
+
+def _telling(words: Sequence[str]) -> list[str]:
+    """Return some frequent words, but not the hundred most frequent."""
+    words = [word for word in words[100:3000] if len(word) > 3] or list(words)
+    return words[:: max(1, len(words) // ASKED)][:ASKED]
+
+
+def _neighbours(kv: KeyedVectors, word: str) -> str:
+    if word not in kv:
+        return "-"
+    return _text(", ".join(near for near, _ in query.combination(kv, [word], NEAR)))
+
+
+def _map(name: str, kv: KeyedVectors) -> dict[str, Any]:
+    """Return words, places from 0 to 1, groups and neighbours for the map."""
+    vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
+    places_N2 = plots.project(vectors_ND, "tsne")
+    low_2 = places_N2.min(0)
+    places_N2 = (places_N2 - low_2) / np.maximum(places_N2.max(0) - low_2, 1e-9)
+    unit_ND = plots.normalize(vectors_ND)
+    near_NK = np.argsort(-(unit_ND @ unit_ND.T), axis=1)[:, 1 : NEAR + 1]
+    return {
+        "name": name,
+        "words": kv.index_to_key[:MAP_WORDS],
+        "places": places_N2.round(4).tolist(),
+        "groups": plots.groups(vectors_ND).tolist(),
+        "near": near_NK.tolist(),
+    }
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return cells of HTML as a table that scrolls by itself."""
+    head = "".join(f"<th>{cell}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{summary}</summary>{content}</details>"
+
+
+def _headers(shown: Runs) -> list[str]:
+    """Return the name of each run, with its color."""
+    return [_swatch(number) + _text(label) for number, label in enumerate(shown)]
+
+
+def _swatch(number: int) -> str:
+    return f'<i class="b{number % COLORS}"></i>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1f2328; --faint: #57606a; --line: #d0d7de }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0d1117; --text: #e6edf3; --faint: #9198a1; --line: #30363d } }
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--page); color: var(--text);
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem }
+.wide { overflow-x: auto } table { border-collapse: collapse; overflow-wrap: normal }
+th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top; min-width: 4rem }
+td:first-child { min-width: 7rem }
+small, text, figcaption, summary { color: var(--faint); fill: var(--faint) }
+pre { overflow-x: auto; font-size: .8rem }
+figure { margin: 0 } svg { width: 100%; display: block } svg text { font-size: 11px }
+.panels { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
+.grid { stroke: var(--line) } polyline { fill: none; stroke: currentColor; stroke-width: 1.5 }
+circle { fill: currentColor }
+.legend { padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: 0 1rem }
+i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px }
+.bar { display: flex } .bar i { height: 1.2rem; margin: 0; border-radius: 0 }
+form { display: flex; flex-wrap: wrap; gap: .5rem; margin-bottom: .5rem }
+input, select, button { font: inherit; max-width: 100% } input { flex: 1 1 10rem; min-width: 0 }
+canvas { width: 100%; height: min(70vh, 40rem); border: 1px solid var(--line); touch-action: none;
+  cursor: grab; display: block }
+""" + "\n".join(
+    f".c{number} {{ color: {color} }} .b{number} {{ background: {color} }}"
+    for number, color in enumerate(plots.COLORS[:COLORS])
+)
+
+VECTORS = Template("""<h2>Nearest words</h2>$nearest
+<h2>Map of the most frequent words</h2>
+<form id="form"><select id="run" aria-label="run"></select>
+<input id="find" type="search" placeholder="find a word" aria-label="find a word" list="words">
+<datalist id="words"></datalist>
+<button type="button" id="in" aria-label="zoom in">+</button>
+<button type="button" id="out" aria-label="zoom out">&minus;</button>
+<button type="button" id="all">all</button></form>
+<canvas id="map"></canvas><p id="near" aria-live="polite">Drag to move, scroll or pinch to zoom,
+choose a word to see the nearest ones on the map. Colors are groups found by k-means.</p>""")
+
+SCRIPT = r"""
+"use strict";
+const get = (id) => document.getElementById(id);
+const maps = JSON.parse(get("data").textContent);
+if (maps.length) {
+  const canvas = get("map"), pen = canvas.getContext("2d");
+  const colors = [...Array(COLORS).keys()].map((n) => {
+    const probe = document.body.appendChild(document.createElement("i"));
+    probe.className = "c" + n;
+    const color = getComputedStyle(probe).color;
+    probe.remove();
+    return color;
+  });
+  let map, zoom, left, top, chosen, moved;
+  const pointers = new Map();
+  const at = (n) => [(map.places[n][0] * zoom + left) * canvas.clientWidth,
+                     (map.places[n][1] * zoom + top) * canvas.clientHeight];
+
+  function draw() {
+    const ratio = window.devicePixelRatio || 1;
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    canvas.width = width * ratio;
+    canvas.height = height * ratio;
+    pen.scale(ratio, ratio);
+    pen.font = "13px system-ui, sans-serif";
+    const style = getComputedStyle(document.body), taken = [];
+    const near = chosen < 0 ? [] : map.near[chosen];
+    // The chosen word first, then its neighbours, then the most frequent: first come, first named.
+    const order = chosen < 0 ? [] : [chosen, ...near];
+    for (let n = 0; n < map.words.length; n++) if (!order.includes(n)) order.push(n);
+    order.forEach((n, rank) => {
+      const [x, y] = at(n);
+      if (x < -99 || y < -9 || x > width || y > height + 9) return;
+      const first = chosen >= 0 && rank <= near.length;
+      pen.fillStyle = colors[map.groups[n] % colors.length];
+      pen.globalAlpha = chosen < 0 || first ? 1 : 0.35;
+      pen.beginPath();
+      pen.arc(x, y, n === chosen ? 6 : 3, 0, 7);
+      pen.fill();
+      const box = [x + 5, y - 8, x + 8 + pen.measureText(map.words[n]).width, y + 8];
+      const covers = (b) => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3];
+      if (taken.some(covers)) return;
+      taken.push(box);
+      pen.fillStyle = style.color;
+      pen.fillText(map.words[n], x + 5, y + 4);
+    });
+  }
+  function zoomAt(factor, x = 0.5, y = 0.5) {
+    factor = Math.min(Math.max(zoom * factor, 0.5), 60) / zoom;
+    zoom *= factor;
+    left = x - (x - left) * factor;
+    top = y - (y - top) * factor;
+    draw();
+  }
+  function all() { zoom = 0.86; left = 0.04; top = 0.07; draw(); }
+  function choose(n, go) {
+    chosen = n;
+    if (n >= 0) {
+      const said = get("near");
+      said.textContent = "Nearest to " + map.words[n] + ": ";
+      for (const other of map.near[n]) {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.textContent = map.words[other];
+        button.onclick = () => choose(other, true);
+        said.append(button, " ");
+      }
+      if (go) {
+        zoom = Math.max(zoom, 3);
+        left = 0.5 - map.places[n][0] * zoom;
+        top = 0.5 - map.places[n][1] * zoom;
+      }
+    }
+    draw();
+  }
+  function show(number) {
+    map = maps[number];
+    chosen = -1;
+    get("words").replaceChildren(...map.words.map((word) => new Option(word, word)));
+    all();
+  }
+  const place = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+  };
+  canvas.onpointerdown = (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    pointers.set(event.pointerId, place(event));
+    moved = pointers.size > 1 ? 1 : 0;
+  };
+  canvas.onpointermove = (event) => {
+    const before = pointers.get(event.pointerId);
+    if (!before) return;
+    const now = place(event);
+    const other = [...pointers].find(([id]) => id !== event.pointerId);
+    pointers.set(event.pointerId, now);
+    moved += Math.hypot(now[0] - before[0], now[1] - before[1]);
+    if (other) {
+      const away = (point) => Math.hypot(point[0] - other[1][0], point[1] - other[1][1]) + 1e-6;
+      zoomAt(away(now) / away(before), other[1][0], other[1][1]);
+    } else {
+      left += now[0] - before[0];
+      top += now[1] - before[1];
+      draw();
+    }
+  };
+  canvas.onpointerup = canvas.onpointercancel = (event) => {
+    pointers.delete(event.pointerId);
+    if (event.type !== "pointerup" || moved > 0.01) return;
+    const box = canvas.getBoundingClientRect();
+    const distance = (n) => Math.hypot(at(n)[0] - event.clientX + box.left,
+                                       at(n)[1] - event.clientY + box.top);
+    let best = 0;
+    for (let n = 1; n < map.words.length; n++) if (distance(n) < distance(best)) best = n;
+    choose(distance(best) < 30 ? best : -1, false);
+  };
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    zoomAt(Math.exp(-event.deltaY / 400), ...place(event));
+  }, { passive: false });
+  get("find").oninput = (event) => {
+    const asked = event.target.value.trim().toLowerCase();
+    const words = map.words.map((word) => word.toLowerCase());
+    const exact = words.indexOf(asked);
+    const found = exact >= 0 ? exact : words.findIndex((word) => asked && word.startsWith(asked));
+    if (asked && found < 0) get("near").textContent = "Not among the words on the map.";
+    choose(found, true);
+  };
+  get("form").onsubmit = (event) => event.preventDefault();
+  get("run").replaceChildren(...maps.map((one, number) => new Option(one.name, number)));
+  get("run").hidden = maps.length === 1;
+  get("run").onchange = (event) => show(+event.target.value);
+  get("in").onclick = () => zoomAt(1.5);
+  get("out").onclick = () => zoomAt(1 / 1.5);
+  get("all").onclick = () => { chosen = -1; all(); };
+  window.addEventListener("resize", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  show(0);
+}
+""".replace("COLORS", str(COLORS))
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>$style</style></head><body>
+<h1>$title</h1>
+$runs
+<h2>Scores</h2>$scores
+<h2>Curves</h2>$curves
+$phases
+$vectors
+<script type="application/json" id="data">$data</script>
+<script>$script</script>
+</body></html>
+""")

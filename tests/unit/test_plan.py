@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from w2v.config import ConfigError, load_config
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
+from w2v.model.sampler import Sampler
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
-from w2v.training.plan import choose_device, choose_engine, choose_kernels, make_plan
+from w2v.training.plan import choose_device, choose_engine, choose_kernels, make_kernels, make_plan
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import Link
@@ -250,6 +252,32 @@ def test_pages_have_as_many_steps_as_there_is_room_for():
     three = configured("transfer.steps_per_page=3").transfer
     wanted = replace(paged.config, transfer=three)
     assert {replace(paged, slots=number, config=wanted).paging.steps for number in slots} == {3}
+
+
+@pytest.mark.parametrize("settings", [["optimizer.lr=0.1"], [], ["transfer.steps_per_page=2"]])
+def test_batch_too_large_for_the_cache_is_made_smaller(settings, monkeypatch, caplog):
+    monkeypatch.setattr(Machine, "here", lambda ranks: WITH_GPU)
+    settings = [*settings, "vocab.min_count=1", "transfer.engine=staged", "train.batch_size=4096"]
+    text = zipf_text(20_000, 800_000)
+    most, tenth = (
+        make_plan(configured(*settings, f"transfer.gpu_bytes={share}"), text)
+        for share in ("80%", "10%")
+    )
+    assert most.config.train.batch_size == 4096 > tenth.config.train.batch_size
+    [warning] = caplog.messages
+    assert f"batch of 4,096: using train.batch_size={tenth.config.train.batch_size}" in warning
+    # The first pages fit; a batch twice as large has more rows.
+    on_cpu = replace(tenth, device=CPU, kernels="cpu")
+    kernels, config = make_kernels(on_cpu), on_cpu.config
+    draws = {"subsample": kernels.subsample, "draw": kernels.draw}
+    sampler = Sampler(on_cpu.text, config.model, config.train.batch_size, 1, CPU, **draws)
+    marks_TV = torch.zeros(2, 20_000, dtype=torch.bool)
+    rows = []
+    steps = max(1, config.transfer.steps_per_page)
+    for batch in islice(sampler.epoch(), 2 * steps):
+        kernels.mark(batch, marks_TV)
+        rows.append(int(marks_TV.sum()))
+    assert rows[steps - 1] <= tenth.slots < rows[-1]
 
 
 def test_lookahead_where_rows_are_paged():

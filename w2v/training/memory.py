@@ -52,6 +52,7 @@ SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache i
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take this part of pinned tables
 UNUSED_PART = 256  # the allocator leaves this part of the cache unused
+FILLED = 15 / 16  # share of the cache for the expected rows of a page; some have more
 PAGES = 3  # whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
@@ -226,7 +227,7 @@ class Job:
         step = 0
         if self.kernels == "cpu":
             share = -(-centers // self.threads)
-            touched = self._touched(share, share * self.negative)
+            touched = self.touched(share)
             stay += self.threads * (8 * self.rows + gradient * sum(touched))
             if not self.has_formula:  # gradients of all threads are joined
                 step += 4 * dim * self.threads * max(touched)
@@ -236,11 +237,12 @@ class Job:
             step += 8 * centers * (2 * self.window + 1 + self.negative) * dim
         if self.kernels == "reference" or not self.has_formula:
             # torch steps copies of a table's rows.
-            step += max(self._touched(centers, drawn)) * (4 * dim + 3 * self.record_bytes)
+            step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
         return stay + max(drawing, step)
 
-    def _touched(self, centers: int, drawn: int) -> tuple[int, int]:
-        """Return the expected unique rows of both tables that so many draws touch."""
+    def touched(self, centers: int) -> tuple[int, int]:
+        """Return the expected unique rows of both tables for so many centers."""
+        drawn = centers * self.negative
         step = -(-self.words // SAMPLED)
         counts_V = self.counts_V[: self.words : step].astype(np.float64)
 
@@ -304,6 +306,17 @@ def cache_rows(job: Job, free_gpu_bytes: int) -> int:
         left = free_gpu_bytes - sum(needs.values()) + needs["cache"]
         capacity = left // job.slot_bytes
     return max(0, min(2 * job.rows, capacity))
+
+
+def fitting_batch_size(job: Job, slots: int, steps: int = 1) -> int:
+    """Return the batch size, halved until a page fits into the cache.
+
+    `slots` is the capacity of the cache on all ranks, `steps` the batches of a page.
+    """
+    size = job.batch_size
+    while size > 1 and sum(job.touched(steps * size)) > FILLED * slots:
+        size //= 2
+    return size
 
 
 @dataclass(frozen=True)

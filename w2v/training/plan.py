@@ -39,7 +39,7 @@ from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_together
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows
+from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows, fitting_batch_size
 from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
@@ -261,6 +261,7 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
     if kernels != "sequential" and config.train.batch_size:
         warn_of_few_steps(config, vocab)
+    given = config
     config, chosen = auto.choose(config, vocab, kernels)
     optimizer = RowOptimizer(config.optimizer)
     warn_of_small_eps(config, optimizer)
@@ -285,6 +286,17 @@ def make_plan(
     slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
     is_paged = engine in LINKS and slots < 2 * ranks.shard_rows(len(vocab.words))
     config, shared = auto.share_negatives(config, is_paged)
+    if is_paged and slots:
+        size, steps = config.train.batch_size, max(1, config.transfer.steps_per_page)
+        shared_job = replace(budget.job, pool=config.model.negative_pool)
+        fits = fitting_batch_size(shared_job, ranks.size * slots, steps)
+        if fits < size:
+            log.warning(
+                f"transfer.gpu_bytes has room for {slots:,} rows, too few for a batch of {size:,}: "
+                f"using train.batch_size={fits}"
+            )
+            smaller = replace(given, train=replace(given.train, batch_size=fits))
+            return make_plan(smaller, (vocab, corpus), run, ranks)
     return Plan(
         config=config,
         machine=machine,

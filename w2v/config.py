@@ -100,6 +100,12 @@ class CorpusConfig(Section):
         "the text is raw).",
     )
     lowercase: bool = key(False, "Convert the text to lower case.")
+    phrases: int = key(
+        0, "Passes that join frequent pairs of words, such as new_york (0: none).", at_least=0
+    )
+    phrases_threshold: float = key(
+        10.0, "Score that joins a pair, as in gensim's Phrases; higher joins fewer.", above=0
+    )
     max_sentence_length: int = key(10_000, "Words after which a long line is split.", at_least=2)
     data_dir: str = key("data", "Folder of downloaded corpora and of the cache of encoded ones.")
 

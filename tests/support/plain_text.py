@@ -53,3 +53,13 @@ def encode(sentences, vocab):
 def blocks(sentences):
     """Return single letters, a to z, as `Corpus.write` takes them."""
     return encode_sentences(sentences, {chr(97 + i): i for i in range(26)})
+
+
+def joined(blocks):
+    """Return the sentences of encoded blocks, and the words read."""
+    blocks = list(blocks)
+    ids = np.concatenate([block.ids for block in blocks])
+    ends = np.cumsum(np.concatenate([block.lengths for block in blocks]))
+    sentences = [part.tolist() for part in np.split(ids, ends)]
+    assert sentences.pop() == []
+    return sentences, sum(block.raw_words for block in blocks)

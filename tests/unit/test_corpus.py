@@ -1,5 +1,6 @@
 """Ids on disk, and the cache of corpora."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
 def test_another_format_is_refused(tmp_path, monkeypatch):
     Corpus.write(tmp_path / "ids", blocks([["a", "b"]]))
     monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
-    with pytest.raises(CorpusError, match=r"is damaged \(format 2 instead of 3"):
+    with pytest.raises(CorpusError, match=r"is damaged \(format 3 instead of 4"):
         Corpus.open(tmp_path / "ids")
 
 
@@ -81,6 +82,46 @@ def test_a_text_is_encoded_once_for_the_same_settings(configured, monkeypatch):
     assert open_corpus(configured("vocab.max_final_vocab=2"))[0].words == ["b", "a"]
     sentences = open_corpus(configured("corpus.max_sentence_length=2"))[1].offsets
     assert sentences.tolist() == list(range(0, 31, 2))
+
+
+def test_a_text_that_changes_is_read_again(configured, tmp_path):
+    path = tmp_path / "text"
+    content = path.read_text()
+    first = open_corpus(configured())[1]
+    times = path.stat()
+    path.write_text(content.replace("c", "d"))  # as long, and with the same time
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    vocab, changed = open_corpus(configured())
+    assert vocab.words == ["b", "a", "d"] and np.array_equal(changed.ids, first.ids)
+    assert len(list((tmp_path / "data" / "cache").iterdir())) == 1  # the old ids are gone
+    replaced = tmp_path / "replaced"
+    replaced.write_text(content)
+    os.utime(replaced, ns=(times.st_atime_ns, times.st_mtime_ns))
+    replaced.replace(path)
+    assert open_corpus(configured())[0].words == ["b", "a", "c"]
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(configured, tmp_path, monkeypatch):
+    write = Corpus.write
+
+    def slow(*arguments):
+        (tmp_path / "text").write_text("b a b a\n")
+        return write(*arguments)
+
+    monkeypatch.setattr(Corpus, "write", slow)
+    with pytest.raises(CorpusError, match=r"corpus.path=.*text changed while it was read"):
+        open_corpus(configured())
+    assert not list((tmp_path / "data" / "cache").iterdir())
+
+
+def test_checksums_are_compared_once(configured, monkeypatch):
+    config = configured()
+    expected = open_corpus(config)[1]
+    monkeypatch.setattr(corpus, "checksums", None)  # would fail if called
+    found = open_corpus(config, checked=True)[1]
+    assert np.array_equal(found.ids, expected.ids) and found.digest == expected.digest
+    with pytest.raises(TypeError):
+        open_corpus(config)
 
 
 def test_raw_text_is_split_into_words(configured, tmp_path):

@@ -28,17 +28,8 @@ def read(files, folder, workers=2, **settings):
     limits = {name: settings.pop(name) for name in LIMITS if name in settings}
     reading = CorpusConfig(**settings)
     limits = VocabConfig(**{"min_count": 1} | limits)
-    vocab, blocks = encode.encode_files(files, reading, limits, workers, folder)
-    return vocab, *joined(blocks)
-
-
-def joined(blocks):
-    blocks = list(blocks)
-    ids = np.concatenate([block.ids for block in blocks])
-    ends = np.cumsum(np.concatenate([block.lengths for block in blocks]))
-    sentences = [part.tolist() for part in np.split(ids, ends)]
-    assert sentences.pop() == []
-    return sentences, sum(block.raw_words for block in blocks)
+    vocab, blocks, _ = encode.encode_files(files, reading, limits, workers, folder)
+    return vocab, *plain_text.joined(blocks)
 
 
 def check_against_plain(files, folder, workers, how, **limits):
@@ -196,7 +187,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 def test_sentences_in_memory_are_encoded(sentences, at_once):
     index = {"a": 0, "b": 1, "c": 2}
     with mock.patch.object(encode, "SENTENCES_AT_ONCE", at_once):
-        found, raw_words = joined(encode.encode_sentences(map(iter, sentences), index))
+        found, raw_words = plain_text.joined(encode.encode_sentences(map(iter, sentences), index))
     known = [[index[word] for word in sentence if word in index] for sentence in sentences]
     assert found == [ids for ids in known if len(ids) > 1]
     assert raw_words == sum(map(len, sentences))

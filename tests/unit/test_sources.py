@@ -7,8 +7,11 @@ import hashlib
 import logging
 import lzma
 import os
+import shutil
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,7 +20,7 @@ import pytest
 from tests.support.plain_text import read_sentences
 from w2v.config import CorpusConfig
 from w2v.text import sources
-from w2v.text.sources import CorpusError, content_key, locate, opened, tokenize_mode
+from w2v.text.sources import CorpusError, locate, opened, stamp, tokenize_mode, wait_for_clock
 
 
 def zst(data: bytes) -> bytes:
@@ -204,52 +207,48 @@ def test_the_default_corpus_needs_no_network(tmp_path):
     assert articles[0][:5] == ["anarchism", "is", "political", "philosophy", "that"]
 
 
-def test_content_key_depends_on_content_order_and_settings(tmp_path):
-    for name, data in {"a": b"xy", "b": b"z", "c": b"x", "d": b"yz", "same": b"xy"}.items():
-        (tmp_path / name).write_bytes(data)
-
-    def key(*names, **settings):
-        return content_key([tmp_path / name for name in names], tmp_path, **settings)
-
-    first = key("a", "b", min_count=5, lowercase=False)
-    assert first == key("same", "b", lowercase=False, min_count=5)
-    assert len(first) == 32 and int(first, 16)
-    others = [key(*names, min_count=5, lowercase=False) for names in ["ba", "cd", "a"]]
-    others.append(key("a", "b", min_count=4, lowercase=False))
-    assert len({first, *others}) == 5
-
-
-def test_all_pieces_of_a_file_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 10)
-    keys = set()
-    for place in (0, 9, 10, 25, 29):
-        data = bytearray(30)
-        data[place] = 1
-        (tmp_path / "text").write_bytes(data)
-        keys.add(content_key([tmp_path / "text"], tmp_path))
-    assert len(keys) == 5
-
-
-def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, monkeypatch):
-    path = tmp_path / "text"
-    data = tmp_path / "data"
-    path.write_text("one text")
-    key = content_key([path], data)
-    assert not data.exists()  # the file is so new that it might change unseen
-    monkeypatch.setattr(sources, "CLOCK_TICK_NS", -1)
-    assert content_key([path], data) == key
-    with mock.patch.object(sources, "hash_pieces", side_effect=AssertionError):
-        assert content_key([path], data) == key
-        assert content_key([path], data, min_count=1) != key
+def test_a_stamp_tells_files_and_their_changes_apart(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text("one text")
+    stamps = {stamp([tmp_path / name for name in names]) for names in ("a", "ab", "ba", "abc")}
+    assert len(stamps) == 4 and stamp([tmp_path / "a"]) in stamps
+    path = tmp_path / "a"
     times = path.stat()
-    path.write_text("two text")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    other = content_key([path], data)
-    assert other != key and content_key([path], data) == other
-    (data / "cache" / "digests.json").write_text("[1, 2")  # damaged, so ignored
-    assert content_key([path], data) == other
+    for number in range(20):  # as fast as it can, each within the old length and time
+        wait_for_clock([path])
+        before = stamp([path])
+        path.write_text(f"text {number:03}")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert stamp([path]) != before
     with pytest.raises(CorpusError, match=r"gone cannot be read \(No such file or directory\)"):
-        content_key([tmp_path / "gone"], data)
+        stamp([tmp_path / "gone"])
+
+
+@pytest.mark.parametrize(
+    "age, whole_seconds, waits",
+    [(0.005, False, 0.015), (1, False, 0), (0.5, True, 1.5), (-3600, False, 0.02)],
+)
+def test_a_new_file_is_awaited(monkeypatch, age, whole_seconds, waits):
+    now = 1_800_000_000_000_000_000 + (500_000_000 if whole_seconds else 123_456_789)
+    status = SimpleNamespace(st_ctime_ns=now - round(age * 1e9))
+    waited = []
+    monkeypatch.setattr(sources, "_status", lambda path: status)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    wait_for_clock([Path("text")])
+    assert sum(waited) == pytest.approx(waits)
+
+
+def test_a_converted_dump_is_found_for_a_copy_of_it(tmp_path):
+    path = tmp_path / "xwiki-pages-articles.xml.bz2"
+    path.write_bytes(dump(("A", 0, ARTICLE)))
+    copy = tmp_path / "other" / path.name
+    copy.parent.mkdir()
+    shutil.copy2(path, copy)
+    [text] = locate(str(path), tmp_path / "data")
+    assert locate(str(copy), tmp_path / "data") == [text]
+    path.write_bytes(dump(("A", 0, ARTICLE + " and more")))
+    assert locate(str(path), tmp_path / "data") != [text]
 
 
 JSON = '{"id": 1, "text": "naïve a\\nb"}\n\n{"text": "c \\ud800", "other": {}}\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import filecmp
 import hashlib
 import os
 import sys
@@ -66,7 +67,8 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     # of an installation, as numba compiles meanwhile. A thread would wait for the importing one.
     is_new = not (options.resume or launcher.started() or "torch" in sys.modules)
     encoding = forked(partial(encode, config, level)) if is_new else contextlib.nullcontext()
-    with timeline.phase("reading"), encoding, timeline.phase("starting"), signals.deferred():
+    starting = timeline.phase("starting")
+    with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
         if config.train.device != "cpu" and not launcher.started():
             open_gpu()
         from w2v.text import open_together
@@ -80,7 +82,8 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             config = run_folder.resume_config(folder, files, assignments)
     ranks.require_equal(plan.common_facts(config))
     timeline.begin("reading")
-    opened = open_together(config, ranks)
+    checked = encoder is not None and encoder.exitcode == 0  # the checksums, by that process
+    opened = open_together(config, ranks, checked)
 
     # Plan, and check that it fits.
     timeline.begin("set-up")
@@ -159,12 +162,17 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def encode(config: Config, level: int) -> None:
-    """Encode the corpus, unless it is cached; leave errors to `train`."""
+    """Encode the corpus, unless it is cached; exit with 1 for an error.
+
+    The error itself is left to `train`.
+    """
     from w2v.text import open_corpus
 
     console.log_to_console(level)
-    with contextlib.suppress(ValueError, MemoryError, OSError):
+    try:
         open_corpus(config)
+    except (ValueError, MemoryError, OSError):
+        sys.exit(1)
 
 
 def spool(data_dir: str) -> Path:
@@ -184,7 +192,11 @@ def spool(data_dir: str) -> Path:
             while block := sys.stdin.buffer.read(1 << 20):
                 digest.update(block)
                 file.write(block)
-        return Path(file.name).replace(folder / f"stdin-{digest.hexdigest()}.txt")
+        spooled = folder / f"stdin-{digest.hexdigest()}.txt"
+        # The same text keeps its file, as cached ids belong to the file.
+        if not (spooled.exists() and filecmp.cmp(file.name, spooled, shallow=False)):
+            Path(file.name).replace(spooled)
+        return spooled
 
 
 def use_cores(number: int) -> None:

@@ -59,7 +59,7 @@ def terminate_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def forked(function: Callable[[], None]) -> Iterator[None]:
+def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.BaseProcess]:
     """Run a function in a forked process during the block, and wait for it.
 
     For work that leaves its result on disk and that the caller would do otherwise: what fails in
@@ -68,7 +68,7 @@ def forked(function: Callable[[], None]) -> Iterator[None]:
     child = multiprocessing.get_context("fork").Process(target=_run_forked, args=(function,))
     child.start()
     try:
-        yield
+        yield child
     except BaseException:
         child.terminate()
         raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -17,7 +18,7 @@ import numpy as np
 from w2v.config import Config, ConfigError
 from w2v.system.files import atomic_path, exclusive, naming_file, sealed, unsealed
 from w2v.system.process import cores, limit_heap_fragmentation, return_freed_memory
-from w2v.text.sources import FORMAT, CorpusError, content_key, hash_pieces, locate, tokenize_mode
+from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -27,7 +28,17 @@ HEADER = "corpus.json"
 IDS = "ids.bin"
 OFFSETS = "offsets.bin"
 VOCAB_FILE = "vocab.tsv"
-SETTINGS = ("field", "tokenize", "lowercase", "max_sentence_length")  # on which ids depend
+FORMAT = 3  # of the files; others are not read
+PIECE_BYTES = 4 << 20  # of a file, for a checksum
+SHOWN_PHRASES = 3
+SETTINGS = (  # on which ids depend
+    "field",
+    "tokenize",
+    "lowercase",
+    "phrases",
+    "phrases_threshold",
+    "max_sentence_length",
+)
 
 log = logging.getLogger("w2v")
 
@@ -52,11 +63,18 @@ class Corpus:
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
     tokenized: str = ""  # how the text was split into words, if that was chosen automatically
+    phrases: str = ""  # how many words are joined pairs, and some of them
+    text: str = ""  # stamp of the text files
     digest: str = ""  # of ids and offsets; the same for the same text and vocabulary
 
     @classmethod
     def write(
-        cls, folder: str | Path, blocks: Iterable[EncodedBlock], vocab: Vocab | None = None
+        cls,
+        folder: str | Path,
+        blocks: Iterable[EncodedBlock],
+        vocab: Vocab | None = None,
+        phrases: Sequence[str] = (),
+        text: str = "",
     ) -> Corpus:
         """Write ids, and the vocabulary, into a new folder.
 
@@ -78,7 +96,10 @@ class Corpus:
         if vocab:
             vocab.save(folder / VOCAB_FILE)
         files = {path.name: checksums(path) for path in sorted(folder.iterdir())}
-        header = {"format": FORMAT, "raw_words": raw_words, "files": files}
+        header = {"format": FORMAT, "raw_words": raw_words, "files": files, "text": text}
+        if phrases:
+            shown = ", ".join(phrases[:SHOWN_PHRASES])
+            header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
         (folder / HEADER).write_text(sealed(header))
         return cls.open(folder, checked=True)
 
@@ -105,14 +126,28 @@ class Corpus:
             offsets = np.memmap(folder / OFFSETS, np.int64, "r")
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(f"{folder} is damaged ({error})") from None
-        text = json.dumps([files[IDS], files[OFFSETS]]).encode()
-        digest = blake2b(text, digest_size=16).hexdigest()
-        return cls(ids, offsets, header["raw_words"], digest=digest)
+        content = json.dumps([files[IDS], files[OFFSETS]]).encode()
+        return cls(
+            ids,
+            offsets,
+            header["raw_words"],
+            phrases=header.get("phrases", ""),
+            text=header["text"],
+            digest=blake2b(content, digest_size=16).hexdigest(),
+        )
 
 
 def checksums(path: Path) -> list[int]:
     """Return the size of a file, and the CRC-32 of each of its pieces."""
-    return [path.stat().st_size, *hash_pieces(path, zlib.crc32)]
+
+    def crc32(start: int) -> int:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(PIECE_BYTES))
+
+    size = path.stat().st_size
+    with ThreadPoolExecutor(cores()) as pool:
+        return [size, *pool.map(crc32, range(0, size, PIECE_BYTES))]
 
 
 class Ranks(Protocol):
@@ -123,18 +158,22 @@ class Ranks(Protocol):
     def reraise(self) -> AbstractContextManager[None]: ...
 
 
-def open_together(config: Config, ranks: Ranks) -> tuple[Vocab, Corpus]:
+def open_together(config: Config, ranks: Ranks, checked: bool = False) -> tuple[Vocab, Corpus]:
     """Open the corpus on all ranks; rank 0 encodes it if necessary."""
     with ranks.reraise():
-        opened = open_corpus(config) if ranks.rank == 0 else None
+        opened = open_corpus(config, checked) if ranks.rank == 0 else None
     return opened or open_corpus(config)  # the others find it in the cache
 
 
-def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
+def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     """Open the vocabulary and the ids of a text; encode it if it is new.
 
+    Args:
+        config: Text, vocabulary and data_dir.
+        checked: Another process has just opened it, so checksums need not be compared again.
+
     Raises:
-        CorpusError: There is no such text, or it cannot be read.
+        CorpusError: There is no such text, it cannot be read, or it is being changed.
         VocabError: The vocabulary keeps fewer than two words.
         ConfigError: The cache cannot be written.
     """
@@ -143,18 +182,17 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     with naming_file(data_dir):
         files = locate(config.corpus.path, data_dir)
     mode, why = tokenize_mode(files, config.corpus)
-    text = replace(config.corpus, tokenize=mode)
-    config = replace(config, corpus=text)
-    how = {name: getattr(text, name) for name in SETTINGS}
-    key = content_key(files, data_dir, **how, **asdict(config.vocab))
-    folder = data_dir / "cache" / key[:16]
-    opened = cached(folder)
+    config = replace(config, corpus=replace(config.corpus, tokenize=mode))
+    folder = data_dir / "cache" / _cache_name(files, config)
+    text = stamp(files)
+    opened = cached(folder, text, checked)
     if not opened:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(folder.parent, lambda: log.info("waiting for another run's text")):
                 # Another run may just have written it.
-                opened = cached(folder, log.warning) or write_corpus(files, folder, config)
+                opened = cached(folder, text, report=log.warning)
+                opened = opened or write_corpus(files, folder, config)
         except OSError as error:
             reason = f"{folder.parent} cannot be written ({error.strerror or error})"
             remedy = "make room there, or name another disk with corpus.data_dir=FOLDER"
@@ -163,13 +201,26 @@ def open_corpus(config: Config) -> tuple[Vocab, Corpus]:
     return vocab, replace(corpus, tokenized=why)
 
 
-def cached(folder: Path, report: Callable[[str], None] = log.debug) -> tuple[Vocab, Corpus] | None:
-    """Open a folder of the cache; return None without a whole one."""
+def _cache_name(files: list[Path], config: Config) -> str:
+    """Return a name for the ids of files, whatever these hold."""
+    settings = {name: getattr(config.corpus, name) for name in SETTINGS} | asdict(config.vocab)
+    names = [str(path.resolve()) for path in files]
+    key = json.dumps([FORMAT, settings, names], sort_keys=True)
+    return blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def cached(
+    folder: Path, text: str, checked: bool = False, report: Callable[[str], None] = log.debug
+) -> tuple[Vocab, Corpus] | None:
+    """Open a folder of the cache; return None without a whole one.
+
+    It must have been made of files with the stamp `text`.
+    """
     if not (folder / HEADER).exists():
         return None
     try:
-        corpus = Corpus.open(folder)
-        return Vocab.load(folder / VOCAB_FILE), corpus
+        corpus = Corpus.open(folder, checked)
+        return (Vocab.load(folder / VOCAB_FILE), corpus) if corpus.text == text else None
     except ValueError as error:
         report(f"{error}; it is made anew from the text")
         return None
@@ -180,8 +231,14 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
     from w2v.text.encode import encode_files  # imports numba, which takes a quarter of a second
 
     log.info(f"reading {files[0]}" + (f" and {len(files) - 1} more files" if files[1:] else ""))
-    vocab, blocks = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
+    wait_for_clock(files)
+    text = stamp(files)
+    encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
+    vocab, blocks, phrases = encoded
     with atomic_path(folder) as temporary:
-        Corpus.write(temporary, blocks, vocab)
+        Corpus.write(temporary, blocks, vocab, phrases, text)
+        if stamp(files) != text:
+            name = f"corpus.path={config.corpus.path}"
+            raise CorpusError(f"{name} changed while it was read; start again when it is complete")
     return_freed_memory()
     return vocab, Corpus.open(folder, checked=True)

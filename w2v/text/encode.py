@@ -16,11 +16,10 @@ import logging
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
+from w2v.text.phrases import CodedText, Phrases, in_order, join_phrases
 from w2v.text.sources import CorpusError, opened
 from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
@@ -55,9 +55,17 @@ class EncodedBlock(NamedTuple):
     raw_words: int  # words of the text, dropped ones included
 
 
+class EncodedText(NamedTuple):
+    """The vocabulary of a text, and its ids, which are made as they are taken."""
+
+    vocab: Vocab
+    blocks: Iterator[EncodedBlock]
+    phrases: list[str]  # joined words of the vocabulary, the most frequent first
+
+
 def encode_files(
     files: list[Path], settings: CorpusConfig, limits: VocabConfig, workers: int, folder: Path
-) -> tuple[Vocab, Iterator[EncodedBlock]]:
+) -> EncodedText:
     """Count and encode the words of text files; a line is a sentence.
 
     `workers` threads read the text; temporary files in `folder` keep its word numbers. Raises
@@ -65,11 +73,16 @@ def encode_files(
     """
     merged = Partitions()
     blocks = _number_files(files, settings, workers, folder, merged)
-    counts, firsts = merged.totals()
+    joined = None
+    if settings.phrases:
+        joined, blocks = _join_phrases(blocks, merged, settings, workers, folder)
+    counts, firsts = (joined.counts, joined.firsts) if joined else merged.totals()
     vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
     row_of = np.full(len(counts), -1, np.int32)
     row_of[kept] = np.arange(len(kept))
-    return vocab, _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
+    phrases = np.flatnonzero(np.isin(kept, joined.codes)).tolist() if joined else []
+    encoded = _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
+    return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
 
 
 def encode_sentences(
@@ -85,12 +98,11 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
-class _Numbers:
+class _Numbers(NamedTuple):
     """Word numbers of a thread, in a file, and what they stand for."""
 
-    def __init__(self, folder: Path):
-        self.file: IO[bytes] = TemporaryFile(dir=folder)  # noqa: SIM115 - _encode_blocks closes it
-        self.codes: list[np.ndarray] = []  # of the words of each merged table
+    file: IO[bytes]
+    codes: list[np.ndarray]  # of the words of each merged table
 
 
 class _Block(NamedTuple):
@@ -174,7 +186,8 @@ def _number_files(
     """Number and count all words; return the blocks of the text."""
     blocks = _Blocks(files, settings.field)
     numbered: list[_Block] = []
-    numbers = [_Numbers(folder) for _ in range(workers)]
+    files_of_numbers = [TemporaryFile(dir=folder) for _ in range(workers)]  # noqa: SIM115 - _close
+    numbers = [_Numbers(file, []) for file in files_of_numbers]
     with ThreadPoolExecutor(workers) as pool:
         threads = [
             pool.submit(_number_blocks, blocks, settings, its_numbers, merged, numbered)
@@ -279,41 +292,77 @@ class _Rows(NamedTuple):
     raw_words: int
 
 
+def _join_phrases(
+    blocks: list[_Block], merged: Partitions, settings: CorpusConfig, workers: int, folder: Path
+) -> tuple[Phrases, list[_Block]]:
+    """Replace word numbers by codes, and join frequent pairs of words."""
+
+    def coded(block: _Block) -> np.ndarray:
+        return block.numbers.codes[block.table][_numbers(block)]
+
+    text = CodedText(folder)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            for codes in in_order(pool, coded, zip(blocks), 2 * workers):
+                text.append(codes)
+    finally:
+        _close(blocks)
+    passes, threshold = settings.phrases, settings.phrases_threshold
+    joined = join_phrases(text, merged, passes, threshold, workers, folder)
+    numbers = _Numbers(joined.text.file, [np.arange(merged.codes, dtype=np.int32)])
+    offsets = accumulate((4 * size for size, _, _ in joined.text.blocks), initial=0)
+    parts = enumerate(zip(offsets, joined.text.blocks, strict=False))
+    return joined, [
+        _Block(place, Path(), numbers, 0, offset, *sizes, bad_bytes=0, bad_line=0)
+        for place, (offset, sizes) in parts
+    ]
+
+
 def _encode_blocks(
     blocks: list[_Block], row_of: np.ndarray, max_length: int, workers: int
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
-    files = {id(block.numbers): block.numbers for block in blocks}.values()
     rows: dict[int, list[np.ndarray]] = {}
 
     def encode(block: _Block, words: int) -> _Rows:
-        numbers = np.empty(block.tokens, np.int32)
-        os.preadv(block.numbers.file.fileno(), [numbers], block.offset)
+        numbers = _numbers(block)
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
         ids, ended, last = tokenize.kept_sentences(
             numbers, rows[id(block.numbers)][block.table], max_length, words, lengths
         )
         return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
 
-    def encoded(pool: ThreadPoolExecutor) -> Iterator[_Rows]:
-        pending: deque[Future[_Rows]] = deque()
+    def with_words() -> Iterator[tuple[_Block, int]]:
         words = 0  # of the open sentence, before the block
         for block in blocks:
-            pending.append(pool.submit(encode, block, words))
+            yield block, words
             words = (block.tail if block.lines else words + block.tail) % max_length
-            if len(pending) > 2 * workers:  # bounds the memory
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
     try:
         with ThreadPoolExecutor(workers) as pool:
-            for numbers in files:
+            for numbers in _files(blocks):
                 rows[id(numbers)] = list(pool.map(row_of.take, numbers.codes))
-            yield from _join_sentences(encoded(pool))
+            yield from _join_sentences(in_order(pool, encode, with_words(), 2 * workers))
     finally:
-        for numbers in files:
-            numbers.file.close()
+        _close(blocks)
+
+
+def _numbers(block: _Block) -> np.ndarray:
+    """Read the word numbers of a block."""
+    numbers = np.empty(block.tokens, np.int32)
+    os.preadv(block.numbers.file.fileno(), [numbers], block.offset)
+    return numbers
+
+
+def _files(blocks: list[_Block]) -> Iterable[_Numbers]:
+    """Return the files of blocks, each once."""
+    return {id(block.numbers): block.numbers for block in blocks}.values()
+
+
+def _close(blocks: list[_Block]) -> None:
+    """Close, and so remove, the files of blocks."""
+    for numbers in _files(blocks):
+        numbers.file.close()
 
 
 def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:

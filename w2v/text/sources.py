@@ -16,9 +16,8 @@ import shutil
 import signal
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader, RawIOBase
 from itertools import islice
@@ -26,14 +25,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, atomic_write, hash_file, one_line, sealed, unsealed
-from w2v.system.process import cores
+from w2v.system.files import atomic_path, hash_file, one_line
 
-FORMAT = 2  # of the ids on disk; a new number makes old caches stale
 SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
 RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
-PIECE_BYTES = 4 << 20  # of a file, hashed at a time
-CLOCK_TICK_NS = 2_000_000_000  # the coarsest time stamps of a file system
+CLOCK_TICK_NS = 20_000_000  # between two times that a file system tells apart
+COARSE_TICK_NS = 2_000_000_000  # where it keeps whole seconds
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
 WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"  # of gensim
 
@@ -178,58 +175,42 @@ def tokenize_mode(
     return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"
 
 
-def content_key(files: Iterable[Path], data_dir: str | Path, **settings: Any) -> str:
-    """Return a hash of the files' content and the settings: 32 hex digits.
+def stamp(files: Iterable[Path]) -> str:
+    """Return a hash of size, times and inode of files: 32 hex digits.
 
-    Digests are remembered under `data_dir` by path, size, times and inode, so that a file is hashed
-    again only when it may have changed.
+    It changes with every change of a file, though not within one tick of the file system's clock:
+    see `wait_for_clock`.
     """
-    key = hashlib.blake2b(digest_size=16)
-    key.update(json.dumps({"format": FORMAT, **settings}, sort_keys=True).encode())
-    digests_file = Path(data_dir, "cache", "digests.json")
+    hash_ = hashlib.blake2b(digest_size=16)
+    for status in map(_status, files):
+        found = status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        hash_.update(json.dumps(found).encode())
+    return hash_.hexdigest()
+
+
+def wait_for_clock(files: Iterable[Path]) -> None:
+    """Wait until a change of these files must change their `stamp`.
+
+    That is a few milliseconds after the last change, or 2 s where times are whole seconds.
+    """
+    for status in map(_status, files):
+        changed = status.st_ctime_ns
+        tick = CLOCK_TICK_NS if changed % 1_000_000_000 else COARSE_TICK_NS
+        wait = tick - (time.time_ns() - changed)
+        if wait > 0:  # at most a tick, as the clock of a server may be ahead
+            time.sleep(min(wait, tick) / 1e9)
+
+
+def _status(path: Path) -> os.stat_result:
+    """Return the status of a file that can be read."""
     try:
-        digests = unsealed(digests_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        digests = {}
-    changed = False
-    for path in files:
-        try:
-            name = str(path.resolve())
-            stat = path.stat()
-            stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-            known_stamp, digest = digests.get(name, (None, ""))
-            if stamp != known_stamp:
-                digest = hashlib.sha256(b"".join(hash_pieces(path, _sha256))).hexdigest()
-                # A file could change again within one tick of the clock and keep its times.
-                if time.time_ns() - stat.st_ctime_ns > CLOCK_TICK_NS:
-                    digests[name] = stamp, digest
-                    changed = True
-        except OSError as error:
-            raise CorpusError(
-                f"{path} cannot be read ({error.strerror}); is it there, and are you allowed to?"
-            ) from None
-        key.update(bytes.fromhex(digest))
-    if changed:
-        with suppress(OSError):  # the data may be on a read-only disk
-            digests_file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(digests_file, sealed(digests))
-    return key.hexdigest()
-
-
-def hash_pieces(path: Path, hash_piece: Callable[[bytes], Any]) -> list[Any]:
-    """Return the hashes of the pieces of a file, made on all cores."""
-
-    def hash_from(start: int) -> Any:
+        # A network file system asks its server when a file is opened, but not at each stat().
         with open(path, "rb") as file:
-            file.seek(start)
-            return hash_piece(file.read(PIECE_BYTES))
-
-    with ThreadPoolExecutor(cores()) as pool:
-        return list(pool.map(hash_from, range(0, path.stat().st_size, PIECE_BYTES)))
-
-
-def _sha256(piece: bytes) -> bytes:
-    return hashlib.sha256(piece).digest()  # 1.4 GB/s on a core
+            return os.fstat(file.fileno())
+    except OSError as error:
+        raise CorpusError(
+            f"{path} cannot be read ({error.strerror}); is it there, and are you allowed to?"
+        ) from None
 
 
 def _as_text(path: Path, data_dir: Path) -> Path:
@@ -240,7 +221,10 @@ def _as_text(path: Path, data_dir: Path) -> Path:
         if b"<mediawiki" not in file.read(1000):
             return path
     name = path.name.split(".xml")[0]
-    return _converted(path, data_dir / f"{name}-{content_key([path], data_dir)[:8]}.txt")
+    # Not by inode, as converting takes hours: a copy with the same time is the same dump.
+    status = path.stat()
+    key = hashlib.blake2b(f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=4)
+    return _converted(path, data_dir / f"{name}-{key.hexdigest()}.txt")
 
 
 def _converted(dump: Path, target: Path) -> Path:

@@ -127,8 +127,11 @@ class Partitions:
         self._turns = count()
 
     def merge(self, table: WordTable) -> np.ndarray:
-        """Add the words and counts of a table; return their codes, int32."""
-        codes = np.empty(table.size, np.int32)
+        """Add the words and counts of a table; return their codes, int32.
+
+        One more, the last, is LINE_END: numbers[LINE_END] is replaced by itself.
+        """
+        codes = np.full(table.size + 1, LINE_END, np.int32)
         order, bounds = _grouped(_partitions_of(table.slots, table.size))
         offset = 37 * next(self._turns)  # so that threads which merge at once meet seldom
         for partition in (np.arange(PARTITIONS) + offset) % PARTITIONS:
@@ -142,9 +145,14 @@ class Partitions:
                 )
         return codes
 
+    @property
+    def codes(self) -> int:
+        """Return a number above all codes."""
+        return PARTITIONS * max(table.size for table in self._tables)
+
     def totals(self) -> tuple[np.ndarray, np.ndarray]:
         """Return count and first position by code; unused codes count 0."""
-        size = max(table.size for table in self._tables)
+        size = self.codes // PARTITIONS
         counts = np.zeros((size, PARTITIONS), np.int64)
         firsts = np.zeros((size, PARTITIONS), np.int64)
         for partition, table in enumerate(self._tables):

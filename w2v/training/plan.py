@@ -122,7 +122,7 @@ class Plan:
             f"corpus    {config.corpus.path}: {self.corpus.raw_words:,} words in "
             f"{len(self.corpus.offsets) - 1:,} sentences; {words:,} kept of "
             f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
-            f"{'; ' * bool(self.corpus.tokenized)}{self.corpus.tokenized}",
+            + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
             f"tables    2 x {words:,} x {size}: {record}: {format_bytes(self.table_bytes)}",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
             f"kernels   {self._kernels_in_words()}, precision {config.train.precision}",

@@ -161,11 +161,39 @@ def test_arguments_are_texts_configs_or_settings(folder, monkeypatch):
 
 
 def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):
+    inodes = set()
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
         path = train.spool(str(tmp_path / "data"))
-    assert path.read_text() == "the cat\n"
+        inodes.add(path.stat().st_ino)  # by which its ids are found again
+    assert path.read_text() == "the cat\n" and len(inodes) == 1
     assert list(path.parent.iterdir()) == [path]
+    path.write_text("the dog\n")  # of the same size
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
+    assert train.spool(str(tmp_path / "data")).read_text() == "the cat\n"
+
+
+READING = """
+import sys
+from functools import partial
+from w2v.api import train
+from w2v.config import load_config
+from w2v.system.process import forked
+for path in sys.argv[1:]:
+    settings = [f"corpus.path={path}", "corpus.data_dir=data", "vocab.min_count=1"]
+    with forked(partial(train.encode, load_config([], settings), 40)) as reader:
+        pass
+    print(reader.exitcode)
+"""
+
+
+def test_the_reading_process_says_whether_it_has_the_ids(tmp_path):
+    (tmp_path / "good").write_text("the cat sat\n")
+    (tmp_path / "binary").write_bytes(b"\0")
+    command = [sys.executable, "-c", READING, "good", "binary"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "1"]
 
 
 def test_help_names_all_commands_and_the_version_is_the_packages(capsys):

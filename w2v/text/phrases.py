@@ -26,6 +26,7 @@ from w2v.system.jit import compiled
 from w2v.text import tokenize
 from w2v.text.tokenize import FACTOR, HALF, LINE_END, LOW_HALF, PARTITION_FACTOR, Partitions
 
+ONE, SIX, LAST_BIT = map(np.uint64, (1, 6, 63))
 inlined = compiled(inline="always")
 
 DELIMITER = "_"
@@ -185,14 +186,17 @@ def _joined(
     """Write a text in which pairs are joined; close the one before."""
     entries = np.stack([pairs, codes + 1], axis=1).astype(np.uint64)
     slots = _table(entries, 1 << (2 * len(entries)).bit_length())
+    join = partial(_join_block, text, slots, _mark(entries, np.zeros(len(slots) // 4, np.uint64)))
     new = CodedText(folder)
-    for block in in_order(pool, partial(_join_block, text, slots), text.spans(), 2 * workers):
+    for block in in_order(pool, join, text.spans(), 2 * workers):
         new.append(block)
     text.file.close()
     return new
 
 
-def _join_block(text: CodedText, slots: np.ndarray, first: int, last: int) -> np.ndarray:
+def _join_block(
+    text: CodedText, slots: np.ndarray, bits: np.ndarray, first: int, last: int
+) -> np.ndarray:
     """Return codes [first, last) of a text after joining.
 
     A pair belongs to the block of its first word.
@@ -203,7 +207,7 @@ def _join_block(text: CodedText, slots: np.ndarray, first: int, last: int) -> np
         start = max(0, first - before)
         end = min(last + 1, text.tokens)
         codes = text.read(start, end, np.empty(end - start, np.int32))
-        size = _join(codes, first - start, last - start, start == 0, slots, joined)
+        size = _join(codes, first - start, last - start, start == 0, slots, bits, joined)
         if size >= 0:
             return joined[:size]
         before *= 8
@@ -286,15 +290,30 @@ def _count_pairs(codes, place, part, parts, slots, used, limit):
     return place, used
 
 
+@compiled
+def _mark(entries, bits):
+    """Set a bit for each pair of a list, by its hash; return the bits."""
+    for row in range(len(entries)):
+        hash_ = _hash(entries[row, 0]) >> HALF
+        bits[np.int64(hash_ >> SIX) & len(bits) - 1] |= ONE << (hash_ & LAST_BIT)
+    return bits
+
+
 @inlined
-def _joined_code(first, second, slots):
+def _joined_code(first, second, slots, bits):
     """Return what two words are joined to, or -1."""
     pair = np.uint64(first) << HALF | np.uint64(second)
-    return np.int64(slots[_slot(pair, _hash(pair), slots), 1]) - 1
+    hash_ = _hash(pair)
+    bit = hash_ >> HALF
+    code = np.int64(-1)
+    # The bits are in a near cache, and most pairs have none.
+    if bits[np.int64(bit >> SIX) & len(bits) - 1] >> (bit & LAST_BIT) & ONE:
+        code = np.int64(slots[_slot(pair, hash_, slots), 1]) - 1
+    return code
 
 
 @compiled
-def _join(codes, first, last, is_start, slots, joined):
+def _join(codes, first, last, is_start, slots, bits, joined):
     """Join pairs whose first word is in [first, last); return the new size.
 
     It is -1 if codes before these are needed.
@@ -303,7 +322,7 @@ def _join(codes, first, last, is_start, slots, joined):
     # no word before it can take.
     place = first
     while place > 0 and codes[place - 1] >= 0 and codes[place] >= 0:
-        if _joined_code(codes[place - 1], codes[place], slots) < 0:
+        if _joined_code(codes[place - 1], codes[place], slots, bits) < 0:
             break
         place -= 1
     if place == 0 and not is_start:
@@ -313,7 +332,7 @@ def _join(codes, first, last, is_start, slots, joined):
         word = codes[place]
         after = place + 1
         if word >= 0 and after < len(codes) and codes[after] >= 0:
-            code = _joined_code(word, codes[after], slots)
+            code = _joined_code(word, codes[after], slots, bits)
             if code >= 0:
                 word = code
                 after += 1

@@ -3,7 +3,8 @@
     python tests/bench/reading.py --corpus wiki100.txt --copies 10 --cores 1 4 16 --gensim
 
 Each case opens a text that is not cached: hashing, counting, ids on disk with checksums, and the
-vocabulary. With --rename the words of each copy, without the most frequent ones, are others.
+vocabulary. With --rename the words of each copy, without the most frequent ones, are others. With
+--phrases N frequent pairs of words are joined, in N passes.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def number(text: bytes, table: tokenize.WordTable) -> np.ndarray:
     return tokenize.number_words(tokenize.padded(text), len(text), 0, table, numbers).numbers
 
 
-def ours(text: Path, folder: Path) -> Figures:
+def ours(text: Path, folder: Path, phrases: int) -> Figures:
     """Open a text that is not cached."""
     start = perf_counter()
     cpu = process_time()
-    config = load_config([], [f"corpus.path={text}", f"corpus.data_dir={folder}"])
+    settings = [f"corpus.path={text}", f"corpus.data_dir={folder}", f"corpus.phrases={phrases}"]
+    config = load_config([], settings)
     vocab, corpus = open_corpus(config)
     seconds = perf_counter() - start
     shutil.rmtree(folder / "cache")
@@ -75,13 +77,20 @@ def ours(text: Path, folder: Path) -> Figures:
     }
 
 
-def gensim(text: Path) -> Figures:
-    """Count words with gensim."""
-    from gensim.models import Word2Vec
+def gensim(text: Path, phrases: int) -> Figures:
+    """Count words with gensim; join pairs before."""
+    from gensim.models import Phrases, Word2Vec
+    from gensim.models.word2vec import LineSentence
 
     start = perf_counter()
     model = Word2Vec(min_count=5)
-    model.build_vocab(corpus_file=str(text))
+    if phrases:
+        sentences = LineSentence(text)
+        for _ in range(phrases):
+            sentences = Phrases(sentences)[sentences]
+        model.build_vocab(sentences)
+    else:
+        model.build_vocab(corpus_file=str(text))
     seconds = perf_counter() - start
     return {
         "MB/s": text.stat().st_size / seconds / 1e6,
@@ -96,6 +105,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--rename", action="store_true")
     parser.add_argument("--cores", type=int, nargs="+", default=[cores()])
+    parser.add_argument("--phrases", type=int, default=0)
     parser.add_argument("--gensim", action="store_true")
     parser.add_argument("--folder", type=Path, help="where the text is written")
     args = parser.parse_args()
@@ -104,13 +114,13 @@ def main() -> None:
     with TemporaryDirectory(dir=args.folder) as folder:
         text = Path(folder, "text.txt")
         write_copies(args.corpus, args.copies, args.rename, text)
-        ours(args.corpus, Path(folder))  # loads what is compiled
+        ours(args.corpus, Path(folder), args.phrases)  # loads what is compiled
         for count in args.cores:
             os.sched_setaffinity(0, available[:count])  # threads to come inherit it
             name = f"{text.stat().st_size / 1e9:.1f} GB, {count} cores"
-            found.add(name, ours(text, Path(folder)))
+            found.add(name, ours(text, Path(folder), args.phrases))
             if args.gensim:
-                found.add(f"{name}, gensim", gensim(text))
+                found.add(f"{name}, gensim", gensim(text, args.phrases))
             os.sched_setaffinity(0, available)
 
 

@@ -2,7 +2,8 @@
 
 Threads take blocks of the text in turn. Each numbers the words that it meets in a table of its own
 and writes the numbers to a temporary file. Tables are merged by the hash of their words when they
-are large, and at the end; then the vocabulary is known, and threads replace numbers by ids.
+are large, and at the end; then frequent pairs of words may be joined (see `phrases`), the
+vocabulary is known, and threads replace numbers by ids.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each

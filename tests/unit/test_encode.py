@@ -161,20 +161,23 @@ def test_progress_without_a_terminal_is_logged(tmp_path, monkeypatch, caplog):
 GROWTH = """
 import resource, sys
 from pathlib import Path
-from w2v.config import Config
+from w2v.config import load_config
 from w2v.text.corpus import write_corpus
 folder = Path(sys.argv[1])
+config = load_config([], sys.argv[2:])
 for times in (20, 200):
     with (folder / "text").open("w") as file:
         for _ in range(times):
             file.write("the same words " * 20_000 + "\\n")
-    write_corpus([folder / "text"], folder / "ids", Config())
+    write_corpus([folder / "text"], folder / "ids", config)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path):
-    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
+@pytest.mark.parametrize("phrases", [0, 1])
+def test_memory_does_not_grow_with_the_text(tmp_path, phrases):
+    joining = [f"corpus.phrases={phrases}", "corpus.phrases_threshold=1e-6"]
+    command = [sys.executable, "-c", GROWTH, str(tmp_path), *joining]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     small, large = map(int, done.stdout.split())
     assert large - small < 20 * 1024  # KiB; the text has 60 MB and its numbers 48

@@ -4,16 +4,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from w2v.api.embedding import Embedding, RowStore
+    from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+    from w2v.api.row_store import RowStore
     from w2v.api.word2vec import Word2Vec
 
-__all__ = ["Embedding", "RowStore", "Word2Vec", "__version__"]
+__all__ = [
+    "PagedEmbedding",
+    "PagedEmbeddingBag",
+    "PagedOptimizer",
+    "RowStore",
+    "Word2Vec",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 PUBLIC = {
     "Word2Vec": "w2v.api.word2vec",
-    "Embedding": "w2v.api.embedding",
-    "RowStore": "w2v.api.embedding",
+    "PagedEmbedding": "w2v.api.embedding",
+    "PagedEmbeddingBag": "w2v.api.embedding",
+    "PagedOptimizer": "w2v.api.embedding",
+    "RowStore": "w2v.api.row_store",
 }
 
 

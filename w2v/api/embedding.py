@@ -1,377 +1,627 @@
-"""Embedding tables for any torch model, larger than the memory of the GPU.
+"""Embedding modules for tables larger than the memory of the GPU.
 
-    users = Embedding(1_000_000, 64, optimizer="Adamax", lr=0.1, storage="pinned")
-    page = users.page(ids)       # the unique rows of these ids, on the compute device
-    loss = model(page.vectors)   # [*ids.shape, D]
+    users = PagedEmbedding(1_000_000, 64, storage="pinned")
+    tags = PagedEmbeddingBag(50_000, 64, mode="mean", storage="pinned")
+    paged = PagedOptimizer([users, tags], "Adamax", lr=0.1)
+    loss = model(users(user_ids), tags(tag_ids))
+    paged.zero_grad()
     loss.backward()
-    users.step(page)             # optimizer step; the rows go back into the table
+    paged.step()
 
-Invalid input raises a `ValueError` of one line, and nothing is written.
+A forward pass fetches the unique rows of its ids to the compute device; vectors are looked up in
+them, so that their gradient is as small as they are. The step updates the rows that have gradients
+and writes them back. Other rows keep weight and state, as with torch.optim.SparseAdam.
 
-Shapes: V rows, D dimensions, U unique rows of a page, R elements of a record.
+Invalid input raises an error of one line, and nothing is written.
+
+Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from w2v.api.row_store import Ids, Rows, open_device
 from w2v.config import OptimizerConfig
-from w2v.model import table_file
 from w2v.model.optim import RowOptimizer, optimizer_name
-from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
-from w2v.model.table import Init, SplitTable, Storage, Table, normal
-from w2v.transfer.links import link_between
-
-Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
+from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
 
 
-class _Rows:
-    """A table and the device that computes: the base of both classes."""
-
-    def __init__(self, table: Table, device: torch.device | str | None):
-        self.table = table
-        self.device = _open_device(device, table)
-        # The records of a split table are those of both its tables, joined.
-        tables = [table, table.states] if isinstance(table, SplitTable) else [table]
-        self._parts = [(part, link_between(part, self.device)) for part in tables]
-        # Weak references, because a page that is dropped is released.
-        self._in_flight: weakref.WeakSet[EmbeddingPage] = weakref.WeakSet()
-        self._lock = threading.RLock()  # buffers, optimizer and pages serve one thread at a time
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())  # a lock cannot be copied
-
-    def _initialise(self, init: Init | None, device: torch.device | None = None) -> None:
-        """Set the first weights, computed on a device; an existing file stays."""
-        if not self.table.continued:
-            if init:
-                self.table.initialise(init, device)
-            self.flush()
-
-    def __len__(self) -> int:
-        return self.table.rows
-
-    def __repr__(self) -> str:
-        sizes = f"{len(self)}, {self.table.dim}"
-        places = f"storage={self.table.storage!r}, device={str(self.device)!r}"
-        return f"{type(self).__name__}({sizes}, {places})"
-
-    @property
-    def bytes(self) -> int:
-        """Size of weights, optimizer state and padding."""
-        return self.table.bytes
-
-    def get(self, ids: Ids) -> Tensor:
-        """Return rows [*ids.shape, D] in the table's dtype."""
-        with self._lock:
-            rows_U, slots = self._unique(ids)
-            weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
-            return weight_UD[slots].to(self.table.dtype)
-
-    def put(self, ids: Ids, values: Tensor | np.ndarray) -> None:
-        """Set the weights of rows to `values` [*ids.shape, D].
-
-        Values have any floating-point dtype. The last of equal ids wins. The optimizer state stays.
-        Rows of an open page are refused.
-        """
-        values = torch.as_tensor(values).detach()
-        if not values.is_floating_point() or values.is_meta:
-            raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
-        with self._lock:
-            rows_U, slots = self._unique(ids, exclusive=True)
-            shape = [*slots.shape, self.table.dim]
-            if (given := list(values.shape)) != shape:
-                raise ValueError(f"values have shape {given}, but these ids take {shape}")
-            # The place of the last of equal ids, for each row.
-            order = torch.arange(slots.numel(), device=self.device)
-            last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
-            values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
-            records_UR = self._read(rows_U)
-            # Rounded to nearest here, `_write` has nothing left to round at random.
-            records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
-            self._write(rows_U, records_UR)
-
-    def save(self, path: str | Path) -> None:
-        """Write the table to an .npy or .safetensors file.
-
-        .npy holds the weights, bfloat16 as float32; .safetensors also the optimizer state. Rows of
-        open pages are saved as the table has them.
-        """
-        with self._lock:
-            self.flush()
-            if _suffix(path) == ".safetensors":
-                table_file.save(self.table, Path(path))
-            elif not self.table.is_in(path):  # otherwise the flush has written the file
-                save_npy(path, self.table["weight"])
-
-    def load(self, path: str | Path) -> None:
-        """Read a file of `save`; .npy leaves the optimizer state as it is."""
-        with self._lock:
-            if pages := sum(page.is_open for page in self._in_flight):
-                remedy = f"step or release them, then load {path}"
-                raise ValueError(f"{pages} page(s) are in flight; {remedy}")
-            self.flush()
-            if _suffix(path) == ".safetensors":
-                table_file.load(self.table, Path(path))
-                return
-            dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
-            rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
-            self.table.initialise(copy_rows(rows_VD))
-
-    def flush(self) -> None:
-        """Return when all writes are in the table, and with "mmap" on disk."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.table.flush()
-
-    def _read(self, rows_U: Tensor) -> Tensor:
-        """Return the decoded records [U, R] of rows, on the compute device."""
-        parts = []
-        for part, link in self._parts:
-            shape = len(rows_U), part.width
-            stored_UR = torch.empty(shape, dtype=part.records_VR.dtype, device=self.device)
-            link.read(part, rows_U, stored_UR)
-            parts.append(part.decode(stored_UR))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
-        """Write decoded records [U, R] into the table."""
-        start = 0
-        for part, link in self._parts:
-            # Contiguous, as the kernels that copy records to pinned memory need them.
-            part_UR = records_UR[:, start : start + part.width].contiguous()
-            link.write(part, rows_U, part.encode(rows_U, part_UR))
-            start += part.width
-
-    def _unique(self, ids: Ids, exclusive: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the sorted unique rows [U], and the place of each id in them.
-
-        With `exclusive`, rows of a page in flight are refused.
-        """
-        ids = torch.as_tensor(ids)
-        if not ids.numel():
-            ids = ids.to(self.device, torch.int64)  # an empty list has become float32
-        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
-        rows_U, slots = torch.unique(ids.to(self.device, torch.int64), return_inverse=True)
-        if not len(rows_U):
-            return rows_U, slots
-        # The checks are computed on the device, to wait for it only once.
-        checks = [rows_U[0], rows_U[-1]]
-        for page in self._in_flight:
-            if exclusive and page.is_open:
-                is_taken_U = torch.isin(rows_U, page.rows)
-                checks.append(torch.where(is_taken_U, rows_U, len(self)).min())
-        first, last, *taken = torch.stack(checks).tolist()
-        if first < 0 or last >= len(self):
-            wrong = first if first < 0 else last
-            raise ValueError(f"id {wrong} is not a row; rows are 0 to {len(self) - 1}")
-        if taken and min(taken) < len(self):
-            raise ValueError(f"row {min(taken)} is in another page; step or release that page")
-        return rows_U, slots
-
-
-class RowStore(_Rows):
-    """V rows of D numbers, read and written by row id.
-
-    Args:
-        num_rows: Number of rows V.
-        dim: Number of dimensions D.
-        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
-        device: Where `get` returns rows; by default the GPU for "cuda" and "pinned", else the CPU.
-        dtype: float64, float32, bfloat16 or float16.
-        path: The file of "mmap": an .npy file, or records with a .json file beside them (`Table`).
-        init: Maps row ids [n] to rows [n, D]; by default rows are zero. An existing file stays.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        *,
-        storage: Storage = "cpu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        path: str | Path | None = None,
-        init: Init | None = None,
-    ):
-        super().__init__(Table("rows", num_rows, dim, {}, {}, storage, dtype, path), device)
-        self._initialise(init)
-
-    @classmethod
-    def open(
-        cls, path: str | Path, *, storage: Storage = "cpu", device: torch.device | str | None = None
-    ) -> RowStore:
-        """Return the rows of an .npy file; "mmap" maps it, others copy it."""
-        rows_VD = open_npy(path)
-        dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
-        content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
-        return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
-
-
-class Embedding(_Rows):
-    """Embedding with an optimizer that steps the rows of a page.
-
-    Rows outside the page keep weight and state, as with torch.optim.SparseAdam. A page of all rows
-    is stepped as torch steps an nn.Embedding, bit for bit in float32. Steps compute in float32 for
-    16-bit tables. `lr` is an attribute and may be changed. Threads may share an embedding.
-
-    Args:
-        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
-        lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
-        optimizer_args: Other arguments of the optimizer.
-        step: Whether bias correction counts the steps of the "table" or of each "row".
-        storage: Where weights and state are, as for a `RowStore`.
-        device: Where pages are; like `dtype` and `path` as for a `RowStore`.
-        seed: Seed of the default `init`.
-        init: Maps row ids [n] to weights [n, D]; by default they are normal with standard
-            deviation 1, as in nn.Embedding. `w2v.model.table` has `normal` and `uniform`.
-        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        *,
-        optimizer: str | type[torch.optim.Optimizer],
-        lr: float,
-        optimizer_args: dict[str, Any] | None = None,
-        step: Literal["table", "row"] = "table",
-        storage: Storage = "cpu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-        path: str | Path | None = None,
-        seed: int = 1,
-        init: Init | None = None,
-        state_storage: Storage | None = None,
-    ):
-        if step not in ("table", "row"):
-            raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
-        if state_storage and "mmap" in (storage, state_storage):
-            both = f"state_storage={state_storage!r} with storage={storage!r}"
-            raise ValueError(f"{both}: a file holds both; leave state_storage out")
-        self.lr = lr
-        config = OptimizerConfig(
-            name=optimizer_name(optimizer), lr=lr, args=optimizer_args or {}, step=step
-        )
-        self._optimizer = RowOptimizer(config)
-        # An optimizer's state is found by stepping it once on a tiny parameter.
-        states, scalars = self._optimizer.states(dim), self._optimizer.scalars
-        shared = ("embedding", num_rows, dim, states, scalars, storage, dtype)
-        table = SplitTable(*shared, state_storage) if state_storage else Table(*shared, path)
-        super().__init__(table, device)
-        # A user's function may not run on a GPU.
-        self._initialise(
-            init or normal(dim, 1.0, operator.index(seed)), None if init else self.device
-        )
-
-    def page(self, ids: Ids) -> EmbeddingPage:
-        """Fetch the rows of `ids`, which no open page may have, for a step."""
-        with self._lock:
-            rows_U, slots = self._unique(ids, exclusive=True)
-            records_UR = self._read(rows_U)
-            weight = nn.Parameter(records_UR[:, self.table.columns["weight"]])
-            page = EmbeddingPage(rows_U, slots, records_UR, weight)
-            self._in_flight.add(page)
-            return page
-
-    def step(self, page: EmbeddingPage, lr: float | None = None) -> None:
-        """Step the rows by `page.weight.grad`, and write them back.
-
-        The page is spent. Without a gradient, because the loss did not use the page, there is no
-        optimizer step. `lr` is for this step alone; by default it is `self.lr`.
-        """
-        lr = self.lr if lr is None else lr
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
-        weight = page.weight
-        if page not in self._in_flight:
-            remedy = "step it with the embedding that made it"
-            raise ValueError(f"this page is not one of {self!r}; {remedy}")
-        with self._lock, torch.no_grad():
-            if weight.grad is not None:
-                # `weight` is a view of the records, so the optimizer steps both.
-                self._optimizer.step_rows(self.table, page.records_UR, weight.grad, None, lr)
-            self._write(page.rows, page.records_UR)
-            # Only now, so that a step that fails keeps the page.
-            page.release()
-
-
-@dataclass(eq=False, repr=False)  # equal to itself alone, so that a set can hold it
-class EmbeddingPage:
-    """Rows of an `Embedding` on the compute device, until stepped or released.
-
-    A page that is dropped is released: the table keeps its rows as they were. The attributes of a
-    spent page raise `ValueError`.
+@dataclass
+class _Page:
+    """Rows on the compute device.
 
     Attributes:
-        rows: The sorted unique row ids: int64 [U].
-        slots: The place of each id in `rows`: int64, in the shape of the ids.
-        records_UR: Weight and optimizer state, decoded.
-        weight: The weights [U, D] in float32, a view of the records; `step` uses its `grad`.
+        rows: Sorted unique row ids: int64 [U].
+        records: Weight and optimizer state, decoded: [U, R].
+        version: Version of the table that they were read from.
     """
 
     rows: Tensor
-    slots: Tensor
-    records_UR: Tensor
-    weight: nn.Parameter
+    records: Tensor
+    version: int
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise; `release` has deleted the attributes of a spent page."""
-        if name in EmbeddingPage.__annotations__:
-            spent = "this page is spent (stepped or released)"
-            raise ValueError(f"{spent}; get another with page(ids)")
-        raise AttributeError(name)
+
+class _Layout(NamedTuple):
+    """What a table keeps for its optimizer: states of each row, and scalars."""
+
+    states: dict[str, RowState]
+    scalars: dict[str, Tensor]
+
+
+class PagedEmbedding(nn.Module):
+    """Embedding whose rows are fetched to the compute device as they are used.
+
+    It stands where an nn.Embedding stood; a `PagedOptimizer` steps it. It has no parameters, so
+    that the optimizer of the other modules leaves it alone; `state_dict` has its weight as that of
+    an nn.Embedding. Vectors are float32, or float64 as the table. Memory is taken when the
+    optimizer is made, or at the first use before that.
+
+    Args:
+        num_embeddings: Number of rows V.
+        embedding_dim: Number of dimensions D.
+        padding_idx: Row that is initially zero and gets no gradient.
+        max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
+        norm_type: Order p of the norm.
+        scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
+        storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
+        device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
+            `to(device)` changes it.
+        dtype: Of the table: float64, float32, bfloat16 or float16. Steps of 16-bit tables
+            compute in float32.
+        path: File of "mmap", which holds weight and state. An existing file is continued.
+        seed: Seed of the default `init`; by default drawn from torch's generator.
+        init: Weights [V, D], or a function from row ids [n] to weights [n, D]; by default they are
+            normal with standard deviation 1. `w2v.model.table` has `normal` and `uniform`.
+        state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
+    """
+
+    _parameter: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        *,
+        storage: Storage = "cpu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        path: str | Path | None = None,
+        seed: int | None = None,
+        init: Init | Tensor | np.ndarray | None = None,
+        state_storage: Storage | None = None,
+    ):
+        super().__init__()
+        check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
+        if state_storage and "mmap" in (storage, state_storage):
+            both = f"state_storage={state_storage!r} with storage={storage!r}"
+            raise ValueError(f"{both}: a file holds both; leave state_storage out")
+        if state_storage:
+            check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            limits = f"{-num_embeddings} to {num_embeddings - 1}"
+            raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.storage = storage
+        self.device = open_device(device, storage)
+        self.dtype = dtype
+        self.path = path
+        self.state_storage = state_storage
+        self.trainable = True
+        self._seed = int(torch.randint(1 << 62, ())) if seed is None else operator.index(seed)
+        self._init = init if init is None or callable(init) else _copy_of(init, self)
+        self._zero_padding = self.padding_idx is not None and (init is None or callable(init))
+        self._layout: _Layout | None = None
+        self._store: Rows | None = None
+        self._waiting: _Page | None = None
+        # What optimizers and gradient clipping see: the rows that have gradients. It is kept out of
+        # the module's parameters, as those belong to the optimizer of the dense modules.
+        computes_in = torch.float64 if dtype == torch.float64 else torch.float32
+        empty = torch.empty(0, embedding_dim, dtype=computes_in, device=self.device)
+        vars(self)["_parameter"] = nn.Parameter(empty)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, **settings: Any
+    ) -> PagedEmbedding:
+        """Return a module with these weights [V, D]; `settings` as for the class."""
+        weights_VD = torch.as_tensor(embeddings)
+        settings = {"dtype": weights_VD.dtype} | settings
+        return cls(*weights_VD.shape, init=weights_VD, **settings).requires_grad_(not freeze)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the page is neither stepped nor released."""
-        return bool(vars(self))
+    def store(self) -> Rows:
+        """The rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
+        if self._store is None:
+            self._open(None)  # a PagedOptimizer may come later
+        return self._store
 
     @property
-    def vectors(self) -> Tensor:
-        """The rows in the order of the ids: [*ids.shape, D]."""
-        return F.embedding(self.slots, self.weight)
+    def weight(self) -> Tensor:
+        """View [V, D] of the table, where it is stored and in its dtype; may be written."""
+        self.store.flush()
+        self.store.version += 1  # rows read before may be out of date when this is written
+        return self.store.table["weight"]
 
-    def release(self) -> None:
-        """Release the rows without writing anything."""
-        vars(self).clear()
+    @torch.compiler.disable
+    def forward(self, ids: Ids) -> Tensor:
+        """Return vectors [*ids.shape, D].
+
+        Raises:
+            IndexError: An id is not a row; nothing has changed.
+        """
+        weight_UD, slots, padding = self._fetch(ids)
+        return F.embedding(slots, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+
+    def grow(self, num_embeddings: int, init: Init | None = None) -> None:
+        """Append rows; the others keep weight and optimizer state.
+
+        `init` is as for the class, for the new row ids. All rows are copied to a larger table.
+        """
+        if self.path is not None:
+            raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
+        if num_embeddings < self.num_embeddings:
+            fewer = f"{num_embeddings} rows are fewer than the present {self.num_embeddings}"
+            raise ValueError(f"{fewer}; a table can only grow")
+        old = self.store.table
+        with self.store.lock:
+            new = self._copy_table(num_embeddings, self._layout, list(old.columns))
+            for name, value in old.scalars.items():
+                new.scalars[name].copy_(value)
+            self._initialise(new, init, first_row=old.rows)
+            self.store.replace_table(new)
+            self.num_embeddings = num_embeddings
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedEmbedding:
+        """Train or freeze the table; one that is frozen gets no `PagedOptimizer`.
+
+        `requires_grad_` of a module around this one does not reach the table.
+        """
+        self.trainable = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; `PagedOptimizer.zero_grad` does it for all tables.
+
+        `zero_grad` of a module around this one does not reach the table.
+        """
+        self._parameter.grad = None
+
+    def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
+        shown = f"{self.num_embeddings}, {self.embedding_dim}"
+        for name in ("padding_idx", "max_norm"):
+            if (value := getattr(self, name)) is not None:
+                shown += f", {name}={value}"
+        return f"{shown}, storage={self.storage!r}, device={str(self.device)!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: the table, without gradients."""
+        # Once it is open, no function for initial weights is left, which may not be picklable.
+        return dict(vars(self), _store=self.store, _init=None, _waiting=None)
+
+    def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
+        """Fetch the rows of ids.
+
+        Returns:
+            Their weights [U, D], which send their gradient to `_collect`; the place of each id in
+            them; and the place of the padding row, None where no id is padding.
+        """
+        trains = self.trainable and torch.is_grad_enabled()
+        if trains:
+            _refuse_ranks()
+        store = self.store
+        with store.lock, torch.no_grad():
+            rows_U, slots = store.unique(ids)
+            records_UR = store.read(rows_U)
+            weight_UD = records_UR[:, store.table.columns["weight"]]
+            if self.max_norm is not None:
+                # As in nn.Embedding, which changes its weights in the forward pass too.
+                torch.embedding_renorm_(weight_UD, slots, self.max_norm, self.norm_type)
+                store.write(rows_U, records_UR)
+            page = _Page(rows_U, records_UR, store.version)
+        padding = None
+        if self.padding_idx is not None:
+            padding = next(iter(torch.nonzero(rows_U == self.padding_idx).flatten().tolist()), None)
+        if trains:
+            weight_UD = nn.Parameter(weight_UD)
+            # The graph keeps the page; without a backward pass it goes, and nothing has changed.
+            weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
+        return weight_UD, slots, padding
+
+    @torch.no_grad()
+    def _collect(self, page: _Page, weight_UD: Tensor) -> None:
+        """Add the gradient of a page to those that wait for the step."""
+        grad_UD = weight_UD.grad.detach()
+        weight_UD.grad = None
+        with self.store.lock:
+            if self._parameter.grad is not None:
+                # A row of several pages has one gradient, their sum, as it is stepped once.
+                waiting = self._refreshed(self._waiting)
+                page = self._refreshed(page)
+                rows_U = torch.unique(torch.cat([waiting.rows, page.rows]))
+                records_UR = page.records.new_empty(len(rows_U), page.records.shape[1])
+                sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
+                for part, part_grad in ((waiting, self._parameter.grad), (page, grad_UD)):
+                    place = torch.searchsorted(rows_U, part.rows)
+                    records_UR.index_copy_(0, place, part.records)
+                    sum_UD.index_add_(0, place, part_grad)
+                grad_UD = sum_UD
+                page = _Page(rows_U, records_UR, self.store.version)
+            self._expose(page, grad_UD)
+
+    def _expose(self, page: _Page, grad_UD: Tensor | None) -> None:
+        """Show rows and their gradient to optimizers and gradient clipping."""
+        self._waiting = page
+        self._parameter.grad = None  # its shape may change only without a gradient
+        self._parameter.data = page.records[:, : self.embedding_dim]
+        self._parameter.grad = grad_UD
+
+    def _refreshed(self, page: _Page) -> _Page:
+        """Read the rows again if the table has changed since."""
+        if page.version != self.store.version:
+            page.records = self.store.read(page.rows)
+            page.version = self.store.version
+        return page
+
+    @torch.no_grad()
+    def _step(self, optimizer: RowOptimizer, lr: float) -> None:
+        """Step the rows that have gradients, and write them back."""
+        with self.store.lock:
+            if (grad_UD := self._parameter.grad) is None:
+                return
+            page = self._refreshed(self._waiting)
+            page.version = -1  # a step that fails half-way is repeated on the rows of the table
+            optimizer.step_rows(self.store.table, page.records, grad_UD, None, lr)
+            self.store.write(page.rows, page.records)
+            self._expose(_Page(page.rows[:0], page.records[:0], -1), None)
+
+    def _open(self, layout: _Layout | None) -> None:
+        """Make the table, or open its file, and set the first weights."""
+        table = self._new_table(self.num_embeddings, layout)
+        store = Rows(table, self.device)
+        if not table.continued:
+            self._initialise(table, self._init)
+            if self._zero_padding:
+                table["weight"][self.padding_idx] = 0
+            store.flush()
+        self._store, self._layout, self._init = store, layout, None
+
+    def _attach(self, optimizer: RowOptimizer) -> None:
+        """Give each row the state of an optimizer; an earlier one's is lost."""
+        layout = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
+        if self._store is None:
+            self._open(layout)
+        elif self.path is not None and _names(layout) != _names(self._layout):
+            first = "make its PagedOptimizer before the first use"
+            raise ValueError(f"path={self.path}: the file is open without this state; {first}")
+        elif self.path is None:
+            with self._store.lock:
+                new = self._copy_table(self.num_embeddings, layout, ["weight"])
+                self._store.replace_table(new)
+        self._layout = layout
+
+    def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
+        # A user's function may not run on a GPU.
+        device = None if init else self.device
+        init = init or normal(self.embedding_dim, 1.0, self._seed)
+        table.initialise(init, device, first_row=first_row)
+
+    def _copy_table(self, rows: int, layout: _Layout | None, fields: Iterable[str]) -> Table:
+        """Return a table with these fields of the present rows."""
+        self._store.flush()
+        old = self._store.table
+        new = self._new_table(rows, layout)
+        for name in fields:
+            new[name][: old.rows].copy_(old[name])
+        return new
+
+    def _new_table(self, rows: int, layout: _Layout | None) -> Table:
+        states, scalars = layout or _Layout({}, {})
+        shared = ("embedding", rows, self.embedding_dim, states, scalars, self.storage, self.dtype)
+        if self.state_storage and layout:
+            return SplitTable(*shared, self.state_storage)
+        return Table(*shared, self.path)
+
+    def _check(self, optimizer: RowOptimizer) -> None:
+        """Raise `ValueError` unless the table has the state of the optimizer."""
+        needed = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
+        if (wanted := _names(needed)) != (found := _names(self._layout)):
+            reason = f"a step now needs the state {wanted}, but the table has {found}"
+            raise ValueError(f"{reason}; make a new PagedOptimizer")
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return views of the optimizer state, by their names in torch."""
+        table = self.store.table
+        self.store.flush()
+        return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedEmbedding:
+        """Move the device of forward passes; the table stays where it is stored."""
+        empty = fn(torch.empty_like(self._parameter[:0]).detach())
+        if empty.dtype != self._parameter.dtype:
+            reason = f"vectors are {self._parameter.dtype} and cannot become {empty.dtype}"
+            raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+        if empty.device != self.device:
+            if self._parameter.grad is not None:
+                raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
+            self.device = open_device(empty.device, self.storage)
+            self._parameter.data = empty
+            if self._store is not None:
+                self._store.device = self.device
+                self._store.replace_table(self._store.table)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A copy, as a view would be saved with the optimizer state beside it.
+        destination[prefix + "weight"] = self.weight.clone()
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors
+    ) -> None:
+        key = prefix + "weight"
+        shape = torch.Size([self.num_embeddings, self.embedding_dim])
+        if key not in state_dict:
+            missing += [key] if strict else []
+        elif state_dict[key].shape != shape:
+            found = tuple(state_dict[key].shape)
+            errors.append(
+                f"size mismatch for {key}: {found} in the checkpoint, {tuple(shape)} here"
+            )
+        else:
+            self.weight.copy_(state_dict[key].detach())
+        if strict:
+            unexpected += [name for name in state_dict if name.startswith(prefix) and name != key]
 
 
-def _open_device(device: torch.device | str | None, table: Table) -> torch.device:
-    """Return the compute device; by default the one that suits the storage."""
-    wanted = str(device or ("cuda" if table.storage in ("cuda", "pinned") else "cpu"))
-    # Kernels run on torch's current GPU, so others cannot be used.
-    usable = ["cpu"]
-    if torch.cuda.is_available():
-        usable += ["cuda", f"cuda:{torch.cuda.current_device()}"]
-    if wanted not in usable:
-        raise ValueError(f"device={wanted!r} cannot be used; choose from {' '.join(usable)}")
-    opened = torch.empty(0, device=wanted).device
-    if table.storage == "cuda" and opened != table.records_VR.device:
-        raise ValueError(f"device={wanted!r} cannot be used with storage='cuda'; use device='cuda'")
-    return opened
+class PagedEmbeddingBag(PagedEmbedding):
+    """Sums, means or maxima of bags of embeddings, as nn.EmbeddingBag.
+
+    Args:
+        num_embeddings: Number of rows V.
+        embedding_dim: Number of dimensions D.
+        max_norm: As for a `PagedEmbedding`, like `norm_type` and `scale_grad_by_freq`.
+        norm_type: Order p of the norm.
+        scale_grad_by_freq: Not with mode="max".
+        mode: "sum", "mean" or "max".
+        include_last_offset: Whether offsets end with the number of ids.
+        padding_idx: Row that is left out of all bags.
+        **settings: Further arguments of a `PagedEmbedding`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **settings: Any,
+    ):
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} is unknown; choose 'sum', 'mean' or 'max'")
+        rules = (padding_idx, max_norm, norm_type, scale_grad_by_freq)
+        super().__init__(num_embeddings, embedding_dim, *rules, **settings)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @torch.compiler.disable
+    def forward(
+        self, ids: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return one vector for each bag: [B, D].
+
+        Args:
+            ids: Bags of equal size [B, N], or all ids [N] one bag after the other.
+            offsets: For ids [N]: where each bag begins, [B].
+            per_sample_weights: Factor of each vector, in the shape of the ids; for mode="sum".
+
+        Raises:
+            IndexError: An id is not a row; nothing has changed.
+        """
+        weight_UD, slots, padding = self._fetch(ids)
+        if offsets is not None:
+            offsets = offsets.to(slots)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(weight_UD)
+        return F.embedding_bag(
+            slots,
+            weight_UD.contiguous(),  # the kernels of bags do not take the stride of records
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
 
 
-def _suffix(path: str | Path) -> str:
-    """Return ".npy" or ".safetensors"; raise `ValueError` for others."""
-    suffix = Path(path).suffix
-    if suffix not in (".npy", ".safetensors"):
-        raise ValueError(f"{path} has the ending {suffix!r}; use .npy (weights) or .safetensors")
-    return suffix
+class PagedOptimizer(torch.optim.Optimizer):
+    """One optimizer for all paged embeddings of a model.
+
+    Steps rows that have gradients as `optimizer` of torch does, bit for bit in float32. Learning
+    rate schedulers, `torch.amp.GradScaler` and `clip_grad_norm_` use it as any optimizer of torch;
+    `param_groups` has a parameter for each table, with the gradients of its rows. A step consumes
+    the gradients: another one without a backward pass does nothing.
+
+    Args:
+        tables: Module whose paged embeddings are stepped, or several; or groups as in torch:
+            [{"params": module, "lr": 0.1}, ...]. Frozen tables are left out.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
+        lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
+        step: Whether bias correction counts the steps of the "table" or of each "row".
+        **args: Other arguments of the optimizer, such as betas.
+    """
+
+    def __init__(
+        self,
+        tables: nn.Module | Iterable[nn.Module] | Iterable[dict[str, Any]],
+        optimizer: str | type[torch.optim.Optimizer],
+        *,
+        lr: float,
+        step: Literal["table", "row"] = "table",
+        **args: Any,
+    ):
+        if step not in ("table", "row"):
+            raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
+        self._name = optimizer_name(optimizer)
+        self._counts = step
+        self._tables: dict[nn.Parameter, PagedEmbedding] = {}
+        self._row_optimizers: dict[int, tuple[dict[str, Any], RowOptimizer]] = {}  # by group
+        defaults = RowOptimizer(OptimizerConfig(name=self._name, lr=lr, args=args)).arguments
+        defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
+        groups = [tables] if isinstance(tables, nn.Module) else tables
+        super().__init__(groups, defaults)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step further tables: {"params": module or modules, "lr": ...}."""
+        modules = param_group["params"]
+        modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                kind = type(module).__name__
+                raise TypeError(f"{kind} is no module; give the PagedEmbedding or its model")
+        inner = dict.fromkeys(inner for module in modules for inner in module.modules())
+        tables = [m for m in inner if isinstance(m, PagedEmbedding) and m.trainable]
+        if not tables:
+            raise ValueError("these modules have no PagedEmbedding that is trained")
+        parameters = [table._parameter for table in tables]
+        if not self._tables.keys().isdisjoint(parameters):
+            raise ValueError("a PagedEmbedding is in two groups; give each table once")
+        optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
+        for table in tables:
+            table._attach(optimizer)
+        super().add_param_group(dict(param_group, params=parameters))
+        self._tables.update(zip(parameters, tables, strict=True))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all rows that have gradients, and write them back.
+
+        Returns the loss of `closure`, if it is given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        steps = []
+        for number, group in enumerate(self.param_groups):
+            lr = float(group["lr"])
+            if not (math.isfinite(lr) and lr >= 0):
+                raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
+            optimizer = self._row_optimizer(number, group)
+            for parameter in group["params"]:
+                table = self._tables[parameter]
+                table._check(optimizer)
+                steps.append((table, optimizer, lr))
+        # Only now, so that a step that is refused changes no table.
+        for table, optimizer, lr in steps:
+            table._step(optimizer, lr)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's optimizer of dense tables.
+
+        State is copied. For tables that are too large for it, `table.store.save` writes a
+        .safetensors file with weight and state.
+        """
+        found = super().state_dict()
+        states = [
+            {name: value.clone() for name, value in table._state().items()}
+            for table in self._tables.values()
+        ]
+        return found | {"state": {number: state for number, state in enumerate(states) if state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of torch's optimizer of dense tables.
+
+        Raises:
+            ValueError: It is for other tables or another optimizer; nothing has changed.
+        """
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded = []
+        for number, table in zip(numbers, self._tables.values(), strict=False):
+            state = table._state()
+            given = state_dict["state"].get(number, {})
+            given = {name: value for name, value in given.items() if value is not None}
+            # Only a 16-bit table counts its writes.
+            shapes = {name: tuple(value.shape) for name, value in state.items() if name in given}
+            if given.keys() | {"writes"} != state.keys() | {"writes"} or shapes != {
+                name: tuple(value.shape) for name, value in given.items()
+            }:
+                raise ValueError(f"the state of table {number} is of another optimizer or shape")
+            loaded.append((table, state, given))
+        super().load_state_dict(state_dict | {"state": {}})  # checks the numbers of tables
+        for table, state, given in loaded:
+            table.store.version += 1
+            for name, value in given.items():
+                state[name].copy_(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold."""
+        own = {"_name": self._name, "_counts": self._counts, "_tables": self._tables}
+        return super().__getstate__() | own | {"_row_optimizers": {}}
+
+    def _row_optimizer(self, number: int, group: dict[str, Any]) -> RowOptimizer:
+        """Return the optimizer of a group, with the arguments it has now."""
+        names = [name for name in self.defaults if name != "lr" and group.get(name) is not None]
+        args = {name: group[name] for name in names}
+        known = self._row_optimizers.get(number)
+        if known is None or known[0] != args:
+            config = OptimizerConfig(
+                name=self._name, lr=float(group["lr"]), args=args, step=self._counts
+            )
+            known = self._row_optimizers[number] = args, RowOptimizer(config)
+        return known[1]
+
+
+def _names(layout: _Layout | None) -> list[str]:
+    """Return the names of states and scalars, with the width of states."""
+    states, scalars = layout or _Layout({}, {})
+    return [*(f"{name} x {state.width}" for name, state in states.items()), *scalars]
+
+
+def _copy_of(values: Tensor | np.ndarray, module: PagedEmbedding) -> Init:
+    """Return an initialiser with given weights [V, D]."""
+    weights_VD = torch.as_tensor(values).detach()
+    shape = [module.num_embeddings, module.embedding_dim]
+    if (given := list(weights_VD.shape)) != shape:
+        raise ValueError(f"init has shape {given}, but the table is {shape}")
+    return lambda rows_n: weights_VD[rows_n.to(weights_VD.device)]
+
+
+def _refuse_ranks() -> None:
+    """Raise `RuntimeError` in one of several processes that train together."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise RuntimeError(
+                f"a PagedEmbedding cannot train in {ranks} processes (DistributedDataParallel): "
+                "each would have a table of its own; train in one process"
+            )

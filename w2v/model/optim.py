@@ -89,6 +89,14 @@ class RowOptimizer:
         return self._args.get("eps", getattr(parameter, "default", None))
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that have a value, with defaults."""
+        made = self._class([nn.Parameter(torch.zeros(1, 1))], **self._args)
+        accepted = inspect.signature(self._class).parameters
+        found = {key: value for key, value in made.defaults.items() if value is not None}
+        return {key: value for key, value in found.items() if key in accepted}
+
+    @property
     def is_plain_sgd(self) -> bool:
         """Whether a step is w -= lr * gradient and no more, which needs no batch."""
         return self.formula == "sgd" and not self._hyper.weight_decay and not self.occurrence_cap

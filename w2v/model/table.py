@@ -80,7 +80,7 @@ class Table:
         aligned: bool = True,
         pinned_VR: Tensor | None = None,
     ):
-        _check(rows, dim, states, storage, dtype, path)
+        check_table(rows, dim, states, storage, dtype, path)
         self.name = name
         self.rows = rows
         self.dim = dim
@@ -117,9 +117,9 @@ class Table:
         return self.rows * self.width * self.dtype.itemsize
 
     def initialise(
-        self, values: Init, device: torch.device | None = None, threads: int = 1
+        self, values: Init, device: torch.device | None = None, threads: int = 1, first_row: int = 0
     ) -> None:
-        """Set the weights, a chunk of rows at a time.
+        """Set the weights from `first_row` on, a chunk of rows at a time.
 
         `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
         So many threads call it at once.
@@ -136,7 +136,7 @@ class Table:
             self["weight"][start : start + len(rows)].copy_(weights)
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, range(0, self.rows, chunk_rows)))
+            list(pool.map(fill, range(first_row, self.rows, chunk_rows)))
 
     def decode(self, records_UR: Tensor) -> Tensor:
         """Return records in the dtype of steps: float32, or float64 as stored."""
@@ -276,7 +276,7 @@ def _random_bits(rows_n: Tensor, dim: int, seed: int) -> Tensor:
     return splitmix64(rows_n[:, None] * dim + columns + 1, mix(seed))
 
 
-def _check(
+def check_table(
     rows: int,
     dim: int,
     states: Mapping[str, RowState],

@@ -5,32 +5,47 @@ import gc
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from tests.support.embeddings import DIM, ROWS, embedding, everywhere, row_store
-from w2v.api.embedding import Embedding, RowStore
+from tests.support.embeddings import (
+    DIM,
+    ROWS,
+    batches,
+    embedding,
+    everywhere,
+    optimizer_state,
+    row_store,
+    train_step,
+    trainable,
+    weights,
+)
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.api.row_store import RowStore
 from w2v.model.table import normal
 
 BAD_IDS = [
-    ([0, ROWS], f"id {ROWS} is not a row; rows are 0 to {ROWS - 1}"),
-    ([-1, 2], "id -1 is not a row"),
-    (torch.tensor([1.0]), "ids are torch.float32 on cpu; give int32 or int64"),
-    (np.array([1], np.uint8), "ids are torch.uint8"),
-    (torch.tensor([True]), "ids are torch.bool"),
-    (torch.empty(2, dtype=torch.int64, device="meta"), "ids are torch.int64 on meta"),
+    ([0, ROWS], IndexError, f"id {ROWS} is not a row; rows are 0 to {ROWS - 1}"),
+    ([-1, 2], IndexError, "id -1 is not a row"),
+    (torch.tensor([1.0]), ValueError, "ids are torch.float32 on cpu; give int32 or int64"),
+    (np.array([1], np.uint8), ValueError, "ids are torch.uint8"),
+    (torch.tensor([True]), ValueError, "ids are torch.bool"),
+    (torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "ids are torch.int64 on meta"),
 ]
 
 
 @everywhere
-@pytest.mark.parametrize("ids, words", BAD_IDS, ids=str)
-def test_bad_ids_are_refused(tmp_path, storage, device, ids, words):
-    table = embedding(tmp_path, storage, device)
-    before = table.table.records_VR.clone()
-    for use in (table.get, table.page, lambda ids: table.put(ids, torch.ones(len(ids), DIM))):
-        with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("ids, error, words", BAD_IDS, ids=str)
+def test_bad_ids_are_refused(tmp_path, storage, device, ids, error, words):
+    table, optimizer = trainable(tmp_path, storage, device, max_norm=0.1)
+    before = table.store.table.records_VR.clone()
+    get, put = table.store.get, table.store.put
+    for use in (table, get, lambda ids: put(ids, torch.ones(len(ids), DIM))):
+        with pytest.raises(error, match=words):
             use(ids)
-    table.step(table.page([0, ROWS - 1]))  # no row is still taken
-    table.flush()
-    assert torch.equal(table.table.records_VR, before)
+    optimizer.step()
+    table.store.flush()
+    assert torch.equal(table.store.table.records_VR, before)
 
 
 BAD_VALUES = [
@@ -49,54 +64,140 @@ def test_bad_values_are_refused(tmp_path, values, words):
     assert not store.table.records_VR.any()
 
 
-@everywhere
-def test_a_spent_page_cannot_be_used(tmp_path, storage, device):
-    table = embedding(tmp_path, storage, device)
-    stepped, released = table.page([1]), table.page([2])
-    released.release()
-    stepped.vectors.sum().backward()
-    table.step(stepped)
-    for page in (stepped, released):
-        for name in ("weight", "vectors", "slots", "rows"):
-            with pytest.raises(ValueError, match="this page is spent"):
-                getattr(page, name)
-        with pytest.raises(ValueError, match="this page is spent"):
-            table.step(page)
+class Breaks(Dataset):
+    """Ids of all rows; the third batch cannot be read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("disk error")
+        return list(batches())[index]
 
 
-def test_a_page_of_another_embedding_is_refused(tmp_path):
-    table, other = embedding(tmp_path), embedding(tmp_path)
-    page = other.page([1])
-    with pytest.raises(ValueError, match=r"not one of Embedding\(9, 6, storage='cpu', .*; step it"):
-        table.step(page)
-    other.step(page)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers):
+    runs = [trainable(tmp_path, optimizer="Adam") for _ in range(2)]
+    with pytest.raises(OSError, match="disk error"):
+        for ids, target in DataLoader(Breaks(), batch_size=None, num_workers=workers):
+            train_step(*runs[0], ids, target)
+    train_step(*runs[0], *list(batches())[2])
+    for ids, target in batches(3):
+        train_step(*runs[1], ids, target)
+    assert torch.equal(weights(runs[0][0]), weights(runs[1][0]))
 
 
-@everywhere
-def test_a_row_is_in_one_page_at_a_time(tmp_path, storage, device):
-    table = embedding(tmp_path, storage, device)
-    first, second = table.page([1, 2, 5]), table.page([3, 4])
-    for use in (table.page, lambda ids: table.put(ids, torch.ones(len(ids), DIM))):
-        with pytest.raises(ValueError, match="row 4 is in another page.* release that page"):
-            use([0, 8, 4, 5])
-    with pytest.raises(ValueError, match=r"2 page\(s\) are in flight; step or release .* x.npy"):
-        table.load("x.npy")
-    assert table.get([4]).shape == (1, DIM)  # reading is allowed
-    table.step(second)
-    first.release()
-    third = table.page([0, 8, 4, 5])
-    del third  # a page that is dropped is released
-    gc.collect()
-    table.page([4])
+def test_an_exception_between_forward_pass_and_step_loses_nothing(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    other, other_optimizer = trainable(tmp_path, optimizer="Adam")
+    (ids, target), last = batches(2)
+
+    def fail(_):
+        raise RuntimeError("stopped")
+
+    vectors = table(ids)
+    vectors.register_hook(fail)  # in the backward pass
+    with pytest.raises(RuntimeError, match="stopped"):
+        vectors.sum().backward()
+    (table(ids).sum(-1) * target).sum().backward()
+    with pytest.raises(RuntimeError, match="stopped"):
+        optimizer.step(lambda: fail(0))
+    optimizer.step()  # the gradients still wait
+    train_step(other, other_optimizer, ids, target)
+    for each, steps in ((table, optimizer), (other, other_optimizer)):
+        train_step(each, steps, *last)
+    assert torch.equal(weights(table), weights(other))
 
 
-@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf")])
-def test_bad_learning_rates_are_refused_and_the_page_stays(tmp_path, lr):
-    table = embedding(tmp_path)
-    page = table.page([1])
-    with pytest.raises(ValueError, match=f"lr={lr} is no learning rate"):
-        table.step(page, lr)
-    table.step(page)
+def test_a_step_that_fails_can_be_repeated(tmp_path, monkeypatch):
+    table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
+    before = weights(table)
+    table([1]).sum().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(table.store, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(weights(table)[1], before[1] - 1)
+
+
+BAD_STEPS = [
+    ({"lr": -0.1}, "lr=-0.1 is no learning rate"),
+    ({"lr": float("nan")}, "lr=nan is no learning rate"),
+    ({"lr": float("inf")}, "lr=inf is no learning rate"),
+    ({"momentum": 0.9}, r"now needs the state \['momentum_buffer x 6'\], but the table has \[\]"),
+]
+
+
+@pytest.mark.parametrize("change, words", BAD_STEPS, ids=str)
+def test_bad_steps_are_refused_and_the_gradients_stay(tmp_path, change, words):
+    tables = [embedding(tmp_path) for _ in range(2)]
+    optimizer = PagedOptimizer([{"params": table} for table in tables], "SGD", lr=1.0)
+    before = weights(tables[0])
+    sum(table([1]) for table in tables).sum().backward()
+    good = dict(optimizer.param_groups[1])
+    optimizer.param_groups[1].update(change)
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert all(torch.equal(weights(table), before) for table in tables)
+    optimizer.param_groups[1].update(good)
+    optimizer.step()
+    assert all(torch.equal(weights(table)[1], before[1] - 1) for table in tables)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    table, _ = trainable(tmp_path)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"cannot train in 2 processes \(Distr.* one process$"):
+        table([1])
+    with torch.no_grad():
+        assert table([1]).shape == (1, DIM)
+
+
+def test_what_the_table_cannot_become_is_refused(tmp_path):
+    table, optimizer = trainable(tmp_path)
+    model = nn.Sequential(table)
+    for change in (model.half, model.double, model.bfloat16):
+        with pytest.raises(ValueError, match="vectors are torch.float32 and cannot .*autocast"):
+            change()
+    table([1]).sum().backward()
+    with pytest.raises(ValueError, match=r"rows wait for a step; call step\(\) or zero_grad\(\)"):
+        model.to("meta")
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="device='meta' cannot be used"):
+        model.to("meta")
+    with pytest.raises(ValueError, match="8 rows are fewer than the present 9"):
+        table.grow(ROWS - 1)
+
+
+def test_checkpoints_of_other_tables_are_refused(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    before, state = weights(table), optimizer_state(table)
+    for found, words in [
+        ({"weight": torch.ones(ROWS + 1, DIM)}, r"size mismatch for weight: \(10, 6\)"),
+        ({}, "Missing key.* weight"),
+        ({"weight": torch.ones(ROWS, DIM), "bias": torch.ones(1)}, "Unexpected key.* bias"),
+    ]:
+        with pytest.raises(RuntimeError, match=words.replace(" ", r"(?s:.)*")):
+            table.load_state_dict(found)
+        table.load_state_dict({"weight": before})
+    for other in (
+        trainable(tmp_path, optimizer="Adamax")[1],
+        trainable(tmp_path, optimizer="Adam", step="row")[1],
+        trainable(tmp_path, optimizer="Adam", rows=ROWS + 1)[1],
+    ):
+        with pytest.raises(ValueError, match="state of table 0 is of another optimizer or shape"):
+            optimizer.load_state_dict(other.state_dict())
+    two = PagedOptimizer([embedding(tmp_path), embedding(tmp_path)], "Adam", lr=1.0)
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        optimizer.load_state_dict(two.state_dict())
+    assert torch.equal(weights(table), before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for name, value in optimizer_state(table).items():
+        assert torch.equal(value, state[name])
 
 
 BAD_SETTINGS = [
@@ -109,22 +210,47 @@ BAD_SETTINGS = [
     ({"rows": 0}, "at least 1 row"),
     ({"optimizer": "Adam", "step": "row", "dtype": torch.bfloat16}, "'step'; use float32"),
     ({"init": normal(DIM + 1, 1.0, 1)}, rf"init gives \[9, {DIM + 1}\] for 9 rows"),
+    ({"init": torch.ones(ROWS, 1)}, r"init has shape \[9, 1\], but the table is \[9, 6\]"),
+    ({"kind": PagedEmbeddingBag, "mode": "median"}, "mode='median' is unknown; choose 'sum'"),
 ]
 
 
 @pytest.mark.parametrize("settings, words", BAD_SETTINGS)
 def test_bad_settings_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words) as error:
-        embedding(tmp_path, **settings)
+        trainable(tmp_path, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_a_padding_row_outside_the_table_is_refused():
+    with pytest.raises(IndexError, match="padding_idx=9 is not a row; give one of -9 to 8"):
+        PagedEmbedding(ROWS, DIM, ROWS)
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    table = embedding(tmp_path)
+    with pytest.raises(ValueError, match="these modules have no PagedEmbedding"):
+        PagedOptimizer(nn.Linear(1, 1), "SGD", lr=0.1)
+    with pytest.raises(TypeError, match="Parameter is no module; give the PagedEmbedding"):
+        PagedOptimizer(nn.Linear(1, 1).parameters(), "SGD", lr=0.1)
+    with pytest.raises(ValueError, match="a PagedEmbedding is in two groups"):
+        PagedOptimizer([{"params": table}, {"params": nn.Sequential(table)}], "SGD", lr=0.1)
 
 
 @pytest.mark.parametrize("settings", [{"init": normal(DIM + 1, 1.0, 1)}, {"device": "gpu"}])
 def test_a_table_that_fails_leaves_no_file(tmp_path, settings):
     with pytest.raises(ValueError):
-        embedding(tmp_path, "mmap", **settings)
+        trainable(tmp_path, "mmap", **{"device": "cpu"} | settings)
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_used_before_its_optimizer_was_made_is_refused(tmp_path):
+    table = embedding(tmp_path, "mmap")
+    table([1])
+    with pytest.raises(ValueError, match="the file is open without this state; make its Paged"):
+        PagedOptimizer(table, "Adam", lr=0.1)
+    PagedOptimizer(table, "SGD", lr=0.1)  # keeps no state
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -145,19 +271,20 @@ def save_other(path, kind):
         rows = ROWS - 1 if kind == "rows" else ROWS
         optimizer = "SGD" if kind == "layout" else "Adamax"
         dtype = torch.float16 if kind == "dtype" else torch.float32
-        Embedding(rows, DIM, optimizer=optimizer, lr=1.0, dtype=dtype).save(path)
+        trainable(path.parent, rows=rows, optimizer=optimizer, dtype=dtype)[0].store.save(path)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 @pytest.mark.parametrize("kind", ["rows", "dtype", "layout", "text"])
 def test_files_of_another_table_are_refused(tmp_path, suffix, kind):
-    table, path = embedding(tmp_path), tmp_path / f"x{suffix}"
-    before = table.table.records_VR.clone()
+    path = tmp_path / f"x{suffix}"
+    store = trainable(tmp_path)[0].store
+    before = store.table.records_VR.clone()
     save_other(path, kind)
     with pytest.raises(ValueError, match=f"x{suffix} (holds|cannot be read|is not)") as error:
-        table.load(path)
+        store.load(path)
     assert "\n" not in str(error.value)
-    assert torch.equal(table.table.records_VR, before)
+    assert torch.equal(store.table.records_VR, before)
     if suffix == ".npy" and kind != "rows":
         with pytest.raises(ValueError, match=r"x.npy (holds .*astype|cannot be read)"):
             RowStore.open(path)
@@ -165,4 +292,4 @@ def test_files_of_another_table_are_refused(tmp_path, suffix, kind):
 
 def test_a_file_with_another_ending_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ending '.bin'; use .npy .* or .safetensors"):
-        embedding(tmp_path).save(tmp_path / "x.bin")
+        row_store(tmp_path).save(tmp_path / "x.bin")

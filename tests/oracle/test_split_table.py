@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from w2v.api.embedding import Embedding
+from w2v.api.embedding import PagedEmbedding, PagedOptimizer
 from w2v.config import OPTIMIZERS
 
 ROWS, DIM = 9, 6
@@ -16,15 +16,16 @@ PLACES = [  # of the weights, of the state, and the device
 everywhere = pytest.mark.parametrize("storage, state_storage, device", PLACES)
 
 
-def trained(steps=6, **settings):
-    table = Embedding(ROWS, DIM, **{"lr": 0.1, "seed": 2} | settings)
+def trained(steps=6, optimizer="Adam", step="table", **settings):
+    module = PagedEmbedding(ROWS, DIM, **{"seed": 2} | settings)
+    paged = PagedOptimizer(module, optimizer, lr=0.1, step=step)
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
-        page = table.page(torch.randint(ROWS, (7,), generator=generator))
-        target = torch.randn(7, DIM, generator=generator).to(table.device)
-        (page.vectors.tanh() - target).square().sum().backward()
-        table.step(page)
-    return table
+        vectors = module(torch.randint(ROWS, (7,), generator=generator))
+        target = torch.randn(7, DIM, generator=generator).to(module.device)
+        (vectors.tanh() - target).square().sum().backward()
+        paged.step()
+    return module.store
 
 
 @everywhere
@@ -68,4 +69,4 @@ def test_split_table_is_written_saved_and_loaded(tmp_path, storage, state_storag
 )
 def test_unusable_storage_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        Embedding(ROWS, DIM, **{"optimizer": "Adam", "lr": 0.1} | settings)
+        trained(**settings)

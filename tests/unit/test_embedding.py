@@ -1,167 +1,226 @@
-"""Paged embeddings train as nn.Embedding and return what was put."""
+"""Paged embeddings are modules like the others of torch."""
 
 import copy
-import re
+import io
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.embeddings import DIM, ROWS, embedding, everywhere, row_store
-from w2v.api.embedding import RowStore
+from tests.support.embeddings import (
+    DIM,
+    ROWS,
+    batches,
+    embedding,
+    everywhere,
+    optimizer_state,
+    train_step,
+    trainable,
+    weights,
+)
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.config import OPTIMIZERS
+from w2v.model.table import normal
 
 
-def batches(steps=5, count=40):
-    """Yield ids [2, n] with every row, some twice, and targets for them."""
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(steps):
-        every = torch.randperm(ROWS, generator=generator)
-        more = torch.randint(ROWS, (count - ROWS,), generator=generator)
-        target = torch.randn(2, count // 2, generator=generator)
-        yield torch.cat([every, more]).view(2, -1), target
-
-
-def train_step(table, ids, target):
-    page = table.page(ids)
-    (page.vectors.sum(-1) * target.to(table.device)).sum().backward()
-    table.step(page)
+@everywhere
+def test_equal_ids_count_together_and_other_rows_stay(tmp_path, storage, device):
+    table, optimizer = trainable(tmp_path, storage, device, optimizer="SGD", lr=0.5)
+    before = weights(table)
+    table([[4, 1, 4], [4, 7, 4]]).sum().backward()
+    optimizer.step()
+    optimizer.step()  # nothing waits any more
+    expected = before - 0.5 * torch.tensor([0, 1, 0, 0, 4, 0, 0, 1, 0])[:, None]
+    torch.testing.assert_close(weights(table), expected, rtol=0, atol=0)
 
 
 @everywhere
 @pytest.mark.parametrize("step", ["table", "row"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, step):
-    torch.manual_seed(0)
-    paged = embedding(tmp_path, storage, device, optimizer=name, step=step)
-    dense = nn.Embedding(ROWS, DIM, device=device)
-    dense.weight.data.copy_(paged.get(range(ROWS)))
-    dense_optimizer = getattr(torch.optim, name)(dense.parameters(), lr=0.1, foreach=False)
-    heads = [nn.Linear(DIM, 1).to(device) for _ in range(2)]
-    heads[1].load_state_dict(heads[0].state_dict())
-    sgd = [torch.optim.SGD(head.parameters(), lr=0.1) for head in heads]
-
-    for turn, (ids, target) in enumerate(batches()):
-        lr = 0.1 / (1 + turn)
-        page = paged.page(ids.to(device))
-        assert page.vectors.shape == (*ids.shape, DIM)
-        assert torch.equal(page.vectors, page.weight[page.slots])
-        dense_optimizer.zero_grad()
-        losses = []
-        for head, optimizer, vectors in zip(
-            heads, sgd, (page.vectors, dense(ids.to(device))), strict=True
-        ):
-            output = head(vectors.tanh()).squeeze(-1)
-            losses.append(((output - target.to(device)) ** 2).mean())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        torch.testing.assert_close(*losses, rtol=0, atol=0)
-        paged.step(page, lr)
-        dense_optimizer.param_groups[0]["lr"] = lr
-        dense_optimizer.step()
-    assert torch.equal(paged.get(range(ROWS)), dense.weight)
+def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, device, step):
+    table, optimizer = trainable(tmp_path, storage, device, optimizer="NAdam", step=step)
+    records, state = table.store.table.records_VR.clone(), optimizer_state(table)
+    dropped = table([0, 3])
+    with torch.no_grad():
+        assert not table([1]).requires_grad
+    table.eval()([2])
+    assert dropped.requires_grad and table._parameter.grad is None
+    optimizer.step()
+    table.store.flush()
+    assert torch.equal(table.store.table.records_VR, records)
+    assert optimizer_state(table).keys() == state.keys()
+    for name, value in optimizer_state(table).items():
+        assert torch.equal(value, state[name])
 
 
 @everywhere
-def test_only_rows_of_the_page_are_stepped_and_equal_ids_count_together(tmp_path, storage, device):
-    table = embedding(tmp_path, storage, device, optimizer="SGD")
-    before = table.get(range(ROWS))
-    page = table.page([[4, 1, 4], [4, 7, 4]])
-    assert page.rows.tolist() == [1, 4, 7]
-    assert page.slots.tolist() == [[1, 0, 1], [1, 2, 1]]
-    page.vectors.sum().backward()
-    table.step(page, lr=0.5)
-    expected = before - 0.5 * torch.tensor([0, 1, 0, 0, 4, 0, 0, 1, 0], device=device)[:, None]
-    torch.testing.assert_close(table.get(range(ROWS)), expected, rtol=0, atol=0)
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
-    store = row_store(tmp_path, storage, device, dtype=dtype)
-    assert (store.bytes, len(store)) == (ROWS * 128, ROWS)
-    values = torch.randn(2, 2, DIM, dtype=torch.float64, requires_grad=True)
-    store.put(np.array([[3, 0], [8, 3]], np.int32), values)
-    found = store.get(torch.tensor([8, 5, 3, 0]))
-    assert (found.dtype, found.device.type) == (dtype, device)
-    # Row 5 was never put, and of the two values for row 3 the last one counts.
-    expected = torch.stack([values[1, 0], torch.zeros(DIM), values[1, 1], values[0, 1]])
-    assert torch.equal(found.cpu(), expected.to(dtype))
-    store.put(torch.empty(0, dtype=torch.int64), torch.empty(0, DIM))
-    assert store.get(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, DIM)
-    store.put(torch.tensor(2), torch.ones(DIM))
-    assert store.get(torch.tensor(2)).tolist() == [1] * DIM
+def test_there_may_be_no_ids(tmp_path, storage, device):
+    table, optimizer = trainable(tmp_path, storage, device, max_norm=1.0, padding_idx=0)
+    for ids in (torch.empty(0, 2, dtype=torch.int64), []):
+        vectors = table(ids)
+        assert vectors.shape == (*np.shape(ids), DIM)
+        vectors.sum().backward()
+        optimizer.step()
+    bags = PagedEmbeddingBag(ROWS, DIM)
+    assert bags([], torch.tensor([0, 0])).tolist() == [[0] * DIM] * 2
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
-    table = embedding(tmp_path, storage, device, dtype=dtype)
+    table, optimizer = trainable(tmp_path, storage, device, dtype=dtype)
     target = torch.randn(ROWS, DIM).to(device)
     for _ in range(200):
-        page = table.page(range(ROWS))
-        assert page.weight.dtype == torch.float32
-        ((page.vectors - target) ** 2).sum().backward()
-        table.step(page)
-    assert (table.get(range(ROWS)).float() - target).abs().max() < 0.1
+        vectors = table(range(ROWS))
+        assert vectors.dtype == torch.float32
+        ((vectors - target) ** 2).sum().backward()
+        optimizer.step()
+    assert (weights(table).float() - target.cpu()).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_16_bit_rows_in_float32(tmp_path, name):
     def trained(dtype):
-        table = embedding(tmp_path, optimizer=name, lr=0.05, dtype=dtype)
-        table.put(range(ROWS), torch.full((ROWS, DIM), 0.5))
+        table, optimizer = trainable(tmp_path, optimizer=name, lr=0.05, dtype=dtype)
+        table.weight.fill_(0.5)
         for step in range(3):
-            page = table.page(range(ROWS))
-            (page.vectors.sum() * (1.0 + step)).backward()
-            table.step(page)
+            (table(range(ROWS)).sum() * (1.0 + step)).backward()
+            optimizer.step()
         return table
 
     wide, narrow = trained(torch.float32), trained(torch.bfloat16)
-    torch.testing.assert_close(
-        narrow.get(range(ROWS)).float(), wide.get(range(ROWS)), rtol=0.03, atol=0.01
-    )
-    assert {key: narrow.table.scalars[key] for key in wide.table.scalars} == wide.table.scalars
+    torch.testing.assert_close(weights(narrow).float(), weights(wide), rtol=0.03, atol=0.01)
+    scalars = wide.store.table.scalars
+    assert {key: narrow.store.table.scalars[key] for key in scalars} == scalars
 
 
-@everywhere
-@pytest.mark.parametrize("step", ["table", "row"])
-def test_a_page_outside_the_loss_changes_nothing(tmp_path, storage, device, step):
-    table = embedding(tmp_path, storage, device, optimizer="NAdam", step=step)
-    before = table.table.records_VR.clone()
-    scalars = {key: value.clone() for key, value in table.table.scalars.items()}
-    table.step(table.page([0, 3]))
-    table.flush()
-    assert torch.equal(table.table.records_VR, before)
-    assert table.table.scalars == scalars
+def test_the_optimizer_steps_the_tables_of_a_model_by_groups():
+    model = nn.ModuleDict({"a": PagedEmbedding(ROWS, DIM), "bag": PagedEmbeddingBag(ROWS, DIM)})
+    model["frozen"] = PagedEmbedding.from_pretrained(torch.ones(ROWS, DIM))
+    model["head"] = nn.Linear(DIM, 1)
+    assert len(list(model.parameters())) == 2  # those of the head
+    (group,) = PagedOptimizer(model, torch.optim.Adagrad, lr=0.1).param_groups
+    assert len(group["params"]) == 2
+    groups = [{"params": model["a"], "lr": 1.0}, {"params": [model["bag"]], "weight_decay": 0.5}]
+    optimizer = PagedOptimizer(groups, "SGD", lr=0.25)
+    before = {name: model[name].weight.clone() for name in ("a", "bag")}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model["a"](range(ROWS)) + model["bag"](torch.arange(ROWS)[:, None])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert torch.equal(model["a"].weight, before["a"] - 1)
+    expected = before["bag"] - 0.25 * (1 + 0.5 * before["bag"])
+    torch.testing.assert_close(model["bag"].weight, expected)
 
 
-@everywhere
-def test_a_page_without_rows_can_be_stepped(tmp_path, storage, device):
-    table = embedding(tmp_path, storage, device)
-    for ids in (torch.empty(0, dtype=torch.int64), []):
-        assert table.get(ids).shape == (0, DIM)
-        table.put(ids, torch.empty(0, DIM))
-        empty = table.page(ids)
-        assert empty.vectors.shape == (0, DIM)
-        empty.vectors.sum().backward()
-        table.step(empty)
+def test_a_table_may_change_between_forward_pass_and_step(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
+    before = weights(table)
+    first, second = table([1, 2]), table([2, 3])
+    first.sum().backward()
+    optimizer.step()
+    second.sum().backward()  # of rows as they were before that step
+    table.store.put([3], torch.full((1, DIM), 7.0))
+    optimizer.step()
+    expected = before - torch.tensor([0, 1, 2, 0, 0, 0, 0, 0, 0])[:, None]
+    expected[3] = 7.0 - 1
+    torch.testing.assert_close(weights(table), expected)
 
 
-def test_threads_share_an_embedding_and_its_pages_stay_their_own(tmp_path):
-    table = embedding(tmp_path, optimizer="SGD", lr=1.0)
-    before = table.get(range(ROWS))
+def test_gradients_may_be_clipped_and_dropped(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
+    before = weights(table)
+    parameters = optimizer.param_groups[0]["params"]
+    for _ in range(2):
+        table([1, 2]).sum().backward()
+    table([2]).sum().backward()
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    slopes = torch.tensor([0, 2.0, 3, 0, 0, 0, 0, 0, 0])[:, None].expand(-1, DIM)
+    torch.testing.assert_close(norm, slopes.norm())
+    optimizer.step()
+    torch.testing.assert_close(weights(table), before - slopes / norm)
+    after = weights(table)
+    for zero_grad in (optimizer.zero_grad, table.zero_grad):
+        table([1]).sum().backward()
+        zero_grad()
+        optimizer.step()
+    assert torch.equal(weights(table), after)
+
+
+def test_gradient_scaler_scales_back_and_skips_infinite_gradients(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    twin, twin_optimizer = trainable(tmp_path, optimizer="Adam")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for turn, (ids, target) in enumerate(batches()):
+        factor = float("inf") if turn == 2 else 1.0
+        optimizer.zero_grad()
+        scaler.scale((table(ids).sum(-1) * target * factor).sum()).backward()
+        if turn % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if turn != 2:
+            train_step(twin, twin_optimizer, ids, target)
+    assert torch.equal(weights(table), weights(twin))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_training_loop_with_autocast_workers_and_compiled_layers(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(embedding(tmp_path), nn.Linear(DIM, 1))
+    compiled = torch.compile(model, backend="eager")
+    sparse = PagedOptimizer(model, "Adagrad", lr=0.3)
+    dense = torch.optim.AdamW(model.parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(dense, 0.03, total_steps=60)
+    sparse_schedule = torch.optim.lr_scheduler.StepLR(sparse, 20, 0.5)
+    ids = torch.arange(ROWS).repeat(20)
+    loader = DataLoader(TensorDataset(ids, ids % 2), batch_size=ROWS, num_workers=1)
+    losses = []
+    for _ in range(3):
+        for batch, label in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                score = compiled(batch).squeeze(-1)
+            assert score.dtype == torch.bfloat16
+            loss = nn.functional.binary_cross_entropy_with_logits(score.float(), label.float())
+            sparse.zero_grad()
+            dense.zero_grad()
+            loss.backward()
+            sparse.step()
+            dense.step()
+            schedule.step()
+            sparse_schedule.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < 0.1 < losses[0]
+    assert sparse.param_groups[0]["lr"] == 0.3 * 0.5**3
+
+
+def test_schedulers_may_change_betas(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    dense = nn.Embedding.from_pretrained(weights(table), freeze=False)
+    dense_optimizer = torch.optim.Adam(dense.parameters(), lr=0.1, foreach=False)
+    for ids, target in batches():
+        for module, steps in ((table, optimizer), (dense, dense_optimizer)):
+            steps.param_groups[0]["betas"] = (float(target[0, 0].sigmoid()), 0.9)
+            train_step(module, steps, ids, target)
+    assert torch.equal(weights(table), dense.weight)
+
+
+def test_threads_share_an_embedding(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
+    before = weights(table)
 
     def train(row):
         for _ in range(30):
-            page = table.page([row])
-            (page.vectors * (row + 1)).sum().backward()
-            table.step(page)
+            (table([row]) * (row + 1)).sum().backward()
+            optimizer.step()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet inside a step
@@ -171,97 +230,148 @@ def test_threads_share_an_embedding_and_its_pages_stay_their_own(tmp_path):
     finally:
         sys.setswitchinterval(interval)
     expected = before - 30 * torch.arange(1, ROWS + 1)[:, None]
-    torch.testing.assert_close(table.get(range(ROWS)), expected)
+    torch.testing.assert_close(weights(table), expected)
 
 
-def test_a_copy_trains_on_and_numpy_integers_are_seeds(tmp_path):
-    table = embedding(tmp_path, seed=np.int64(3))
-    assert torch.equal(table.get([0]), embedding(tmp_path, seed=3).get([0]))
-    other = copy.deepcopy(table)
-    for each in (table, other):
-        train_step(each, torch.arange(ROWS)[None], torch.ones(1, ROWS))
-    assert torch.equal(table.get(range(ROWS)), other.get(range(ROWS)))
+def saved_and_loaded(pair):
+    """Return what torch.load makes of what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-def test_gradients_accumulate_and_may_be_changed(tmp_path):
-    table = embedding(tmp_path, optimizer="SGD", lr=1.0)
-    before = table.get([2])
-    page = table.page([2])
-    for _ in range(3):
-        page.vectors.sum().backward()
-    nn.utils.clip_grad_value_([page.weight], 2.5)
-    table.lr = 0.5
-    table.step(page)
-    torch.testing.assert_close(table.get([2]), before - 1.25)
+@pytest.mark.parametrize("state_storage", [None, "cpu"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved_and_loaded]
+)
+def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
+    settings = {"init": normal(DIM, 1.0, 3), "state_storage": state_storage}  # not picklable
+    pair = trainable(tmp_path, optimizer="NAdam", **settings)
+    train_step(*pair, *next(batches()))
+    other = duplicate(pair)
+    untouched = duplicate(pair[0])
+    assert isinstance(repr(other[0]), str) and not list(other[0].parameters())
+    for each in (pair, other):
+        train_step(*each, *list(batches())[1])
+    assert torch.equal(weights(pair[0]), weights(other[0]))
+    assert not torch.equal(weights(pair[0]), weights(untouched))
+
+
+def test_a_state_dict_has_the_weight_alone():
+    model = nn.Sequential(PagedEmbedding(ROWS, DIM), nn.Linear(DIM, 1))
+    PagedOptimizer(model, "Adam", lr=0.1)
+    weight = model.state_dict()["0.weight"]
+    assert weight.is_contiguous() and weight.untyped_storage().nbytes() == ROWS * DIM * 4
+    other = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+    assert other.state_dict().keys() == model.state_dict().keys()
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model[0].weight, other[0].weight)
+
+
+def test_first_weights():
+    torch.manual_seed(4)
+    first, second = PagedEmbedding(300, 50), PagedEmbedding(300, 50)
+    torch.manual_seed(4)
+    again = PagedEmbedding(300, 50)
+    assert torch.equal(first.weight, again.weight)
+    assert not torch.equal(first.weight, second.weight)
+    assert abs(float(first.weight.std()) - 1) < 0.02
+    seeded = [PagedEmbedding(ROWS, DIM, seed=seed).weight for seed in (3, np.int64(3))]
+    assert torch.equal(*seeded)
+    given = np.random.default_rng(0).normal(size=(ROWS, DIM))
+    assert PagedEmbedding.from_pretrained(given).weight.dtype == torch.float64
+    assert np.array_equal(PagedEmbedding.from_pretrained(given, padding_idx=1).weight, given)
+    padded = PagedEmbedding(ROWS, DIM, 2, init=normal(DIM, 1.0, 3))
+    assert padded.weight.any(dim=1).tolist() == [row != 2 for row in range(ROWS)]
+    nn.init.constant_(padded.weight, 3.0)
+    assert padded([2]).tolist() == [[3.0] * DIM]
+
+
+def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
+    frozen = PagedEmbeddingBag.from_pretrained(torch.ones(ROWS, DIM), mode="sum")
+    assert not frozen([[1, 2]]).requires_grad
+    with pytest.raises(ValueError, match="no PagedEmbedding that is trained"):
+        PagedOptimizer(frozen, "SGD", lr=0.1)
+    optimizer = PagedOptimizer(frozen.requires_grad_(), "SGD", lr=1.0)
+    frozen([[1, 1]]).sum().backward()
+    optimizer.step()
+    assert weights(frozen)[:3, 0].tolist() == [1, -1, 1]
+
+
+@everywhere
+@pytest.mark.parametrize("step", ["table", "row"])
+def test_a_table_grows(tmp_path, storage, device, step):
+    if storage == "mmap":
+        table = embedding(tmp_path, storage, device)
+        with pytest.raises(ValueError, match="a file cannot grow; load its rows"):
+            table.grow(ROWS + 1)
+        return
+    table, optimizer = trainable(tmp_path, storage, device, optimizer="Rprop", step=step)
+    whole, whole_optimizer = trainable(
+        tmp_path, storage, device, rows=ROWS + 5, optimizer="Rprop", step=step
+    )
+    for ids, target in batches(2):
+        train_step(table, optimizer, ids, target)
+        train_step(whole, whole_optimizer, ids, target)
+    waiting = table([0, 3])
+    table.grow(ROWS + 5)
+    for each, steps in ((table, optimizer), (whole, whole_optimizer)):
+        (
+            each([ROWS, ROWS + 4]).sum() - (waiting if each is table else each([0, 3])).sum()
+        ).backward()
+        steps.step()
+    assert torch.equal(weights(table), weights(whole))
+    for name, value in optimizer_state(table).items():
+        assert torch.equal(value, optimizer_state(whole)[name])
+    table.grow(ROWS + 6, init=lambda rows: torch.full((len(rows), DIM), 2.0))
+    assert weights(table)[-1].tolist() == [2.0] * DIM
 
 
 def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     settings = {"optimizer": "NAdam", "dtype": torch.bfloat16, "seed": 3}
-    in_memory = embedding(tmp_path, **settings)
+    in_memory = trainable(tmp_path, **settings)
     for turn, batch in enumerate(batches(4)):
         if turn in (0, 2):
-            in_file = embedding(tmp_path, "mmap", **settings)
-        train_step(in_memory, *batch)
-        train_step(in_file, *batch)
+            in_file = trainable(tmp_path, "mmap", **settings)
+        train_step(*in_memory, *batch)
+        train_step(*in_file, *batch)
         if turn == 1:
-            in_file.flush()
-    assert torch.equal(in_memory.table.records_VR, in_file.table.records_VR)
-    assert in_memory.table.scalars == in_file.table.scalars
+            in_file[0].store.flush()
+    tables = [table.store.table for table, _ in (in_memory, in_file)]
+    assert torch.equal(tables[0].records_VR, tables[1].records_VR)
+    assert tables[0].scalars == tables[1].scalars
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_and_load(tmp_path, storage, device, dtype):
-    table = embedding(tmp_path, storage, device, optimizer="Adam", dtype=dtype)
+    table, optimizer = trainable(tmp_path, storage, device, optimizer="Adam", dtype=dtype)
     for batch in batches(2):
-        train_step(table, *batch)
+        train_step(table, optimizer, *batch)
     npy, safetensors = tmp_path / "x.npy", tmp_path / "x.safetensors"
-    table.save(npy)
-    table.save(safetensors)
+    table.store.save(npy)
+    table.store.save(safetensors)
     assert safetensors.stat().st_mode == npy.stat().st_mode
     assert not list(tmp_path.glob("*.part"))
-    rows = table.get(range(ROWS))
-    assert np.array_equal(np.load(npy), rows.float().cpu().numpy())
-    other = embedding(tmp_path, "cpu", device, optimizer="Adam", dtype=dtype, seed=2)
-    other.load(npy)
-    assert torch.equal(other.get(range(ROWS)), rows)
-    assert not other.table["exp_avg"].any()
-    other.load(safetensors)
-    assert torch.equal(other.table.records_VR.cpu(), table.table.records_VR.cpu())
-    assert other.table.scalars == table.table.scalars
+    assert np.array_equal(np.load(npy), weights(table).float().numpy())
+    other, _ = trainable(tmp_path, "cpu", device, optimizer="Adam", dtype=dtype, seed=2)
+    other.store.load(npy)
+    assert torch.equal(weights(other), weights(table))
+    assert not other.store.table["exp_avg"].any()
+    other.store.load(safetensors)
+    assert torch.equal(other.store.table.records_VR.cpu(), table.store.table.records_VR.cpu())
+    assert other.store.table.scalars == table.store.table.scalars
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_an_npy_file_is_a_row_store(tmp_path, storage, device, dtype):
-    path, rows = tmp_path / "x.npy", np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(dtype)
-    np.save(path, rows)
-    store = RowStore.open(path, storage=storage, device=device)
-    assert np.array_equal(store.get(range(ROWS)).cpu().numpy(), rows)
-    store.put([5], np.ones((1, DIM)))
-    store.flush()
-    changed = rows.copy()
-    changed[5] = 1
-    assert np.array_equal(np.load(path), changed if storage == "mmap" else rows)
-    store.save(tmp_path / "copy.npy")
-    copy = np.load(tmp_path / "copy.npy")
-    assert copy.dtype == dtype
-    assert np.array_equal(copy, changed)
-    store.save(path)  # with "mmap" the file that the rows are in
-    store.put([5], rows[5:6])
-    store.flush()
-    assert np.array_equal(np.load(path), rows if storage == "mmap" else changed)
-
-
-def test_the_examples_of_the_guide_run(tmp_path, monkeypatch, capsys):
-    guide = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
-    example, rows = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(compile(example, "library.md", "exec"), names)
-    first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups()
-    assert 0.6 < float(first) < 0.8
-    assert float(last) < 0.25
-    assert np.load("items.npy").shape == (names["ITEMS"], names["DIM"])
-    names["users"].load("users.safetensors")
-    exec(compile(rows, "library.md", "exec"), {})
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["cpu", "pinned"])
+def test_modules_move_between_devices(tmp_path, storage):
+    model = nn.Sequential(embedding(tmp_path, storage, "cpu"), nn.Linear(DIM, 1))
+    optimizer = PagedOptimizer(model, "Adam", lr=0.1)
+    for device in ("cuda", "cpu"):
+        model.to(device)
+        loss = model([1, 2]).sum()
+        assert loss.device.type == device
+        loss.backward()
+        optimizer.step()

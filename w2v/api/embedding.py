@@ -107,10 +107,10 @@ class PagedEmbedding(nn.Module):
         state_storage: Storage | None = None,
     ):
         super().__init__()
-        check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
         if state_storage and "mmap" in (storage, state_storage):
             both = f"state_storage={state_storage!r} with storage={storage!r}"
             raise ValueError(f"{both}: a file holds both; leave state_storage out")
+        check_table(num_embeddings, embedding_dim, {}, storage, dtype, path)
         if state_storage:
             check_table(num_embeddings, embedding_dim, {}, state_storage, dtype, None)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:

@@ -1,0 +1,227 @@
+"""Paged embeddings train as dense modules of torch do."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.embeddings import (
+    DIM,
+    ROWS,
+    batches,
+    embedding,
+    everywhere,
+    optimizer_state,
+    trainable,
+    weights,
+)
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.config import OPTIMIZERS
+
+
+def dense_twin(table, optimizer="SGD", kind=nn.Embedding, lr=0.1, **settings):
+    """Return torch's module with the same weights, and its optimizer."""
+    dense = kind(table.num_embeddings, DIM, device=table.device, **settings)
+    dense.weight.data.copy_(weights(table))
+    return dense, getattr(torch.optim, optimizer)(dense.parameters(), lr=lr, foreach=False)
+
+
+def assert_equal(table, dense):
+    assert torch.equal(weights(table), dense.weight.detach().cpu())
+
+
+@everywhere
+@pytest.mark.parametrize("step", ["table", "row"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, step):
+    torch.manual_seed(0)
+    paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer=name, step=step)
+    dense, dense_optimizer = dense_twin(paged, name)
+    heads = [nn.Linear(DIM, 1).to(device) for _ in range(2)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    sides = []
+    for table, optimizer, head in zip(
+        (paged, dense), (paged_optimizer, dense_optimizer), heads, strict=True
+    ):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda turn: 1 / (1 + turn))
+        head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        sides.append((table, head, [optimizer, head_optimizer], schedule))
+
+    for ids, target in batches():
+        losses = []
+        for table, head, optimizers, schedule in sides:
+            vectors = table(ids.to(device))
+            assert vectors.shape == (*ids.shape, DIM)
+            losses.append(((head(vectors.tanh()).squeeze(-1) - target.to(device)) ** 2).mean())
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses[-1].backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            schedule.step()
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+    assert_equal(paged, dense)
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["twice in a forward pass", "accumulated"])
+def test_gradients_of_several_forward_passes_are_summed(tmp_path, storage, device, how):
+    paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adam")
+    dense, dense_optimizer = dense_twin(paged, "Adam")
+    for ids, target in batches():  # both halves together have every row, some in both
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            optimizer.zero_grad()
+            losses = [
+                (table(half.to(device)).tanh().sum(-1) * goal.to(device)).square().sum()
+                for half, goal in zip(ids, target, strict=True)
+            ]
+            for loss in losses if how == "accumulated" else [sum(losses)]:
+                loss.backward()
+            optimizer.step()
+    assert_equal(paged, dense)
+
+
+@everywhere
+@pytest.mark.parametrize("name, sparse", [("Adam", "SparseAdam"), ("SGD", "SGD")])
+def test_rows_outside_the_batch_stay_as_with_sparse_adam(tmp_path, storage, device, name, sparse):
+    paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer=name)
+    dense, _ = dense_twin(paged, sparse=True)
+    dense_optimizer = getattr(torch.optim, sparse)(list(dense.parameters()), lr=0.1)
+    for ids, target in batches(count=20):
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            before = table.weight.detach().clone()
+            optimizer.zero_grad()
+            vectors = table(ids[0, :4].to(device))
+            (vectors.sum(-1) * target[0, :4].to(device)).sum().backward()
+            optimizer.step()
+            others = sorted(set(range(ROWS)) - set(ids[0, :4].tolist()))
+            assert torch.equal(table.weight[others], before[others])
+    torch.testing.assert_close(weights(paged), dense.weight.detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+RULES = [
+    {"padding_idx": 4},
+    {"padding_idx": -1, "scale_grad_by_freq": True},
+    {"max_norm": 1.5},
+    {"max_norm": 2.0, "norm_type": 1.0, "padding_idx": 0},
+]
+
+
+@everywhere
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_rules_of_nn_embedding_hold(tmp_path, storage, device, rules):
+    paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adamax", **rules)
+    if "padding_idx" in rules:
+        assert not weights(paged)[rules["padding_idx"]].any()
+    dense, dense_optimizer = dense_twin(paged, "Adamax", **rules)
+    for ids, target in batches():
+        vectors = []
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            vectors.append(table(ids.to(device)))
+            optimizer.zero_grad()
+            (vectors[-1].sum(-1) * target.to(device)).sum().backward()
+            optimizer.step()
+        assert torch.equal(*vectors)
+    assert_equal(paged, dense)
+    with torch.no_grad():  # the norm is limited in the table here too
+        assert torch.equal(paged(ids.to(device)), dense(ids.to(device)))
+    assert_equal(paged, dense)
+
+
+BAGS = [
+    {"mode": "sum"},
+    {"mode": "mean"},
+    {"mode": "max"},
+    {"mode": "mean", "padding_idx": 2},
+    {"mode": "max", "padding_idx": 2},
+    {"mode": "sum", "max_norm": 1.0, "scale_grad_by_freq": True},
+    {"mode": "sum", "include_last_offset": True},
+]
+
+
+@everywhere
+@pytest.mark.parametrize("rules", BAGS, ids=str)
+@pytest.mark.parametrize("shape", ["offsets", "rectangle", "weighted"])
+def test_bags_train_as_with_nn_embedding_bag(tmp_path, storage, device, rules, shape):
+    last = rules.get("include_last_offset")
+    if (shape == "weighted" and rules["mode"] != "sum") or (shape == "rectangle" and last):
+        pytest.skip("not in torch")
+    paged = embedding(tmp_path, storage, device, kind=PagedEmbeddingBag, **rules)
+    paged_optimizer = PagedOptimizer(paged, "Adam", lr=0.1)
+    dense, dense_optimizer = dense_twin(paged, "Adam", nn.EmbeddingBag, **rules)
+    offsets = torch.tensor([0, 3, 3, 25, 40] if last else [0, 3, 3, 25])  # one bag is empty
+    for turn, (ids, _) in enumerate(batches()):
+        factors, found, slopes = torch.linspace(-1, 2, ids.numel()), [], []
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            given = [ids.to(device)]
+            if shape != "rectangle":
+                given = [ids.flatten().to(device), offsets.to(device)]
+            if shape == "weighted":
+                given.append(factors.to(device).requires_grad_())
+            found.append(table(*given))
+            optimizer.zero_grad()
+            (found[-1].tanh() * (turn + 1)).sum().backward()
+            optimizer.step()
+            slopes.append(given[-1].grad)
+        assert torch.equal(*found)
+        if shape == "weighted":
+            assert torch.equal(*slopes)
+    assert_equal(paged, dense)
+
+
+def test_checkpoints_interchange_with_torch(tmp_path):
+    """A run that changes sides in the middle equals one that does not."""
+
+    def paged():
+        table = PagedEmbedding(ROWS, DIM)
+        return table, PagedOptimizer(table, "Adam", lr=0.1, betas=(0.8, 0.9))
+
+    def dense():
+        table = nn.Embedding(ROWS, DIM)
+        return table, torch.optim.Adam(table.parameters(), lr=0.1, betas=(0.8, 0.9), foreach=False)
+
+    def trained(turns, sides):
+        torch.manual_seed(3)
+        table, optimizer = dense()
+        for (ids, target), make in zip(batches(turns), sides, strict=True):
+            saved = tmp_path / "checkpoint.pt"
+            torch.save([table.state_dict(), optimizer.state_dict()], saved)
+            table, optimizer = make()
+            modules, optimizers = torch.load(saved)
+            table.load_state_dict(modules)
+            if optimizers["state"]:  # before its first step torch's optimizer has none
+                optimizer.load_state_dict(optimizers)
+            (table(ids).sum(-1) * target).square().sum().backward()
+            optimizer.step()
+        return table.state_dict()["weight"], optimizer.state_dict()["state"][0]
+
+    weight, state = trained(4, [dense, paged, dense, paged])
+    expected_weight, expected_state = trained(4, [dense] * 4)
+    assert torch.equal(weight, expected_weight)
+    for name, value in expected_state.items():
+        assert torch.equal(state[name], value)
+
+
+@pytest.mark.parametrize("step", ["table", "row"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
+    settings = {"optimizer": name, "step": step, "dtype": torch.float32}
+    if step == "table":
+        settings["dtype"] = torch.bfloat16  # whose rounding depends on the number of writes
+    first, first_optimizer = trainable(tmp_path, **settings)
+    runs = [(first, first_optimizer)]
+    for turn, (ids, target) in enumerate(batches(4, count=20)):
+        if turn == 2:
+            other, optimizer = trainable(tmp_path, **settings | {"seed": 5})
+            other.load_state_dict(first.state_dict())
+            optimizer.load_state_dict(first_optimizer.state_dict())
+            runs.append((other, optimizer))
+        for table, optimizer in runs:
+            (table(ids[:, :3]).sum(-1) * target[:, :3]).square().sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+    (left, _), (right, optimizer) = runs
+    assert torch.equal(weights(left), weights(right))
+    found = optimizer_state(right)
+    for name, value in optimizer_state(left).items():
+        assert torch.equal(found[name], value)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4

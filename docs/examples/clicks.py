@@ -1,0 +1,117 @@
+"""A click model in the manner of DLRM, with 26 tables of generated features.
+
+    python docs/examples/clicks.py --scale 1 --dim 64 --steps 10000 --storage pinned
+
+Tables have the sizes of the categories in Criteo's Kaggle data, times `--scale`. Each sample has a
+bag of ids for each table, which follow Zipf's law, and 13 numbers. Dot products of all pairs of
+vectors go to a network (Naumov et al., 2019). Labels are drawn from a hidden logistic model.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+from w2v import PagedEmbeddingBag, PagedOptimizer
+from w2v.model.table import normal
+
+CRITEO = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194]
+CRITEO += [27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
+NUMBERS = 13
+
+
+class ClickModel(nn.Module):
+    """Bags of embeddings and numbers, their dot products, a network."""
+
+    def __init__(self, sizes, dim, storage):
+        super().__init__()
+        self.bags = nn.ModuleList(
+            PagedEmbeddingBag(
+                rows, dim, mode="mean", storage=storage, init=normal(dim, rows**-0.25, seed)
+            )
+            for seed, rows in enumerate(sizes)
+        )
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
+        features = len(sizes) + 1
+        self.pairs = torch.triu_indices(features, features, offset=1).unbind()
+        inputs = dim + len(self.pairs[0])
+        self.top = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, numbers, ids, offsets):
+        """Return logits of a click: [B]."""
+        dense = self.bottom(numbers)
+        vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
+        features = torch.stack([dense, *vectors], dim=1)  # [B, F, D]
+        left, right = self.pairs
+        dots = (features @ features.transpose(1, 2))[:, left, right]
+        return self.top(torch.cat([dense, dots], dim=1)).squeeze(1)
+
+
+def zipf(rows, count, skew):
+    """Return ids [count]: id r occurs about in proportion to 1 / (r + 1) ** skew."""
+    power = 1 - skew
+    uniform = torch.rand(count, dtype=torch.float64)
+    ranks = (1 + uniform * ((rows + 1) ** power - 1)) ** (1 / power)
+    return (ranks.long() - 1).clamp_(0, rows - 1)
+
+
+def samples(sizes, batch, skew):
+    """Return numbers [B, 13], ids of each table, offsets [B], and labels [B]."""
+    numbers = torch.randn(batch, NUMBERS)
+    counts = torch.randint(1, 4, (batch,))  # ids of a bag
+    offsets = counts.cumsum(0) - counts
+    logits = numbers.sum(1) / NUMBERS**0.5
+    ids = []
+    for table, rows in enumerate(sizes):
+        ids.append(zipf(rows, int(counts.sum()), skew))
+        # Each id has a hidden weight, which is a function of the id.
+        hidden = normal(1, 1.0, seed=1000 + table)(ids[-1][offsets]).squeeze(1)
+        logits += 2 * hidden / len(sizes) ** 0.5
+    return numbers, ids, offsets, (torch.rand(batch) < logits.sigmoid()).float()
+
+
+def auc(scores, labels):
+    """Return how often a click scores higher than another sample."""
+    return float((scores[labels > 0][:, None] > scores[labels == 0]).float().mean())
+
+
+def main(arguments=None):
+    """Train, and return the AUC of new samples."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=int, default=26, help="the first so many of Criteo's")
+    parser.add_argument("--scale", type=float, default=1e-4, help="of the numbers of rows")
+    parser.add_argument("--skew", type=float, default=1.05, help="exponent of Zipf's law, not 1")
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--storage", default="cpu", choices=["cpu", "pinned", "cuda"])
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    sizes = [max(3, round(rows * options.scale)) for rows in CRITEO[: options.tables]]
+    model = ClickModel(sizes, options.dim, options.storage).to(device)
+    paged = PagedOptimizer(model, "Adagrad", lr=0.1)
+    dense = torch.optim.Adam(model.parameters(), lr=0.003)
+    for step in range(options.steps + 1):
+        numbers, ids, offsets, clicked = samples(sizes, options.batch, options.skew)
+        logits = model(numbers.to(device), ids, offsets)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to(device))
+        if step == options.steps:  # these samples are not trained on
+            score = auc(logits.detach().cpu(), clicked)
+            break
+        paged.zero_grad()
+        dense.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        paged.step()
+        dense.step()
+        if step % max(1, options.steps // 10) == 0:
+            print(f"step {step:,}: loss {loss:.3f}")
+    gib = sum(bag.store.bytes for bag in model.bags) / 2**30
+    print(f"AUC {score:.3f} of new samples; {sum(sizes):,} rows, {gib:.3f} GiB")
+    return score
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A click model in the manner of DLRM, with 26 tables of generated features.
+"""A click model in the manner of DLRM, with 26 tables of features.
 
     python docs/examples/clicks.py --scale 1 --dim 64 --steps 10000 --storage pinned
 
@@ -48,7 +48,7 @@ class ClickModel(nn.Module):
 
 
 def zipf(rows, count, skew):
-    """Return ids [count]: id r occurs about in proportion to 1 / (r + 1) ** skew."""
+    """Return ids [count]; id r is as frequent as 1 / (r + 1) ** skew."""
     power = 1 - skew
     uniform = torch.rand(count, dtype=torch.float64)
     ranks = (1 + uniform * ((rows + 1) ** power - 1)) ** (1 / power)
@@ -60,13 +60,13 @@ def samples(sizes, batch, skew):
     numbers = torch.randn(batch, NUMBERS)
     counts = torch.randint(1, 4, (batch,))  # ids of a bag
     offsets = counts.cumsum(0) - counts
-    logits = numbers.sum(1) / NUMBERS**0.5
+    logits = 0.5 * numbers.sum(1) / NUMBERS**0.5
     ids = []
     for table, rows in enumerate(sizes):
         ids.append(zipf(rows, int(counts.sum()), skew))
         # Each id has a hidden weight, which is a function of the id.
         hidden = normal(1, 1.0, seed=1000 + table)(ids[-1][offsets]).squeeze(1)
-        logits += 2 * hidden / len(sizes) ** 0.5
+        logits += 3 * hidden / len(sizes) ** 0.5
     return numbers, ids, offsets, (torch.rand(batch) < logits.sigmoid()).float()
 
 

@@ -73,7 +73,7 @@ def train_word2vec(neighbors, options):
 
 
 def train_library(neighbors, options):
-    """Return the embedding module that skip-gram in torch learns."""
+    """Return the vectors [V, D] that skip-gram in torch learns."""
     nodes, dim = len(neighbors), options.dim
     places = {"storage": options.storage}
     centers = PagedEmbedding(nodes, dim, init=uniform(dim, 0.5 / dim, 1), **places)
@@ -92,7 +92,7 @@ def train_library(neighbors, options):
             loss.backward()
             paged.step()
         print(f"epoch {epoch + 1}: loss {loss:.3f}")
-    return centers.store.get(range(nodes)).cpu() if nodes < 1 << 20 else centers.weight.cpu()
+    return centers.weight.cpu()
 
 
 def main(arguments=None):

@@ -27,7 +27,7 @@ def files(folder, *suffixes):
 
 
 TESTS = files("tests", ".py")
-PYTHON = [*files("w2v", ".py"), "train.py", "evaluate.py", *TESTS, *files("scripts", ".py")]
+PYTHON = [*files("w2v", ".py"), "train.py", "evaluate.py", *TESTS, *files("docs", ".py")]
 MODULES = [name for name in files("w2v", ".py") if name not in PROGRAMS]
 SOURCES = [*PYTHON, *files("w2v", ".cu", ".cuh")]
 FOLDERS = sorted({str(Path(name).parent) for name in files("w2v", ".py", ".cu")})

@@ -158,7 +158,7 @@ class PagedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """View [V, D] of the table, where it is stored and in its dtype; may be written."""
+        """View [V, D] of the weights where they are stored; may be written."""
         self.store.flush()
         self.store.version += 1  # rows read before may be out of date when this is written
         return self.store.table["weight"]

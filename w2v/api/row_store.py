@@ -25,7 +25,7 @@ Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on an
 
 
 class Rows:
-    """Access to the rows of a table: what row stores and paged embeddings share.
+    """Access to the rows of a table, of row stores and paged embeddings.
 
     Attributes:
         table: The records; its fields are "weight" and the states of the optimizer.

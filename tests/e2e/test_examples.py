@@ -1,0 +1,44 @@
+"""The programs of docs/examples/ and the blocks of docs/library.md run."""
+
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS / "examples"
+# Program, arguments, and a score between that of first weights and what it reaches.
+RUNS = [
+    ("ncf", "--users 200 --items 100 --batch 512 --steps 120", 0.85),  # 0.5 to 0.94
+    ("clicks", "--tables 4 --dim 4 --batch 1024 --skew 0.5 --steps 60", 0.8),  # 0.72 to 0.86
+    ("graph", "--nodes 200 --dim 16 --batch 10 --epochs 4", 0.75),  # 0.5 to 0.85
+    ("graph", "--nodes 200 --dim 16 --epochs 4 --with word2vec", 0.75),  # 0.5 to 0.86
+]
+
+
+def test_every_example_is_run():
+    assert {name for name, *_ in RUNS} == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("name, arguments, score", RUNS)
+def test_example_learns(name, arguments, score, one_thread):
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    assert main(arguments.split()) > score
+
+
+def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):
+    guide = (DOCS / "library.md").read_text(encoding="utf-8")
+    model, rows = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(model, "library.md", "exec"), names)
+    first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out).groups()
+    assert float(last) < 0.3 < 0.6 < float(first)
+    assert np.load("users.npy").shape == (10_000, 16)
+    saved = torch.load("checkpoint.pt")
+    names["model"].load_state_dict(saved["model"])
+    names["paged"].load_state_dict(saved["paged"])
+    exec(compile(rows, "library.md", "exec"), {})

@@ -58,6 +58,33 @@ def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, devic
 
 
 @everywhere
+def test_a_model_may_be_used_before_it_is_trained(tmp_path, storage, device):
+    table = embedding(tmp_path, storage, device, max_norm=1.0)
+    with torch.inference_mode():
+        before = table(range(ROWS)).clone().cpu()
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0)
+    table([2]).sum().backward()
+    optimizer.step()
+    expected = before - torch.eye(ROWS)[2][:, None]
+    torch.testing.assert_close(weights(table), expected)
+
+
+def test_another_optimizer_begins_with_a_new_state(tmp_path):
+    table, first = trainable(tmp_path, optimizer="Adam")
+    train_step(table, first, *next(batches()))
+    before = weights(table)
+    PagedOptimizer(table, "Adam", lr=0.1)
+    assert not any(value.any() for value in optimizer_state(table).values())
+    second = PagedOptimizer(table, "Adamax", lr=0.1)
+    assert torch.equal(weights(table), before)
+    assert list(second.state_dict()["state"][0]) == ["exp_avg", "exp_inf", "step"]
+    table([1]).sum().backward()
+    with pytest.raises(ValueError, match="now needs the state .*exp_avg_sq.* but the table has"):
+        first.step()
+    second.step()
+
+
+@everywhere
 def test_there_may_be_no_ids(tmp_path, storage, device):
     table, optimizer = trainable(tmp_path, storage, device, max_norm=1.0, padding_idx=0)
     for ids in (torch.empty(0, 2, dtype=torch.int64), []):

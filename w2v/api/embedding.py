@@ -242,7 +242,8 @@ class PagedEmbedding(nn.Module):
             page = _Page(rows_U, records_UR, store.version)
         padding = None
         if self.padding_idx is not None:
-            padding = next(iter(torch.nonzero(rows_U == self.padding_idx).flatten().tolist()), None)
+            found = torch.nonzero(rows_U == self.padding_idx)
+            padding = int(found) if len(found) else None
         if trains:
             weight_UD = nn.Parameter(weight_UD)
             # The graph keeps the page; without a backward pass it goes, and nothing has changed.
@@ -296,6 +297,7 @@ class PagedEmbedding(nn.Module):
             self.store.write(page.rows, page.records)
             self._expose(_Page(page.rows[:0], page.records[:0], -1), None)
 
+    @torch.inference_mode(False)  # the table is trained later
     def _open(self, layout: _Layout | None) -> None:
         """Make the table, or open its file, and set the first weights."""
         table = self._new_table(self.num_embeddings, layout)
@@ -310,12 +312,13 @@ class PagedEmbedding(nn.Module):
     def _attach(self, optimizer: RowOptimizer) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
         layout = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
+        had, has = _names(self._layout), _names(layout)
         if self._store is None:
             self._open(layout)
-        elif self.path is not None and _names(layout) != _names(self._layout):
+        elif self.path is not None and had != has:
             first = "make its PagedOptimizer before the first use"
             raise ValueError(f"path={self.path}: the file is open without this state; {first}")
-        elif self.path is None:
+        elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
                 self._store.replace_table(new)
@@ -380,7 +383,11 @@ class PagedEmbedding(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors
     ) -> None:
+        given = (state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(*given)
         key = prefix + "weight"
+        if key in unexpected:  # as it is no parameter
+            unexpected.remove(key)
         shape = torch.Size([self.num_embeddings, self.embedding_dim])
         if key not in state_dict:
             missing += [key] if strict else []
@@ -391,8 +398,6 @@ class PagedEmbedding(nn.Module):
             )
         else:
             self.weight.copy_(state_dict[key].detach())
-        if strict:
-            unexpected += [name for name in state_dict if name.startswith(prefix) and name != key]
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -569,11 +574,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             state = table._state()
             given = state_dict["state"].get(number, {})
             given = {name: value for name, value in given.items() if value is not None}
-            # Only a 16-bit table counts its writes.
-            shapes = {name: tuple(value.shape) for name, value in state.items() if name in given}
-            if given.keys() | {"writes"} != state.keys() | {"writes"} or shapes != {
-                name: tuple(value.shape) for name, value in given.items()
-            }:
+            # Only a bfloat16 table counts its writes, and torch does not.
+            needed = [name for name in state if name in given or name != "writes"]
+            shapes = {name: state[name].shape for name in needed}
+            if {name: value.shape for name, value in given.items()} != shapes:
                 raise ValueError(f"the state of table {number} is of another optimizer or shape")
             loaded.append((table, state, given))
         super().load_state_dict(state_dict | {"state": {}})  # checks the numbers of tables

@@ -153,6 +153,8 @@ class Rows:
             torch.cuda.synchronize(self.device)
         self.table.flush()
 
+    # Buffers that are made here serve training too.
+    @torch.inference_mode(False)
     def read(self, rows_U: Tensor) -> Tensor:
         """Return the decoded records [U, R] of unique rows, on the compute device."""
         parts = []
@@ -163,6 +165,7 @@ class Rows:
             parts.append(part.decode(stored_UR))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    @torch.inference_mode(False)
     def write(self, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of unique rows into the table."""
         self.version += 1

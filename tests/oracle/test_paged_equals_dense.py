@@ -1,5 +1,8 @@
 """Paged embeddings train as dense modules of torch do."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -225,3 +228,42 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
     for name, value in optimizer_state(left).items():
         assert torch.equal(found[name], value)
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+
+
+@pytest.mark.parametrize("storage", ["cpu", "mmap"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_any_order_of_uses_equals_sparse_gradients_of_torch(tmp_path, storage, seed):
+    """Forward and backward passes, steps, writes and copies come in random order."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    paged, paged_optimizer = trainable(tmp_path, storage, optimizer="Adagrad", max_norm=2.0)
+    dense, _ = dense_twin(paged, max_norm=2.0, sparse=True)
+    dense_optimizer = torch.optim.Adagrad(dense.parameters(), lr=0.1)
+    waiting = []  # losses of both, of forward passes without a backward pass so far
+    for _ in range(80):
+        use = rng.choice("forward forward backward step zero put drop copy".split())
+        ids = torch.from_numpy(rng.integers(0, ROWS, rng.integers(0, 6)))
+        if use == "forward":
+            factor = torch.randn(len(ids), 1)
+            waiting.append([(each(ids).tanh() * factor).sum() for each in (paged, dense)])
+        elif use in ("backward", "drop") and waiting:
+            losses = waiting.pop(rng.integers(len(waiting)))
+            for loss in losses if use == "backward" else []:
+                loss.backward()
+        elif use == "step":
+            paged_optimizer.step()
+            dense_optimizer.step()
+            dense_optimizer.zero_grad()  # a paged step consumes the gradients
+        elif use == "zero":
+            paged_optimizer.zero_grad()
+            dense_optimizer.zero_grad()
+        elif use == "put":
+            ids = ids.unique()
+            values = torch.randn(len(ids), DIM)
+            paged.store.put(ids, values)
+            dense.weight.data[ids] = values
+        elif use == "copy" and storage == "cpu" and dense.weight.grad is None:
+            waiting.clear()
+            paged, paged_optimizer = copy.deepcopy((paged, paged_optimizer))
+        torch.testing.assert_close(weights(paged), dense.weight.detach())

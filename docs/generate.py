@@ -48,6 +48,7 @@ def describe_class(cls: type, name: str) -> list[str]:
     parts = [f"## {name}", code(cls, cls.__name__), text(cls)]
     # Methods of this package: those of gensim's class are in gensim's documentation.
     own = [base for base in cls.__mro__ if base.__module__.startswith("w2v.")]
+    own = [base for base in own if base is cls or base.__name__ not in w2v.PUBLIC]
     methods = {key: value for base in reversed(own) for key, value in vars(base).items()}
     for key, value in methods.items():
         documented = value.fget if isinstance(value, property) else inspect.unwrap(unbound(value))
@@ -77,7 +78,8 @@ def code(function, name: str) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in listed:
             listed.append("*")
         if parameter.name not in ("self", "cls"):
-            listed.append(argument(parameter))
+            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+            listed.append(stars.get(parameter.kind, "") + argument(parameter))
     returned = signature.return_annotation
     after = "" if returned is signature.empty else f" -> {returned}"
     line = f"{name}({', '.join(listed)}){after}"

@@ -189,7 +189,7 @@ class PagedEmbedding(nn.Module):
             for name, value in old.scalars.items():
                 new.scalars[name].copy_(value)
             self._initialise(new, init, first_row=old.rows)
-            self.store.replace_table(new)
+            self.store._replace_table(new)
             self.num_embeddings = num_embeddings
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedEmbedding:
@@ -208,7 +208,6 @@ class PagedEmbedding(nn.Module):
         self._parameter.grad = None
 
     def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
         shown = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", "max_norm"):
             if (value := getattr(self, name)) is not None:
@@ -232,13 +231,13 @@ class PagedEmbedding(nn.Module):
             _refuse_ranks()
         store = self.store
         with store.lock, torch.no_grad():
-            rows_U, slots = store.unique(ids)
-            records_UR = store.read(rows_U)
+            rows_U, slots = store._unique(ids)
+            records_UR = store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
             if self.max_norm is not None:
                 # As in nn.Embedding, which changes its weights in the forward pass too.
                 torch.embedding_renorm_(weight_UD, slots, self.max_norm, self.norm_type)
-                store.write(rows_U, records_UR)
+                store._write(rows_U, records_UR)
             page = _Page(rows_U, records_UR, store.version)
         padding = None
         if self.padding_idx is not None:
@@ -281,7 +280,7 @@ class PagedEmbedding(nn.Module):
     def _refreshed(self, page: _Page) -> _Page:
         """Read the rows again if the table has changed since."""
         if page.version != self.store.version:
-            page.records = self.store.read(page.rows)
+            page.records = self.store._read(page.rows)
             page.version = self.store.version
         return page
 
@@ -294,7 +293,7 @@ class PagedEmbedding(nn.Module):
             page = self._refreshed(self._waiting)
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
             optimizer.step_rows(self.store.table, page.records, grad_UD, None, lr)
-            self.store.write(page.rows, page.records)
+            self.store._write(page.rows, page.records)
             self._expose(_Page(page.rows[:0], page.records[:0], -1), None)
 
     @torch.inference_mode(False)  # the table is trained later
@@ -321,7 +320,7 @@ class PagedEmbedding(nn.Module):
         elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
-                self._store.replace_table(new)
+                self._store._replace_table(new)
         self._layout = layout
 
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
@@ -372,7 +371,7 @@ class PagedEmbedding(nn.Module):
             self._parameter.data = empty
             if self._store is not None:
                 self._store.device = self.device
-                self._store.replace_table(self._store.table)
+                self._store._replace_table(self._store.table)
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -402,6 +401,8 @@ class PagedEmbedding(nn.Module):
 
 class PagedEmbeddingBag(PagedEmbedding):
     """Sums, means or maxima of bags of embeddings, as nn.EmbeddingBag.
+
+    What is not listed here is as in a `PagedEmbedding`.
 
     Args:
         num_embeddings: Number of rows V.

@@ -38,9 +38,9 @@ class Rows:
         self.device = device
         self.lock = threading.RLock()
         self.version = 0
-        self.replace_table(table)
+        self._replace_table(table)
 
-    def replace_table(self, table: Table) -> None:
+    def _replace_table(self, table: Table) -> None:
         """Read and write another table from now on."""
         self.table = table
         # The records of a split table are those of both its tables, joined.
@@ -97,8 +97,8 @@ class Rows:
     def get(self, ids: Ids) -> Tensor:
         """Return rows [*ids.shape, D] in the table's dtype."""
         with self.lock:
-            rows_U, slots = self.unique(ids)
-            weight_UD = self.read(rows_U)[:, self.table.columns["weight"]]
+            rows_U, slots = self._unique(ids)
+            weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
             return weight_UD[slots].to(self.table.dtype)
 
     def put(self, ids: Ids, values: Tensor | np.ndarray) -> None:
@@ -110,7 +110,7 @@ class Rows:
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
-            rows_U, slots = self.unique(ids)
+            rows_U, slots = self._unique(ids)
             shape = [*slots.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -118,10 +118,10 @@ class Rows:
             order = torch.arange(slots.numel(), device=self.device)
             last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
             values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
-            records_UR = self.read(rows_U)
-            # Rounded to nearest here, `write` has nothing left to round at random.
+            records_UR = self._read(rows_U)
+            # Rounded to nearest here, `_write` has nothing left to round at random.
             records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
-            self.write(rows_U, records_UR)
+            self._write(rows_U, records_UR)
 
     def save(self, path: str | Path) -> None:
         """Write the table to an .npy or .safetensors file.
@@ -155,7 +155,7 @@ class Rows:
 
     # Buffers that are made here serve training too.
     @torch.inference_mode(False)
-    def read(self, rows_U: Tensor) -> Tensor:
+    def _read(self, rows_U: Tensor) -> Tensor:
         """Return the decoded records [U, R] of unique rows, on the compute device."""
         parts = []
         for part, link in self._parts:
@@ -166,7 +166,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @torch.inference_mode(False)
-    def write(self, rows_U: Tensor, records_UR: Tensor) -> None:
+    def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of unique rows into the table."""
         self.version += 1
         start = 0
@@ -176,7 +176,7 @@ class Rows:
             link.write(part, rows_U, part.encode(rows_U, part_UR))
             start += part.width
 
-    def unique(self, ids: Ids) -> tuple[Tensor, Tensor]:
+    def _unique(self, ids: Ids) -> tuple[Tensor, Tensor]:
         """Return the sorted unique rows [U], and the place of each id in them.
 
         Raises:

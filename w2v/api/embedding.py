@@ -553,8 +553,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
 
-        State is copied. For tables that are too large for it, `table.store.save` writes a
-        .safetensors file with weight and state.
+        State is copied, which takes as much memory again.
         """
         found = super().state_dict()
         states = [

@@ -151,6 +151,8 @@ def test_bags_train_as_with_nn_embedding_bag(tmp_path, storage, device, rules, s
     paged = embedding(tmp_path, storage, device, kind=PagedEmbeddingBag, **rules)
     paged_optimizer = PagedOptimizer(paged, "Adam", lr=0.1)
     dense, dense_optimizer = dense_twin(paged, "Adam", nn.EmbeddingBag, **rules)
+    # On a GPU torch sums the gradients of bags in any order.
+    tolerance = {"rtol": 0, "atol": 0 if device == "cpu" else 1e-4}
     offsets = torch.tensor([0, 3, 3, 25, 40] if last else [0, 3, 3, 25])  # one bag is empty
     for turn, (ids, _) in enumerate(batches()):
         factors, found, slopes = torch.linspace(-1, 2, ids.numel()), [], []
@@ -165,10 +167,10 @@ def test_bags_train_as_with_nn_embedding_bag(tmp_path, storage, device, rules, s
             (found[-1].tanh() * (turn + 1)).sum().backward()
             optimizer.step()
             slopes.append(given[-1].grad)
-        assert torch.equal(*found)
+        torch.testing.assert_close(*found, **tolerance)
         if shape == "weighted":
-            assert torch.equal(*slopes)
-    assert_equal(paged, dense)
+            torch.testing.assert_close(*slopes, **tolerance)
+    torch.testing.assert_close(weights(paged), dense.weight.detach().cpu(), **tolerance)
 
 
 def test_checkpoints_interchange_with_torch(tmp_path):

@@ -49,11 +49,25 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
         for table, weights_VD in zip(tables_of(step), weights_TVD, strict=True):
             table.records_VR.fill_(7)
             table["weight"].copy_(weights_VD)
-    single_centers = [part_of(batch, center, center + 1) for center in range(centers)]
+    # gensim's lock factors: 0 for rows that are not trained.
+    factors_V = torch.tensor([1.0, 0.0, 0.5])[torch.arange(rows) % 3]
+    ours.kernels.input_factors = factors_V.numpy()
     (loss,), (pairs,) = train(ours, [batch], 0.05)
-    losses, pairs_of_centers = train(theirs, single_centers, 0.05)
-    assert pairs == pairs_of_centers.sum()
+    losses = torch.zeros(centers)
+    for center in range(centers):
+        before_VD = theirs.inputs["weight"].clone()
+        (losses[center],), (pairs_of_center,) = train(
+            theirs, [part_of(batch, center, center + 1)], 0.05
+        )
+        pairs -= pairs_of_center
+        theirs.inputs["weight"].copy_(
+            before_VD.lerp(theirs.inputs["weight"], factors_V.unsqueeze(1))
+        )
+    assert pairs == 0
     assert loss.item() == pytest.approx(losses.sum().item(), rel=1e-4, abs=1e-5)
+    if centers:
+        locked_VD = ours.inputs["weight"][1::3]
+        assert torch.equal(locked_VD, weights_TVD[0][1::3])
     for table, expected in zip(tables_of(ours), tables_of(theirs), strict=True):
         torch.testing.assert_close(table["weight"], expected["weight"], rtol=1e-3, atol=1e-4)
         assert (table.records_VR[:, dim:] == 7).all()  # what is beside the weights

@@ -314,12 +314,82 @@ def test_divergence_names_a_smaller_alpha():
         Word2Vec(sentences(), optimizer="SGD", alpha=1e38, batch_size=64, **SMALL)
 
 
-def test_locked_vectors_are_refused(reloaded):
-    reloaded.wv.vectors_lockf = np.array([0.0, *np.ones(9)], np.float32)
-    with pytest.raises(ValueError, match=r"vectors_lockf .* set it to numpy.ones\(1\)"):
-        reloaded.train(sentences(), total_examples=400, epochs=1)
+ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", ["cpu", *ON_GPU])
+@pytest.mark.parametrize("optimizer", ["Adamax", "AdamW", "NAdam", "SGD"])
+def test_locked_vectors_are_not_trained(reloaded, optimizer, device):
+    reloaded.device = device
+    reloaded.optimizer = optimizer  # SGD steps center by center, NAdam by torch
+    locks = np.array([0.0, 0.0, *np.ones(8)])
+    reloaded.wv.vectors_lockf = locks
+    for _ in range(2):
+        before = reloaded.wv.vectors.copy()
+        reloaded.train(sentences(), total_examples=400, epochs=2)
+        changed = (reloaded.wv.vectors != before).any(axis=1)
+        assert np.array_equal(changed, locks != 0)
+    # The locked words are in the text nonetheless: the output vectors learn from them.
+    unlocked = Word2Vec(sentences(topics=[["x", "y"]]), epochs=1, **SMALL)
+    unlocked.wv.vectors_lockf = np.zeros(1)  # one for all words
+    outputs = unlocked.syn1neg.copy()
+    unlocked.train(sentences(topics=[["x", "y"]]), total_examples=400, epochs=1)
+    assert not np.array_equal(unlocked.syn1neg, outputs)
+
+
+def test_lock_factors_scale_updates(reloaded):
+    reloaded.optimizer = "SGD"
+    reloaded.settings = ["train.kernels=reference"]  # sums a batch, as a GPU does
+    reloaded.batch_size = 10**6  # one step
+    before = reloaded.wv.vectors.copy()
+    reloaded.wv.vectors_lockf = np.linspace(0, 2, 10)
+    outputs = reloaded.syn1neg.copy()
+    arguments = {"total_examples": 400, "epochs": 1, "start_alpha": 0.001}
+    reloaded.train(sentences(), **arguments)
+    locked = reloaded.wv.vectors - before
+    reloaded.wv.vectors[:] = before
+    reloaded.syn1neg[:] = outputs
+    reloaded.train_count -= 1  # on which the seed depends
     reloaded.wv.vectors_lockf = np.ones(1)
+    reloaded.train(sentences(), **arguments)
+    expected = (reloaded.wv.vectors - before) * np.linspace(0, 2, 10)[:, None]
+    np.testing.assert_allclose(locked, expected, atol=1e-6)
+    assert np.abs(expected[1:]).max(axis=1).min() > 1e-4
+
+
+@pytest.mark.parametrize("locks", [np.empty(0), np.ones((2, 2)), np.array([np.nan])])
+def test_lock_factors_that_mean_nothing_are_refused(reloaded, locks):
+    reloaded.wv.vectors_lockf = locks
+    with pytest.raises(ValueError, match="vectors_lockf has .* for each of the 10 words, or one"):
+        reloaded.train(sentences(), total_examples=400, epochs=1)
+
+
+@pytest.mark.gpu
+def test_paged_vectors_cannot_be_locked(reloaded):
+    reloaded.device = "cuda"
+    reloaded.settings = ["transfer.engine=mapped"]
+    reloaded.wv.vectors_lockf = np.zeros(1)
+    with pytest.raises(ValueError, match="vectors_lockf .*transfer.engine=resident"):
+        reloaded.train(sentences(), total_examples=400, epochs=1)
+
+
+def test_vectors_of_a_file_replace_those_of_known_words_and_stay(reloaded, tmp_path):
+    file = str(tmp_path / "vectors.txt")
+    given = gensim.models.KeyedVectors(16)
+    given.add_vectors(["red", "blue", "unknown"], np.full((3, 16), 0.25, np.float32))
+    given.save_word2vec_format(file)
+    reloaded.wv.vectors_lockf = np.ones(len(reloaded.wv))
+    reloaded.wv.intersect_word2vec_format(file, lockf=0.0)
+    before = reloaded.wv["green"].copy()
     reloaded.train(sentences(), total_examples=400, epochs=1)
+    assert (reloaded.wv["red"] == 0.25).all() and (reloaded.wv["blue"] == 0.25).all()
+    assert "unknown" not in reloaded.wv and (reloaded.wv["green"] != before).any()
+
+
+def test_scores_are_for_hierarchical_softmax_as_in_gensim(model):
+    with pytest.raises(RuntimeError, match="hierarchical softmax .* hs=1") as caught:
+        model.score(sentences())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rates", [{"start_alpha": -1.0}, {"end_alpha": -1.0}])

@@ -29,6 +29,7 @@ from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
 from w2v.config import CONFIGS, TYPES, Config, ConfigError, check_optimizer, load_config, require
+from w2v.kernels.cpu import SequentialSgdKernels
 from w2v.model import auto
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
@@ -203,9 +204,7 @@ class Word2Vec(word2vec.Word2Vec):
         totals = {"total_examples": total_examples, "total_words": total_words}
         self._check_training_sanity(epochs=epochs, **totals)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
-        if np.any(self.wv.vectors_lockf != 1):
-            remedy = "all words are trained; set it to numpy.ones(1)"
-            raise ConfigError(f"wv.vectors_lockf other than 1 is not supported: {remedy}")
+        self._lock_factors()  # refuses what it cannot use
         alpha = start_alpha or self.alpha
         min_alpha = end_alpha or self.min_alpha
         # The learning rate suits the text unless the user has chosen one, here or before.
@@ -309,6 +308,7 @@ class Word2Vec(word2vec.Word2Vec):
                 loop = plan.build(planned)
         for callback in callbacks:
             callback.on_train_begin(self)
+        lock = self._lock(loop.step)
         trained = 0
         self.min_alpha_yet_reached: float = loop.lr
         for epoch in range(1, config.train.epochs + 1):
@@ -319,7 +319,7 @@ class Word2Vec(word2vec.Word2Vec):
             elif callbacks:
                 self._copy_changes_to(loop.step)
             start = time.monotonic()
-            trained += self._train_epoch(loop)
+            trained += self._train_epoch(loop, lock)
             rate = corpus.raw_words / (time.monotonic() - start) / 1e6
             loss = f"loss {self.loss_per_pair:.4f}"
             log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
@@ -329,14 +329,44 @@ class Word2Vec(word2vec.Word2Vec):
                 callback.on_epoch_end(self)
         return trained
 
-    def _train_epoch(self, loop: TrainingLoop) -> int:
+    def _lock_factors(self) -> np.ndarray:
+        """Return a factor of the updates of each word from `wv.vectors_lockf`."""
+        factors = np.asarray(self.wv.vectors_lockf, np.float32)
+        if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
+            takes = f"give a finite number for each of the {len(self.wv)} words, or one for all"
+            finite = "finite" if np.isfinite(factors).all() else "not finite"
+            shape = f"has shape {factors.shape} and is {finite}"
+            raise ConfigError(f"wv.vectors_lockf {shape}; {takes}")
+        return np.resize(factors, len(self.wv))  # repeated, as gensim does
+
+    def _lock(self, step: TrainingStep) -> Lock | None:
+        """Return the lock of the vectors, if there is anything to do.
+
+        Sequential SGD scales its updates itself, as gensim does.
+        """
+        factors_V = self._lock_factors()
+        if (factors_V == 1).all():
+            return None
+        if isinstance(step.kernels, SequentialSgdKernels):
+            step.kernels.input_factors = factors_V
+            return None
+        if step.engine.pages:  # the GPU keeps rows of its own
+            remedy = 'add "transfer.engine=resident" to settings'
+            raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {remedy}")
+        return Lock(step.inputs["weight"], factors_V)
+
+    def _train_epoch(self, loop: TrainingLoop, lock: Lock | None) -> int:
         """Train one epoch and return the number of centers."""
+        if lock:
+            lock.remember()
         remedy = f"give alpha={loop.config.optimizer.lr / 4:.3g}"
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
         centers = 0
         checked = time.monotonic()
         for done in loop.epoch():
+            if lock:
+                lock.apply()
             loss = loss + done.loss  # on the device, so that no step waits for it
             pairs = pairs + done.pairs
             centers += len(done.batch.windows_B)
@@ -388,6 +418,30 @@ class Word2Vec(word2vec.Word2Vec):
     def _weights(self, step: TrainingStep) -> list[tuple[Table, np.ndarray]]:
         """Return each table with gensim's array of its weights [V, D]."""
         return [(step.inputs, self.wv.vectors), (step.outputs, self.syn1neg)]
+
+
+class Lock:
+    """gensim's lock: after a step, the updates of some rows are scaled.
+
+    Args:
+        weight_VD: The weights, where steps write them.
+        factors_V: Factors of the updates; rows of 0 are not trained.
+    """
+
+    def __init__(self, weight_VD: Tensor, factors_V: np.ndarray):
+        rows = np.flatnonzero(factors_V != 1)
+        self._weight_VD = weight_VD
+        self._rows = torch.from_numpy(rows).to(weight_VD.device)
+        self._factors = torch.from_numpy(factors_V[rows, None]).to(weight_VD)
+
+    def remember(self) -> None:
+        """Keep the locked rows as they are before the next step."""
+        self._before_LD = self._weight_VD[self._rows]
+
+    def apply(self) -> None:
+        """Scale what a step has changed in the locked rows."""
+        self._before_LD.lerp_(self._weight_VD[self._rows], self._factors)
+        self._weight_VD[self._rows] = self._before_LD
 
 
 def _states(table: Table) -> dict[str, Tensor]:

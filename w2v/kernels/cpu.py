@@ -221,13 +221,18 @@ class SequentialSgdKernels(CpuKernels):
     Threads write to the tables without locks (Niu et al. 2011, Hogwild, arXiv 1106.5730): with more
     than one, the result depends on their timing. Rows have been written when the loss shows that
     they are not finite.
+
+    input_factors: Factors of the updates of input rows, float32 [V], or [1] for all.
     """
+
+    input_factors = np.ones(1, np.float32)
 
     def unique_rows(self, batch: Batch) -> Any:
         return None
 
     def skipgram(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
-        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, None, lr)
+        rates = lr, self.input_factors
+        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, None, rates)
         return CpuGrads(None, None, loss, pairs)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
@@ -240,19 +245,21 @@ def skipgram(
     page: Page,
     dim: int,
     grads: CpuGrads | None,
-    lr: float | None = None,
+    rates: tuple[float, np.ndarray] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run skip-gram, a part of the centers on each thread at a time.
 
-    Adds the gradients to `grads`; with an `lr` instead, makes a step of SGD at each center.
+    Adds the gradients to `grads`; with `rates` instead, the learning rate and its factors by input
+    row, makes a step of SGD at each center.
     Returns the summed loss (float64) and the number of positive pairs (int64).
     """
-    is_sgd = lr is not None
+    is_sgd = rates is not None
+    lr, factors_V = rates or (1.0, np.ones(1, np.float32))
     kernel = cpu_loops.skipgram(1 + batch.negatives_BK.shape[1], is_sgd)
-    scale = np.float32(lr if is_sgd else 1)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
     records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
+    scales = np.float32(lr), factors_V
     no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
 
     # Parts of SGD belong to no thread: a thread that is done early takes another part.
@@ -262,7 +269,7 @@ def skipgram(
         inputs = grads.inputs.of_thread(thread) if grads else no_rows
         outputs = grads.outputs.of_thread(thread) if grads else no_rows
         edges = share(thread, parts, len(batch.windows_B))
-        return kernel(dim, *text, *drawn, *edges, *records, scale, *inputs, *outputs)
+        return kernel(dim, *text, *drawn, *edges, *records, *scales, *inputs, *outputs)
 
     losses, pairs = zip(*threads.run(run_part, parts), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))

@@ -123,9 +123,9 @@ def _add(row, values_CP, place, dim, pairs, unique):
 
 
 @inlined
-def _subtract(records_VR, row, values_CP, place, dim):
+def _subtract(records_VR, row, values_CP, place, dim, factor):
     for d in range(dim):
-        records_VR[row, d] -= values_CP[place, d]
+        records_VR[row, d] -= factor * values_CP[place, d]
 
 
 @inlined
@@ -214,8 +214,9 @@ def skipgram(targets: int, in_place: bool) -> Callable:
     the dimensions. To compile those in too gains 3 to 9 %, and takes 3 s for each vector size.
 
     The function returns the summed loss and the number of positive pairs. With `in_place`, each
-    center's gradients, times lr, are subtracted from the rows at once. Otherwise they are added to
-    those of the thread's unique rows. Gradients of context words are first summed in a ring, until
+    center's gradients, times lr, are subtracted from the rows at once; those of input rows are also
+    scaled by `factors_V`: a factor for each row, or one for all. Otherwise they are added to those
+    of the thread's unique rows. Gradients of context words are first summed in a ring, until
     the windows have passed the word: a word is in many windows, one after another.
     """
     padded_targets = -(-targets // TARGETS_PER_PASS) * TARGETS_PER_PASS
@@ -234,6 +235,7 @@ def skipgram(targets: int, in_place: bool) -> Callable:
         input_VR,
         output_VR,
         lr,
+        factors_V,
         *unique,
     ):
         # For each table, the thread's index_V, rows_U, grad_UD, pairs_U and count_1.
@@ -297,7 +299,8 @@ def skipgram(targets: int, in_place: bool) -> Callable:
                 _gradients(n, place, lr, errors_N, context_CP, buffers)
                 n += padded_targets
                 if in_place:
-                    _subtract(input_VR, words_n[c], context_CP, place, dim)
+                    factor = factors_V[min(words_n[c], len(factors_V) - 1)]
+                    _subtract(input_VR, words_n[c], context_CP, place, dim, factor)
                     continue
                 keep = one if ring_pairs_C[place] else zero  # zero for what an earlier word left
                 ring_pairs_C[place] += counted
@@ -307,7 +310,7 @@ def skipgram(targets: int, in_place: bool) -> Callable:
                 if counts_T[t] == 0:
                     continue
                 if in_place:
-                    _subtract(output_VR, ids_T[t], grad_target_TP, t, dim)
+                    _subtract(output_VR, ids_T[t], grad_target_TP, t, dim, one)
                 else:
                     _add(ids_T[t], grad_target_TP, t, dim, contexts, unique_out)
 

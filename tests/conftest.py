@@ -7,7 +7,9 @@ import pytest
 from hypothesis import settings
 
 from tests.support.forked import Programs
+from tests.support.pending import REASONS
 from tests.support.tiny import tiny_arguments
+from w2v.config import ConfigError
 
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -23,6 +25,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pending(request):
+    """Expect that a test of tests/support/pending.py fails, and fail if it does not."""
+    if reason := REASONS.get(request.node.name):
+        mark = pytest.mark.xfail(reason=reason, raises=ConfigError, strict=True)
+        request.node.add_marker(mark)
 
 
 @pytest.fixture(scope="session")

@@ -314,6 +314,14 @@ def test_divergence_names_a_smaller_alpha():
         Word2Vec(sentences(), optimizer="SGD", alpha=1e38, batch_size=64, **SMALL)
 
 
+def test_vectors_that_were_added_are_not_trained(reloaded):
+    reloaded.wv.add_vectors(["new", "newer"], np.ones((2, 16)))
+    text = [*sentences(), ["new", "red", "newer"] * 3]
+    reloaded.wv.vectors_lockf = np.full(1, 0.5)
+    assert reloaded.train(text, total_examples=401, epochs=1) == (3203, 3209)
+    assert (reloaded.wv[["new", "newer"]] == 1).all() and len(reloaded.syn1neg) == 10
+
+
 ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

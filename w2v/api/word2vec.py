@@ -8,6 +8,7 @@ gensim itself builds the vocabulary and the initial vectors. Shapes: V words, D 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -29,7 +30,6 @@ from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
 from w2v.config import CONFIGS, TYPES, Config, ConfigError, check_optimizer, load_config, require
-from w2v.kernels.cpu import SequentialSgdKernels
 from w2v.model import auto
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
@@ -211,7 +211,10 @@ class Word2Vec(word2vec.Word2Vec):
         fit_lr = alpha == self._default_alpha
         chosen = None if fit_lr else alpha
         seed = None if self.seed is None else self.seed + self.train_count
-        words, counts = self.wv.index_to_key, self.wv.expandos["count"].astype(np.int64)
+        # Words that were added to `wv` since the vocabulary was built are not trained, as in gensim.
+        size = len(self.syn1neg)
+        words = self.wv.index_to_key[:size]
+        counts = self.wv.expandos["count"][:size].astype(np.int64)
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
         self.alpha = alpha
         self.min_alpha = min_alpha
@@ -221,7 +224,10 @@ class Word2Vec(word2vec.Word2Vec):
         with TemporaryDirectory(prefix="w2v-") as folder:
             if corpus_iterable is None:
                 corpus_iterable = word2vec.LineSentence(corpus_file)
-            ids = encode_sentences(corpus_iterable, self.wv.key_to_index)
+            index = self.wv.key_to_index
+            if size < len(index):
+                index = {word: row for word, row in index.items() if row < size}
+            ids = encode_sentences(corpus_iterable, index)
             try:
                 corpus = Corpus.write(Path(folder, "ids"), ids)
             except NoKnownWords as error:  # gensim does not raise here either
@@ -262,9 +268,9 @@ class Word2Vec(word2vec.Word2Vec):
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
         settings = [*self.settings, f"train.device={self.device}"]
         with _naming_arguments():
-            config = load_config([tuned] if tuned.exists() else [], settings)
+            config = _load_config(tuned if tuned.exists() else None, *settings)
             if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):
-                config = load_config([CPU_SGD], settings)  # trains as gensim does
+                config = _load_config(CPU_SGD, *settings)  # trains as gensim does
             lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
             if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
                 lr = min_lr
@@ -308,7 +314,7 @@ class Word2Vec(word2vec.Word2Vec):
                 loop = plan.build(planned)
         for callback in callbacks:
             callback.on_train_begin(self)
-        lock = self._lock(loop.step)
+        lock = self._lock(loop.step, planned.kernels)
         trained = 0
         self.min_alpha_yet_reached: float = loop.lr
         for epoch in range(1, config.train.epochs + 1):
@@ -337,9 +343,9 @@ class Word2Vec(word2vec.Word2Vec):
             finite = "finite" if np.isfinite(factors).all() else "not finite"
             shape = f"has shape {factors.shape} and is {finite}"
             raise ConfigError(f"wv.vectors_lockf {shape}; {takes}")
-        return np.resize(factors, len(self.wv))  # repeated, as gensim does
+        return np.resize(factors, len(self.syn1neg))  # repeated, as gensim does
 
-    def _lock(self, step: TrainingStep) -> Lock | None:
+    def _lock(self, step: TrainingStep, kernels: str) -> Lock | None:
         """Return the lock of the vectors, if there is anything to do.
 
         Sequential SGD scales its updates itself, as gensim does.
@@ -347,8 +353,8 @@ class Word2Vec(word2vec.Word2Vec):
         factors_V = self._lock_factors()
         if (factors_V == 1).all():
             return None
-        if isinstance(step.kernels, SequentialSgdKernels):
-            step.kernels.input_factors = factors_V
+        if kernels == "sequential":
+            step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
             return None
         if step.engine.pages:  # the GPU keeps rows of its own
             remedy = 'add "transfer.engine=resident" to settings'
@@ -417,7 +423,7 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _weights(self, step: TrainingStep) -> list[tuple[Table, np.ndarray]]:
         """Return each table with gensim's array of its weights [V, D]."""
-        return [(step.inputs, self.wv.vectors), (step.outputs, self.syn1neg)]
+        return [(step.inputs, self.wv.vectors[: step.inputs.rows]), (step.outputs, self.syn1neg)]
 
 
 class Lock:
@@ -442,6 +448,12 @@ class Lock:
         """Scale what a step has changed in the locked rows."""
         self._before_LD.lerp_(self._weight_VD[self._rows], self._factors)
         self._weight_VD[self._rows] = self._before_LD
+
+
+@functools.cache
+def _load_config(file: Path | None, *settings: str) -> Config:
+    """Load a config once: it takes as long as a tenth of a short text."""
+    return load_config([file] if file else [], settings)
 
 
 def _states(table: Table) -> dict[str, Tensor]:

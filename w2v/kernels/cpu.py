@@ -8,6 +8,7 @@ Shapes: n threads, V rows of a table, U unique rows of a thread, D dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -181,14 +182,14 @@ class CpuKernels:
         return rows._replace(loss=loss, pairs=pairs)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
-        state.mark_fault(1, grads.loss.isfinite())
+        note_fault(state, 1, math.isfinite(grads.loss))
         optimizer, tables, lr = update
         for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
             if state.fault:
                 its.take()
             elif optimizer.formula:
                 is_finite = step_rows(self.threads, optimizer, table, view, its, lr)
-                state.mark_fault(2 << number, torch.tensor(is_finite))
+                note_fault(state, 2 << number, is_finite)
             else:
                 self._step_by_torch(optimizer, table, view, its, lr, state, number)
 
@@ -209,8 +210,8 @@ class CpuKernels:
         rows_U, grad_UD, pairs_U = grads.take()
         records_UR = view.records_SR.index_select(0, rows_U)
         optimizer.step_rows(table, records_UR, grad_UD, pairs_U, lr)
-        is_finite = records_UR.isfinite().all()
-        state.mark_fault(2 << number, is_finite)
+        is_finite = bool(records_UR.isfinite().all())
+        note_fault(state, 2 << number, is_finite)
         if is_finite:
             view.records_SR.index_copy_(0, rows_U, records_UR)
 
@@ -236,7 +237,13 @@ class SequentialSgdKernels(CpuKernels):
         return CpuGrads(None, None, loss, pairs)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
-        state.mark_fault(1, grads.loss.isfinite())
+        note_fault(state, 1, math.isfinite(grads.loss))
+
+
+def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
+    """Note a fault, if there is one: torch takes long to find that there is none."""
+    if not is_sound:
+        state.mark_fault(bit, torch.tensor(False))
 
 
 def skipgram(

@@ -60,6 +60,7 @@ FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_WORDS = 2**31 - 1  # ids are int32
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
 IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
+PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
 IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
@@ -486,8 +487,15 @@ def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:
     # Threads overtake each other in sequential SGD, which is deterministic on one alone.
     sequential = plan.kernels == "sequential"
     one = sequential and plan.config.train.deterministic
-    threads = 1 if one else torch.get_num_threads()
+    threads = 1 if one else useful_threads(plan.config)
     return (SequentialSgdKernels if sequential else CpuKernels)(plan.shape, threads)
+
+
+def useful_threads(config: Config) -> int:
+    """Return how many of torch's threads the steps of a run keep busy."""
+    model = config.model
+    pairs = config.train.batch_size * model.window * (1 + model.negative)
+    return max(1, min(torch.get_num_threads(), pairs * model.vector_size // PRODUCTS_PER_THREAD))
 
 
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:

@@ -211,7 +211,7 @@ class Word2Vec(word2vec.Word2Vec):
         fit_lr = alpha == self._default_alpha
         chosen = None if fit_lr else alpha
         seed = None if self.seed is None else self.seed + self.train_count
-        # As in gensim, words that were added to `wv` since the vocabulary was built are not trained.
+        # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
         size = len(self.syn1neg)
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size].astype(np.int64)

@@ -55,9 +55,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # gensim's about itself
     pytest.mark.usefixtures("pending", "one_thread"),
 ]
+# Each takes 5 to 40 s of a core. Others train the same model, but for the kind of text or window.
 SLOW = """
     test_evaluate_word_pairs test_evaluate_word_pairs_from_file test_parallel
-    test_sg_neg_fromfile
+    test_sg_neg_fromfile test_sg_neg_online test_sg_fixedwindowsize
 """.split()
 
 

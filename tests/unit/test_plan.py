@@ -336,3 +336,10 @@ def test_lookahead_changes_no_bit_and_reads_fewer_rows(monkeypatch, one_thread):
         assert all(map(torch.equal, others, tables[0]))
     assert paged.paging.lookahead > 1 and blind.paging.lookahead == 0
     assert rows_read[0] == 0 < rows_read[1] < 0.8 * rows_read[2]
+
+
+@pytest.mark.parametrize("centers, threads", [(16, 1), (512, 1), (700, 2), (65536, 4)])
+def test_small_steps_take_few_threads(centers, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    config = configured(f"train.batch_size={centers}", "model.vector_size=100", "model.window=5")
+    assert plan.useful_threads(config) == threads

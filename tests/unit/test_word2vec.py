@@ -365,6 +365,28 @@ def test_lock_factors_scale_updates(reloaded):
     assert np.abs(expected[1:]).max(axis=1).min() > 1e-4
 
 
+@pytest.mark.parametrize("optimizer", ["Adamax", "SGD"])
+def test_a_callback_locks_and_unlocks(reloaded, optimizer):
+    class Locker(CallbackAny2Vec):
+        def __init__(self):
+            self.reds = []
+
+        def on_epoch_begin(self, model):
+            model.wv.vectors_lockf = np.full(1, len(self.reds) % 2)
+
+        def on_epoch_end(self, model):
+            self.reds.append(model.wv["red"].copy())
+
+    locker = Locker()
+    reloaded.optimizer = optimizer
+    before = reloaded.wv["red"].copy()
+    reloaded.train(sentences(), total_examples=400, epochs=3, callbacks=[locker])
+    changed = [
+        (red != old).any() for red, old in zip(locker.reds, [before, *locker.reds], strict=False)
+    ]
+    assert changed == [False, True, False]
+
+
 @pytest.mark.parametrize("locks", [np.empty(0), np.ones((2, 2)), np.array([np.nan])])
 def test_lock_factors_that_mean_nothing_are_refused(reloaded, locks):
     reloaded.wv.vectors_lockf = locks

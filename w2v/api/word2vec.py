@@ -314,7 +314,6 @@ class Word2Vec(word2vec.Word2Vec):
                 loop = plan.build(planned)
         for callback in callbacks:
             callback.on_train_begin(self)
-        lock = self._lock(loop.step, planned.kernels)
         trained = 0
         self.min_alpha_yet_reached: float = loop.lr
         for epoch in range(1, config.train.epochs + 1):
@@ -325,7 +324,7 @@ class Word2Vec(word2vec.Word2Vec):
             elif callbacks:
                 self._copy_changes_to(loop.step)
             start = time.monotonic()
-            trained += self._train_epoch(loop, lock)
+            trained += self._train_epoch(loop, self._lock(loop.step, planned.kernels))
             rate = corpus.raw_words / (time.monotonic() - start) / 1e6
             loss = f"loss {self.loss_per_pair:.4f}"
             log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
@@ -351,10 +350,10 @@ class Word2Vec(word2vec.Word2Vec):
         Sequential SGD scales its updates itself, as gensim does.
         """
         factors_V = self._lock_factors()
-        if (factors_V == 1).all():
-            return None
         if kernels == "sequential":
             step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
+            return None
+        if (factors_V == 1).all():
             return None
         if step.engine.pages:  # the GPU keeps rows of its own
             remedy = 'add "transfer.engine=resident" to settings'
@@ -363,8 +362,6 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _train_epoch(self, loop: TrainingLoop, lock: Lock | None) -> int:
         """Train one epoch and return the number of centers."""
-        if lock:
-            lock.remember()
         remedy = f"give alpha={loop.config.optimizer.lr / 4:.3g}"
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
@@ -439,10 +436,7 @@ class Lock:
         self._weight_VD = weight_VD
         self._rows = torch.from_numpy(rows).to(weight_VD.device)
         self._factors = torch.from_numpy(factors_V[rows, None]).to(weight_VD)
-
-    def remember(self) -> None:
-        """Keep the locked rows as they are before the next step."""
-        self._before_LD = self._weight_VD[self._rows]
+        self._before_LD = weight_VD[self._rows]  # as they are before the next step
 
     def apply(self) -> None:
         """Scale what a step has changed in the locked rows."""

@@ -76,7 +76,7 @@ compare: $(INSTALLED) ## train CONFIGS with SEEDS and compare them: runs/compare
 	$(PY) -m w2v compare $(CONFIGS) --base $(CONFIG) --seeds $(SEEDS) \
 	  --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
-sweep: $(INSTALLED) ## search the best settings of OPT: ARGS='section.key=value,value --lr .02 .04'
+sweep: $(INSTALLED) ## search the best settings of OPT: ARGS='section.key=value,value'
 	@test -n "$(OPT)" || { echo "say which: make sweep OPT=Adamax" >&2; exit 2; }
 	$(PY) -m w2v sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) \
 	  --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from w2v.api import cli, compare, gensim_baseline, runs
+from w2v.api import cli, compare, runs
 from w2v.config import load_config
 from w2v.training import plan
 
@@ -27,7 +27,7 @@ def configs(common):
 
 
 def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
-    table = compare.compare(configs, [1, 2], tmp_path)
+    table = runs.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
     written = {path.name for path in tmp_path.iterdir()}
@@ -38,43 +38,28 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
     (tmp_path / "adam-seed2" / "scores.json").unlink()  # as if it had been interrupted
-    assert compare.compare(configs, [1, 2], tmp_path).split()[:9] == table.split()[:9]
+    again = runs.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
+    assert again.split()[:9] == table.split()[:9]
     assert [(config.optimizer.name, config.train.seed) for config in trained[4:]] == [("Adam", 2)]
 
 
 def test_a_run_with_other_settings_is_kept(configs, trained, tmp_path):
     adam = configs["adam"]
-    compare.compare({"adam": adam}, [1], tmp_path)
+    compare.train({"adam": adam}, [1], tmp_path)
     before = (tmp_path / "adam-seed1" / "scores.json").read_bytes()
     faster = replace(adam, optimizer=replace(adam.optimizer, lr=0.02))
     for _ in range(2):
-        table = compare.compare({"adam": faster}, [1], tmp_path)
+        (run,) = compare.train({"adam": faster}, [1], tmp_path)
     assert len(trained) == 2
     assert (tmp_path / "adam-seed1" / "scores.json").read_bytes() == before
-    assert runs.read(tmp_path / "adam-seed1-2").settings["optimizer.lr"] == 0.02
-    assert "0.02" in table.split() and "0.01" not in table.split()
+    assert run.folder == tmp_path / "adam-seed1-2" and run.settings["optimizer.lr"] == 0.02
 
 
 def test_a_diverged_run_is_a_row(configs, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
-    assert "diverged" in compare.compare(diverging, [1], tmp_path)
+    assert "diverged" in runs.write(compare.train(diverging, [1], tmp_path), tmp_path)
     assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
-
-
-def test_gensim_is_scored_as_the_other_runs(configs, trained, tmp_path):
-    gensim = gensim_baseline.as_config(configs["adam"], lr=0.05)
-    compare.compare({"gensim": gensim, "adam": configs["adam"]}, [1], tmp_path)
-    ours = runs.read(tmp_path / "adam-seed1")
-    theirs = runs.read(tmp_path / "gensim-seed1")
-    assert theirs.settings["optimizer.name"] == "gensim SGD"
-    assert theirs.settings["optimizer.lr"] == 0.05
-    assert theirs.scores["words"] == ours.scores["words"] == 6000
-    assert len(theirs.curve("analogies")) == 2
-    assert 0 < theirs.scores["held_out_loss"] < 4.16  # below that of untrained vectors
-    pairs = [run.scores["similarity"]["wordsim353"]["pairs"] for run in (ours, theirs)]
-    assert pairs[0] == pairs[1] > 0
-    assert len(trained) == 1
 
 
 def test_an_interrupted_comparison_is_continued(tmp_path):

@@ -118,16 +118,10 @@ def add_export(add: Callable[..., Any]) -> None:
     add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
 
 
-def add_plot(add: Callable[..., Any]) -> None:
-    """Add the options of plot."""
+def add_pictured(add: Callable[..., Any]) -> None:
+    """Add the options of plot and report."""
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
-    add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
-
-
-def add_report(add: Callable[..., Any]) -> None:
-    """Add the options of report."""
-    add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
-    add("--to", metavar="FILE", help="output HTML, or a folder (default: in the run folder)")
+    add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
 
 
 def add_trainings(add: Callable[..., Any]) -> None:
@@ -147,22 +141,13 @@ def add_compare(add: Callable[..., Any]) -> None:
     what = "configs to train and compare; or run folders, which are not trained again"
     add("configs", nargs="+", metavar="CONFIG | RUN", help=what)
     add_trainings(add)
-    add("--with", dest="gensim", choices=("gensim",), help="add a row trained by gensim")
-    lr = "gensim's learning rate (default: %(default)s)"
-    add("--gensim-alpha", type=float, default=0.025, metavar="LR", help=lr)
 
 
 def add_sweep(add: Callable[..., Any]) -> None:
     """Add the options of sweep."""
-    add("names", nargs="+", metavar="NAME", help="optimizers that have files in configs/optimizers")
+    names = "optimizers that have files in configs/optimizers; --set key=value,value is an axis"
+    add("names", nargs="+", metavar="NAME", help=names)
     add_trainings(add)
-    lrs = "learning rates (default: .6, 1 and 1.6 of the file's or the automatic one)"
-    add("--lr", nargs="+", type=float, default=[], help=lrs)
-    batches = "batch sizes (default: .5 and 1 of the file's or the automatic one)"
-    add("--batch", nargs="+", type=int, default=[], help=batches)
-    add("--epochs", type=int, help="default: the base's")
-    limit = "stop before; the same command then continues"
-    add("--limit-seconds", type=float, default=float("inf"), metavar="N", help=limit)
 
 
 def add_completion(add: Callable[..., Any]) -> None:
@@ -178,8 +163,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
     "analogies": ("answer a b c, or king - man + woman", add_words, "commands:analogies"),
     "export": ("write vectors in other formats", add_export, "commands:export_vectors"),
     "map": ("draw the most frequent words: map.png", add_map, "commands:draw_map"),
-    "plot": ("draw curves of runs, finished or not: curves.png", add_plot, "commands:plot"),
-    "report": ("write a page about runs: report.html", add_report, "commands:write_report"),
+    "plot": ("draw curves of runs, finished or not: curves.png", add_pictured, "commands:plot"),
+    "report": ("write a page about runs: report.html", add_pictured, "commands:write_report"),
     "card": ("write the model card of a run: README.md", add_run, "commands:write_card"),
     "compare": (
         "train configs with seeds, or take runs; print a table",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
 import logging
 import shutil
 import time
@@ -22,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from w2v.api import gensim_baseline, runs
+from w2v.api import runs
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.system import console
-from w2v.system.files import atomic_write
+from w2v.system.files import as_json, atomic_write
 from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -37,10 +35,10 @@ from w2v.vectors import evaluate, export
 from w2v.vectors.datasets import NOTHING_FURTHER, Further
 
 log = logging.getLogger("w2v")
-COMMON_SETTINGS = ["run.checkpoint_minutes=0"]
+# The last two are for the curves.
+SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
-LOGGED = ["run.score_epochs=true", "run.log_seconds=0.1"]  # for the curves
-SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
+SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999")
 
 
 @functools.cache
@@ -60,11 +58,18 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def held_out(config: Config) -> str:
-    """Return the setting of held-out words: of a short text a tenth."""
-    _, corpus = open_once(config.corpus, config.vocab)
+def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str) -> Config:
+    """Return a config to train, with held-out words and a value for each `auto`.
+
+    What a plan refuses or warns of is shown here, before anything is trained.
+    """
+    config = load_config(files, given)
+    opened = open_once(config.corpus, config.vocab)
+    _, corpus = opened
+    # Of a short text, a tenth is held out.
     words = min(HELD_OUT_WORDS, len(corpus.ids) // 10) if len(corpus.offsets) > 10 else 0
-    return f"train.held_out_words={words}"
+    own = [f"train.held_out_words={words}", f"run.name={name}", *SETTINGS]
+    return plan.make_plan(load_config(files, [*own, *given]), opened).config
 
 
 def warm_up(planned: plan.Plan) -> None:
@@ -76,7 +81,7 @@ def warm_up(planned: plan.Plan) -> None:
 
 @quiet()
 def train_and_score(
-    config: Config, folder: Path, save: bool = False, further: Further = NOTHING_FURTHER
+    config: Config, folder: Path, save: bool = True, further: Further = NOTHING_FURTHER
 ) -> dict[str, Any]:
     """Return the scores of a run, as in scores.json, or {"diverged": reason}.
 
@@ -98,28 +103,34 @@ def train_and_score(
         return {"diverged": str(error)}
 
 
-def compare(
+def train(
     configs: dict[str, Config],
     seeds: Sequence[int],
     folder: Path,
     further: Further = NOTHING_FURTHER,
-) -> str:
-    """Train every config with every seed; write and return the table.
+    save: bool = True,
+) -> list[runs.Run]:
+    """Train every config with every seed, and return the runs.
 
     Each run gets a folder `<name>-seed<seed>`. Runs that are finished there are not repeated.
+    `save` writes their vectors.
     """
-    compared = []
+    trained = []
     for name, config in configs.items():
         for seed in seeds:
             seeded = replace(config, train=replace(config.train, seed=seed))
             run = _run_folder(folder, f"{name}-seed{seed}", seeded)
             if not (run / "scores.json").exists():
-                _train_into(run, seeded, further)
-            compared.append(runs.read(run))
-            done = f"{len(compared)} of {len(configs) * len(seeds)}"
-            log.info(f"{done}  {run.name:<24}  {_summary(compared[-1])}")
+                run.mkdir(parents=True)
+                save_config(seeded, run / "config.yaml")
+                scores = train_and_score(seeded, run, save, further)
+                # Written last: it marks the run as finished.
+                atomic_write(run / "scores.json", as_json(scores, indent=1))
+            trained.append(runs.read(run))
+            done = f"{len(trained)} of {len(configs) * len(seeds)}"
+            log.info(f"{done}  {run.name:<24}  {_summary(trained[-1])}")
     atomic_write(folder / "env.txt", describe_environment(Machine.here()))
-    return runs.write(compared, folder)
+    return trained
 
 
 def _run_folder(folder: Path, name: str, config: Config) -> Path:
@@ -135,26 +146,13 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
     return run
 
 
-def _train_into(run: Path, config: Config, further: Further) -> None:
-    """Train into a new run folder."""
-    run.mkdir(parents=True)
-    save_config(config, run / "config.yaml")
-    if config.optimizer.name == gensim_baseline.NAME:
-        with quiet():
-            opened = open_once(config.corpus, config.vocab)
-            scores = gensim_baseline.train(config, *opened, run, further)
-    else:
-        scores = train_and_score(config, run, save=True, further=further)
-    # Written last: it marks the run as finished.
-    atomic_write(run / "scores.json", json.dumps(scores, indent=1))
-
-
 def _summary(run: runs.Run) -> str:
     """Return a run's scores on one line."""
     if run.diverged:
         return run.scores["diverged"]
-    (row,) = runs.rows([run])
-    figures = {name: runs.spread(row.values(name), runs.figure(name).form) for name in SHOWN}
+    row = runs.Row({}, [run])
+    shown = {name: runs.SCORES[name] for name in SHOWN} | {"seconds": runs.COSTS["seconds"]}
+    figures = {name: runs.spread(row.values(figure), figure.form) for name, figure in shown.items()}
     return "  ".join(f"{name} {value}" for name, value in figures.items())
 
 
@@ -166,25 +164,32 @@ def folder_to_use(parent: Path) -> Path:
     return parent / f"compare-{time.strftime('%Y-%m-%d')}"
 
 
+def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the assignment of each corpus by what it adds to the name of a run."""
+    if not options.corpora:
+        return {"": []}
+    found = {}
+    for corpus in options.corpora:
+        ending = f"-{Path(corpus).name.split('.')[0]}"
+        if ending in found:
+            remedy = "runs are named after corpora, so rename one"
+            raise ConfigError(f"{corpus}: another corpus is called {ending[1:]} too; {remedy}")
+        found[ending] = [f"corpus.path={corpus}"]
+    return found
+
+
 def load_configs(options: argparse.Namespace) -> dict[str, Config]:
     """Return the configs by name, each checked to be trainable."""
     configs: dict[str, Config] = {}
-    for corpus, path in itertools.product(options.corpora or [None], options.configs):
-        files = [options.base, path]
-        given = [*options.set, *([f"corpus.path={corpus}"] if corpus else [])]
-        own = held_out(load_config(files, given))
-        config = load_config(files, [own, *COMMON_SETTINGS, *LOGGED, *given])
-        opened = open_once(config.corpus, config.vocab)
-        # What a plan refuses or warns of is shown before anything is trained.
-        config = plan.make_plan(config, opened).config
-        ending = f"-{Path(corpus).name.split('.')[0]}" if corpus else ""
-        name = Path(path).stem + ending
-        if name in configs:
-            remedy = "runs are named after configs, so rename one"
-            raise ConfigError(f"{path}: another config is called {name} too; {remedy}")
-        if options.gensim and path == options.configs[0]:
-            configs[f"gensim{ending}"] = gensim_baseline.as_config(config, options.gensim_alpha)
-        configs[name] = config
+    for ending, corpus in by_corpus(options).items():
+        for path in options.configs:
+            stem = Path(path).stem
+            if f"{stem}{ending}" in configs:
+                remedy = "runs are named after configs, so rename one"
+                raise ConfigError(f"{path}: another config is called {stem} too; {remedy}")
+            files = [options.base, path]
+            given = [*options.set, *corpus]
+            configs[f"{stem}{ending}"] = planned_config(files, given, stem)
     return configs
 
 
@@ -196,6 +201,6 @@ def run(options: argparse.Namespace) -> None:
     console.log_to_console()
     configs = load_configs(options)
     folder = options.to or folder_to_use(Path(next(iter(configs.values())).run.dir))
-    further = Further(options.questions, options.pairs)
-    print(compare(configs, options.seeds, folder, further))
+    trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
+    print(runs.write(trained, folder))
     print(f"\ntables, curves (with matplotlib) and a folder for each run are in {folder}")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,14 +26,8 @@ SHOWN = {
     "train.batch_size": "batch",
     "train.epochs": "epochs",
 }
-BY_CORPUS = (
-    "corpus.",
-    "train.batch_size",
-    "train.held_out_words",
-    "optimizer.lr",
-    "optimizer.occurrence_cap",
-)
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
+Columns = dict[str, list[str]]  # cells by heading
 
 
 class Figure(NamedTuple):
@@ -48,7 +43,7 @@ def _percent(scores: dict[str, Any], part: str) -> Any:
     return 100 * score["accuracy"] if score["counted"] else None
 
 
-FIGURES = {
+SCORES = {
     "held-out loss": Figure("{:.4f}", lambda s: s["held_out_loss"]),
     "loss": Figure("{:.4f}", lambda s: s["loss"]),
     "analogies %": Figure("{:.1f}", lambda s: _percent(s, "total")),
@@ -57,6 +52,8 @@ FIGURES = {
     "syntactic %": Figure("{:.1f}", lambda s: _percent(s, "syntactic")),
     "WordSim-353": Figure("{:.3f}", lambda s: s["similarity"]["wordsim353"]["spearman"]),
     "SimLex-999": Figure("{:.3f}", lambda s: s["similarity"]["simlex999"]["spearman"]),
+}
+COSTS = {
     "M words/s": Figure("{:.3g}", lambda s: s["words"] / s["seconds"] / 1e6),
     "seconds": Figure("{:.3g}", lambda s: s["seconds"]),
     "host MiB": Figure("{:.0f}", lambda s: s["bytes_host"] / 2**20),
@@ -64,7 +61,6 @@ FIGURES = {
 }
 # Columns that a terminal has no room for, and those whose spread it has no room for.
 ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "host MiB", "GPU MiB", "other settings"}
-HEADINGS = ("optimizer", "lr", "other settings")
 WITHOUT_SPREAD = {"questions", "M words/s", "seconds"}
 
 
@@ -75,68 +71,73 @@ class Row:
     settings: dict[str, Any]
     runs: list[Run]
 
-    def values(self, name: str) -> list[float]:
+    def values(self, figure: Figure) -> list[float]:
         """Return a figure of all runs that did not diverge and have it."""
         found = []
         for run in self.runs:
             with suppress(KeyError, TypeError, ZeroDivisionError):
-                found.append(float(figure(name).value(run.scores)))
+                found.append(float(figure.value(run.scores)))
         return found
 
 
-def figure(name: str) -> Figure:
-    """Return a column: one of FIGURES, or the scores of a further set."""
-    if name in FIGURES:
-        return FIGURES[name]
-    if name.endswith(" %"):
-        title = name.removesuffix(" %")
-        return Figure("{:.1f}", lambda s: 100 * s["questions"][title]["total"]["accuracy"])
-    return Figure("{:.3f}", lambda s: s["similarity"][name]["spearman"])
+def figures(runs: Iterable[Run]) -> dict[str, Figure]:
+    """Return the columns by heading, those of further data sets included."""
+    further = {}
+    for run in runs:
+        for name in run.scores.get("questions", ()):
+            value = lambda s, name=name: 100 * s["questions"][name]["total"]["accuracy"]  # noqa: E731
+            further[f"{name} %"] = Figure("{:.1f}", value)
+        for name in run.scores.get("similarity", {}).keys() - PAIR_SETS:
+            value = lambda s, name=name: s["similarity"][name]["spearman"]  # noqa: E731
+            further[name] = Figure("{:.3f}", value)
+    return {**SCORES, **further, **COSTS}
 
 
-def figure_names(compared: Iterable[Row]) -> list[str]:
-    """Return the columns of FIGURES, and of further sets behind SimLex-999."""
-    scores = [run.scores for row in compared for run in row.runs]
-    questions = [f"{name} %" for found in scores for name in found.get("questions", ())]
-    pairs = [name for found in scores for name in found.get("similarity", ())]
-    further = dict.fromkeys([*questions, *(name for name in pairs if name not in PAIR_SETS)])
-    names = list(FIGURES)
-    place = names.index("SimLex-999") + 1
-    return [*names[:place], *further, *names[place:]]
+def quality(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return the mean of all scores from 0 to 1, and the negative held-out loss.
+
+    The loss decides between equal scores. Both are -inf if a run diverged.
+    """
+    if any(run.diverged for run in runs):
+        return -math.inf, -math.inf
+    means, losses = [], []
+    for scores in (run.scores for run in runs):
+        sets = [scores["analogies"], *scores.get("questions", {}).values()]
+        totals = [each["total"] for each in sets]
+        found = [total["accuracy"] for total in totals if total["counted"]]
+        correlations = [pairs["spearman"] for pairs in scores["similarity"].values()]
+        found += [value for value in correlations if value is not None]
+        means.append(mean(found or [-1.0]))
+        losses.append(scores.get("held_out_loss") or 0.0)
+    return mean(means), -mean(losses)
 
 
-def quality(row: Row) -> float:
-    """Return the mean of all scores of a row, each from 0 to 1."""
-    names = figure_names([row])
-    sets = ["analogies %", *names[names.index("WordSim-353") : names.index("M words/s")]]
-    found = {name: row.values(name) for name in sets}
-    scores = [
-        mean(values) / (100 if "%" in name else 1) for name, values in found.items() if values
-    ]
-    return mean(scores) if scores else -1.0
+def rows(runs: Sequence[Run]) -> list[Row]:
+    """Group runs by their settings, best first.
 
-
-def rows(runs: Iterable[Run]) -> list[Row]:
-    """Group runs by their settings; best first, over all sets and corpora."""
+    Of several corpora, rows of one run.name, or else of one optimizer, are ranked by their mean.
+    """
     groups: dict[str, Row] = {}
+    by_name: dict[str, list[Run]] = {}
     for run in runs:
         given = run.settings.items()
         settings = {key: value for key, value in given if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
-    # What depends on the corpus may differ between rows of one config.
-    by_config: dict[str, list[Row]] = {}
-    for row in groups.values():
-        common = [value for key, value in row.settings.items() if not key.startswith(BY_CORPUS)]
-        by_config.setdefault(json.dumps(common), []).append(row)
-    ranked = sorted(by_config.values(), key=lambda found: -mean(map(quality, found)))
-    corpora = {row.settings.get("corpus.path") for row in groups.values()}
-    if len(corpora) == 1:
-        return sorted(groups.values(), key=lambda row: -quality(row))
-    return [row for found in ranked for row in found]
+        by_name.setdefault(_name(run), []).append(run)
+    several = len({run.settings["corpus.path"] for run in runs}) > 1
+
+    def rank(row: Row) -> tuple[float, float]:
+        return quality(by_name[_name(row.runs[0])] if several else row.runs)
+
+    return sorted(groups.values(), key=rank, reverse=True)
 
 
-def table(compared: Sequence[Row]) -> list[list[str]]:
-    """Return the header and the cells of the comparison table.
+def _name(run: Run) -> str:
+    return run.settings["run.name"] or run.settings["optimizer.name"]
+
+
+def table(compared: Sequence[Row]) -> Columns:
+    """Return the columns of the comparison.
 
     Settings beyond SHOWN that differ between rows are in one column. A column for the number
     of seeds is there if any row has several.
@@ -152,13 +153,13 @@ def table(compared: Sequence[Row]) -> list[list[str]]:
             str(size) if done == size else f"{done} of {size}"
             for done, size in zip(finished, sizes, strict=True)
         ]
-    for name in figure_names(compared):
-        if any(values := [row.values(name) for row in compared]):
+    for name, figure in figures(run for row in compared for run in row.runs).items():
+        if any(values := [row.values(figure) for row in compared]):
             columns[name] = [
-                spread(found, figure(name).form) if done else "diverged"
+                spread(found, figure.form) if done else "diverged"
                 for found, done in zip(values, finished, strict=True)
             ]
-    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    return columns
 
 
 def _column(compared: Sequence[Row], key: str) -> list[str]:
@@ -187,52 +188,40 @@ def spread(values: Sequence[float], form: str) -> str:
     return form.format(values[0]) if values else "-"
 
 
-def text(lines: Sequence[Sequence[str]]) -> str:
-    """Format a header and cells as aligned text; numbers to the right."""
-    columns = []
-    for column in zip(*lines, strict=True):
-        width = max(map(len, column))
-        numbers = any(cell[:1].isdigit() for cell in column[1:])
-        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
-
-
-def in_120_columns(lines: Sequence[Sequence[str]]) -> str:
+def in_120_columns(columns: Columns) -> str:
     """Format a table for a terminal; settings that differ are below it."""
-    header, *body = lines
-    columns = dict(zip(header, map(list, zip(*body, strict=True)), strict=True))
-    notes = (
-        [
-            f"{name} {lr}: {others}"
-            for name, lr, others in zip(*map(columns.get, HEADINGS), strict=True)
-            if others
-        ]
-        if "other settings" in columns
-        else []
-    )
+    columns = dict(columns)
+    others = columns.get("other settings", [])
+    settings = zip(columns["optimizer"], columns["lr"], others, strict=False)
+    notes = [f"{name} {lr}: {other}" for name, lr, other in settings if other]
     for name in ONLY_IN_FILES & columns.keys():
         del columns[name]
     for name in ("batch", "epochs"):
-        if len(set(columns[name])) == 1 < len(body):
+        if len(set(columns[name])) == 1 < len(columns[name]):
             notes.append(f"all: {name} {columns.pop(name)[0]}")
+    aligned = []
     for name, cells in columns.items():
         parts = [cell.split(" +- ") for cell in cells]
-        columns[name] = ["±".join(cell[:1] if name in WITHOUT_SPREAD else cell) for cell in parts]
-    return "\n".join([text([list(columns), *zip(*columns.values(), strict=True)]), *notes])
+        shown = [name, *("±".join(part[:1] if name in WITHOUT_SPREAD else part) for part in parts)]
+        width = max(map(len, shown))
+        is_number = any(cell[:1].isdigit() for cell in cells)
+        aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in shown])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    return "\n".join([*lines, *notes])
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Format a header and cells as a Markdown table."""
-    header, *body = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
-    return "\n".join([header, "|" + "---|" * len(lines[0]), *body])
+def markdown(columns: Columns) -> str:
+    """Format a Markdown table."""
+    lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def as_csv(compared: Sequence[Row]) -> str:
     """Format all settings and the unrounded figures of all rows as CSV."""
     columns = {key: _column(compared, key) for key in compared[0].settings}
     columns["seeds"] = [str(len(row.runs)) for row in compared]
-    for name in figure_names(compared):
-        values = [row.values(name) for row in compared]
+    for name, figure in figures(run for row in compared for run in row.runs).items():
+        values = [row.values(figure) for row in compared]
         columns[name] = [str(mean(found)) if found else "" for found in values]
         columns[f"{name} stdev"] = [str(stdev(found)) if found[1:] else "" for found in values]
     file = io.StringIO()
@@ -244,9 +233,9 @@ def write(runs: Sequence[Run], folder: Path) -> str:
     """Write the table in all formats, and the curves; return it as text."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = rows(runs)
-    lines = table(compared)
-    atomic_write(folder / "table.txt", in_120_columns(lines) + "\n")
-    atomic_write(folder / "table.md", markdown(lines) + "\n")
+    columns = table(compared)
+    atomic_write(folder / "table.txt", in_120_columns(columns) + "\n")
+    atomic_write(folder / "table.md", markdown(columns) + "\n")
     # The legend needs all that tells the rows apart, or two would be one line.
     parts = [*(_column(compared, key) for key in SHOWN), _other_settings(compared)]
     labels = map(" ".join, zip(*parts, strict=True))
@@ -257,7 +246,7 @@ def write(runs: Sequence[Run], folder: Path) -> str:
         log.warning(f"no curves.png: {error}")
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "table.csv", as_csv(compared))
-    return in_120_columns(lines)
+    return in_120_columns(columns)
 
 
 def report(paths: Iterable[str | Path], folder: str | Path | None = None) -> str:

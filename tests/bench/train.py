@@ -35,8 +35,7 @@ def train_once(config: Config, text: Text) -> Figures:
     figures = steps.run_figures(trainer)  # before scoring takes GPU memory
     words, vectors_VD = text[0].words, steps.vectors(trainer)
     device = trainer.loop.step.state.fault.device
-    score = evaluate.analogies(words, vectors_VD.float().to(device))
-    similarities = evaluate.similarities(words, vectors_VD)
+    score, similarities, _ = evaluate.scores(words, vectors_VD.float().to(device))
     return figures | {
         "analogies [%]": 100 * score.total.accuracy,
         "semantic [%]": 100 * score.semantic.accuracy,

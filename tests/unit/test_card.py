@@ -31,6 +31,18 @@ def test_card_tells_what_the_run_is(run):
         assert part in text, part
 
 
+def test_card_of_baskets_has_no_empty_tables(tmp_path):
+    scores = scores_of(0.0)
+    for part in ("total", "semantic", "syntactic"):
+        scores["analogies"][part] = {"accuracy": 0.0, "counted": 0, "skipped": 9}
+    for pairs in scores["similarity"].values():
+        pairs["pairs"] = 0
+    folder = write_run(tmp_path / "one", scores)
+    (folder / "vocab.tsv").write_text("# words 1 raw_words 9 raw_types 4\nmilk\t5\n")
+    text = card.write(folder).read_text()
+    assert "No question" in text and "analogies, total" not in text and "SimLex" not in text
+
+
 @pytest.mark.parametrize("missing", ["config.yaml", "scores.json", "vocab.tsv"])
 def test_an_unfinished_run_is_refused(run, missing):
     (run / missing).unlink()

@@ -79,8 +79,6 @@ def add_sets(add: Callable[..., Any], does: str) -> None:
 def add_score(add: Callable[..., Any]) -> None:
     """Add the options of score."""
     add_run(add)
-    scorer = "implementation; both count the same, gensim takes minutes (default: torch)"
-    add("--scorer", choices=("torch", "gensim"), default="torch", help=scorer)
     add_sets(add, "score")
     first = "score the N most frequent words only (default: %(default)s)"
     add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)

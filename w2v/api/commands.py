@@ -21,16 +21,12 @@ Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and the
 def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
     kv = load(options.run)
-    scores = evaluate.scores(
-        kv.index_to_key,
-        kv.vectors,
-        options.questions,
-        options.pairs,
-        options.restrict_vocab,
-        by_gensim=kv if options.scorer == "gensim" else None,
-    )
-    as_json = json.dumps(evaluate.as_dict(*scores), indent=1)
-    print(as_json if options.json else evaluate.report(*scores))
+    further = options.questions, options.pairs
+    scores = evaluate.scores(kv.index_to_key, kv.vectors, *further, options.restrict_vocab)
+    if options.json:
+        print(json.dumps(evaluate.as_dict(*scores), indent=1))
+    else:
+        print(*filter(None, evaluate.report(*scores)), sep="\n\n")
 
 
 def nn(options: Namespace) -> int:
@@ -84,7 +80,7 @@ def draw_map(options: Namespace) -> None:
     """Draw the most frequent words in two dimensions."""
     path = find(options.run)
     picture = Path(options.to or path.parent / "map.png")
-    print(plots.word_map(load(path), picture, options.words, options.by))
+    print(plots.word_map(load_words(path), picture, options.words, options.by))
 
 
 def plot(options: Namespace) -> None:

@@ -35,7 +35,6 @@ from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import TrainingStep
 from w2v.vectors import card, evaluate, export, query
 from w2v.vectors.datasets import ASKED
-from w2v.vectors.evaluate import AnalogyScore, SimilarityScore
 
 log = logging.getLogger("w2v")
 TRIAL_WARMUP = 3  # steps of a trial that do not count
@@ -271,10 +270,6 @@ class Trainer:
         weights = self._step.inputs["weight"].float().cpu().numpy()
         return export.keyed_vectors(self.vocab.words, self.vocab.counts, weights)
 
-    def score(self) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        """Return the scores of the trained vectors."""
-        return self._scored(self._asked())
-
     def took(self) -> dict[str, Any]:
         """Return losses, raw words, seconds, and memory of all ranks.
 
@@ -429,10 +424,6 @@ class Trainer:
         weights = self._step.inputs["weight"], self._step.outputs["weight"]
         return self.held_out.loss(*weights, self._ranks)
 
-    def _scored(self, weights_ND: Tensor) -> tuple[AnalogyScore, list[SimilarityScore]]:
-        words = self.vocab.words[: len(weights_ND)]
-        return evaluate.analogies(words, weights_ND), evaluate.similarities(words, weights_ND)
-
     def _write_vectors(self, took: dict[str, Any]) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs, folder = self._step.inputs, self.folder
@@ -443,21 +434,16 @@ class Trainer:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
             with ThreadPoolExecutor(1) as thread:
-                scoring = thread.submit(self._scored, weights_ND)
-                formats = self.config.run.formats.split(",")
                 words, counts = self.vocab.words, self.vocab.counts
+                scoring = thread.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
+                formats = self.config.run.formats.split(",")
                 export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
                 self.vocab.save(folder / "vocab.tsv")
                 with self._timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, weights_ND, took)
 
-    def _report(
-        self,
-        scores: tuple[AnalogyScore, list[SimilarityScore]],
-        weights_ND: Tensor,
-        took: dict[str, Any],
-    ) -> None:
+    def _report(self, scores: evaluate.Scores, weights_ND: Tensor, took: dict[str, Any]) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
         last = {"analogies": scores[0].total.accuracy}
@@ -469,14 +455,13 @@ class Trainer:
         held_out = ""
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
-        sections, counted, _ = evaluate.report(*scores).partition("\n\n")
-        if counted:  # the totals follow at the end
-            log.debug(f"{sections}\n")
+        sections, sums = evaluate.report(*scores)
+        log.debug(f"{sections}\n")
         vectors = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
         log.info("\n".join(query.examples(self.vocab.words, vectors)))
         log.log(
             RESULTS,
-            f"\n{evaluate.report(*scores, sections=False)}\n\n"
+            f"\n{sums}\n\n"
             f"{held_out}"
             f"run folder   {folder}\n"
             f"model card   {folder / 'README.md'}\n"

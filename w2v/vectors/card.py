@@ -75,13 +75,7 @@ torch {environment["torch"]} |
 
 ## Scores
 
-| | score | counted | not in the vocabulary |
-|---|---|---|---|
-{_score_rows(scores)}
-
-Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol; \
-those of words outside the vocabulary are
-not counted. Similarity is Spearman's correlation with human judgement.
+{_describe_scores(scores)}
 
 ## Settings
 
@@ -93,15 +87,22 @@ not counted. Similarity is Spearman's correlation with human judgement.
 """
 
 
-def _score_rows(scores: dict) -> str:
+def _describe_scores(scores: dict) -> str:
+    """Return a table of what was counted: in baskets, say, no word is known."""
     rows = []
     for part in ("total", "semantic", "syntactic"):
-        score = scores["analogies"][part]
-        share = f"{score['accuracy']:.1%}" if score["counted"] else "-"
-        rows.append(
-            f"| analogies, {part} | {share} | {score['counted']:,} | {score['skipped']:,} |"
-        )
+        if (score := scores["analogies"][part])["counted"]:
+            shown = f"{score['accuracy']:.1%} | {score['counted']:,} | {score['skipped']:,}"
+            rows.append(f"| analogies, {part} | {shown} |")
     for name, score in scores["similarity"].items():
-        rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
-        rows.append(f"| {title(name)} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
-    return "\n".join(rows)
+        if score["pairs"]:
+            rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
+            rows.append(f"| {title(name)} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
+    if not rows:
+        return "No question of the analogies and no judged pair of words is in the vocabulary."
+    table = "\n".join(["| | score | counted | not in the vocabulary |", "|---|---|---|---|", *rows])
+    return f"""{table}
+
+Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol; \
+those of words outside the vocabulary are
+not counted. Similarity is Spearman's correlation with human judgement."""

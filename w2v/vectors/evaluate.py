@@ -6,7 +6,6 @@ Shapes: V words, the first N of them used, D dimensions, Q questions, P pairs of
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ from w2v.vectors.datasets import ASKED, EvaluationError
 
 if TYPE_CHECKING:
     import torch
-    from gensim.models import KeyedVectors
 
 
 @dataclass
@@ -108,24 +106,12 @@ def analogies(
         ids_Q4.reshape(-1, 4).to(vectors_ND.device),
     )
     parts = correct_Q.split([len(section) for section in known])
-    return _score(sections, [(int(part.sum()), len(part)) for part in parts])
-
-
-def analogies_gensim(
-    kv: KeyedVectors, questions: str | Path | None = None, restrict_vocab: int | None = ASKED
-) -> AnalogyScore:
-    """Compute the same score by gensim itself, one question at a time."""
-    sections = datasets.read_questions(questions)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
-        # gensim reads neither packed files nor questions without a section.
-        for name, asked in sections:
-            file.write("\n".join([f": {name}", *map(" ".join, asked), ""]))
-        file.flush()
-        with np.errstate(all="ignore"):  # zero vectors
-            _, answered = kv.evaluate_word_analogies(file.name, restrict_vocab)
-    answers = [(len(part["correct"]), len(part["incorrect"])) for part in answered]
-    # gensim appends the total as one more section.
-    return _score(sections, [(right, right + wrong) for right, wrong in answers[:-1]])
+    return AnalogyScore(
+        [
+            Section(name, int(part.sum()), len(part), len(asked) - len(part))
+            for (name, asked), part in zip(sections, parts, strict=True)
+        ]
+    )
 
 
 def similarity(
@@ -160,17 +146,6 @@ def similarity(
     )
 
 
-def similarities(
-    words: Sequence[str],
-    vectors: torch.Tensor | np.ndarray,
-    restrict_vocab: int | None = ASKED,
-    pairs: Sequence[str | Path] = (),
-) -> list[SimilarityScore]:
-    """Score gensim's sets of word pairs, and those of further files."""
-    sets = (*datasets.PAIR_SETS, *pairs)
-    return [similarity(words, vectors, name, restrict_vocab) for name in sets]
-
-
 Scores = tuple[AnalogyScore, list[SimilarityScore], dict[str, AnalogyScore]]
 
 
@@ -180,59 +155,52 @@ def scores(
     questions: Sequence[str | Path] = (),
     pairs: Sequence[str | Path] = (),
     restrict_vocab: int | None = ASKED,
-    by_gensim: KeyedVectors | None = None,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both.
-
-    `by_gensim` are the same vectors, for gensim to answer the analogies itself.
 
     Returns:
         Google's score, the scores of word pairs, and those of further questions by file.
     """
-
-    def analogy_score(file: str | Path | None) -> AnalogyScore:
-        if by_gensim is not None:
-            return analogies_gensim(by_gensim, file, restrict_vocab)
-        return analogies(words, vectors, file, restrict_vocab)
-
-    further = {datasets.set_name(file): analogy_score(file) for file in questions}
-    return analogy_score(None), similarities(words, vectors, restrict_vocab, pairs), further
+    google, *further = (
+        analogies(words, vectors, file, restrict_vocab) for file in (None, *questions)
+    )
+    sets = (*datasets.PAIR_SETS, *pairs)
+    similarities = [similarity(words, vectors, name, restrict_vocab) for name in sets]
+    return google, similarities, dict(zip(map(datasets.set_name, questions), further, strict=True))
 
 
 def report(
     score: AnalogyScore,
     similarities: Sequence[SimilarityScore],
     further: Mapping[str, AnalogyScore] | None = None,
-    sections: bool = True,
-) -> str:
-    """Format the scores as aligned plain text, with or without `sections`."""
+) -> tuple[str, str]:
+    """Format the scores as aligned tables: sections of analogies, and sums."""
     further = further or {}
     counted = sum(other.total.counted for other in (score, *further.values()))
     if not counted and not any(pairs.pairs for pairs in similarities):
-        return "no scores: no question of the analogies and no word pair is in the vocabulary"
-    titles = [datasets.title(pairs.name) for pairs in similarities]
-    names = [part.name for part in score.sections]
-    names += [f"{name}: {part.name}" for name, other in further.items() for part in other.sections]
-    width = max(map(len, [*titles, *names, *further]))
+        nothing = "no scores: no question of the analogies and no word pair is in the vocabulary"
+        return "", nothing
 
-    def line(part: Section, name: str = "") -> str:
-        share = f"{100 * part.accuracy:.1f} %" if part.counted else "-"
-        counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
-        return f"{name or part.name:<{width}}  {share:>8}  {counts}"
+    def table(parts: Iterable[tuple[str, Section]]) -> list[str]:
+        lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
+        for name, part in parts:
+            share = f"{100 * part.accuracy:.1f} %" if part.counted else "-"
+            counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
+            lines.append(f"{name:<{width}}  {share:>8}  {counts}")
+        return lines
 
-    lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
-    # An empty line stands between sections and their sums.
-    lines += [*map(line, score.sections), ""] if sections else []
-    lines += map(line, (score.semantic, score.syntactic, score.total))
+    sections = [(part.name, part) for part in score.sections]
     for name, other in further.items():
-        parts = other.sections if sections and len(other.sections) > 1 else ()
-        lines += ["", *(line(part, f"{name}: {part.name}") for part in parts)]
-        lines.append(line(other.total, name))
-    lines += ["", f"{'similarity':<{width}}  spearman    pairs  unknown"]
+        sections += [(f"{name}: {part.name}", part) for part in other.sections]
+    sums = [(part.name, part) for part in (score.semantic, score.syntactic, score.total)]
+    sums += [(name, other.total) for name, other in further.items()]
+    titles = [datasets.title(pairs.name) for pairs in similarities]
+    width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
+    lines = [*table(sums), "", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for title, pairs in zip(titles, similarities, strict=True):
         rho = "-" if pairs.spearman is None else f"{pairs.spearman:.3f}"
         lines.append(f"{title:<{width}}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
-    return "\n".join(lines)
+    return "\n".join(table(sections)), "\n".join(lines)
 
 
 def as_dict(
@@ -262,13 +230,3 @@ def _fold_case(words: Sequence[str]) -> tuple[dict[str, int], list[int]]:
     first: dict[str, int] = {}
     group = [first.setdefault(word.upper(), row) for row, word in enumerate(words)]
     return first, group
-
-
-def _score(
-    questions: list[tuple[str, list[list[str]]]], answers: Iterable[tuple[int, int]]
-) -> AnalogyScore:
-    """Return the score of sections from their correct and all answers."""
-    sections = []
-    for (name, asked), (correct, counted) in zip(questions, answers, strict=True):
-        sections.append(Section(name, correct, counted, len(asked) - counted))
-    return AnalogyScore(sections)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from w2v.system.files import atomic_path, printable
+from w2v.vectors.load import Words
 from w2v.vectors.runs import Run
 
 if TYPE_CHECKING:
@@ -26,9 +28,11 @@ PANELS = (  # metric, its title, and the x axis; drawn if any run has the metric
     ("words_per_s", "words per second", "seconds"),
 )
 X_TITLES = {"words": "raw words", "seconds": "seconds of training"}
-# Readable on white and on black.
+# Readable on white and on black, as is GREY.
 COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split()
+GREY = "#808890"
 PERPLEXITY = 20.0
+TSNE_STEPS = 500  # half of the usual ones: the divergence is 2 % greater
 CORNERS = (  # of a dot, for its name: offset in points, and alignment
     ((3, 1), "left", "bottom"),
     ((3, -1), "left", "top"),
@@ -49,23 +53,42 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
             for their mean, and a band from the lowest to the highest.
         file: PNG to write, or a folder for curves.png.
     """
-    everything = [run for group in runs.values() for run in group]
-    panels = [panel for panel in PANELS if any(run.curve(panel[0]) for run in everything)]
-    if not panels:
+    shown = _panels(runs)
+    if not shown:
         raise PlotError(
             f"metrics.jsonl of {', '.join(runs)} is empty; "
             "a line is written every run.log_seconds and at the end"
         )
     # Two panels side by side; the last row may have a free place.
-    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
+    rows, columns = -(-len(shown) // 2), min(len(shown), 2)
     figure = _figure(6.5 * columns, 4.5 * rows + 0.2 * len(runs))
-    for number, panel in enumerate(panels, start=1):
+    for number, panel in enumerate(shown, start=1):
         axis = figure.add_subplot(rows, columns, number)
         _draw_panel(axis, runs, *panel)
-    corpora = sorted({str(run.config["corpus"]["path"]) for run in everything})
-    figure.suptitle(f"Training on {', '.join(corpora)}".replace("$", r"\$"))
+    corpora = {str(run.config["corpus"]["path"]) for group in runs.values() for run in group}
+    figure.suptitle(f"Training on {', '.join(sorted(corpora))}".replace("$", r"\$"))
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
     return _save(figure, file, "curves.png")
+
+
+def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
+    """Return the same curves, each as SVG by its title, for a light or dark page."""
+    grey = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), GREY)
+    grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
+    drawn = {}
+    for metric, title, x in _panels(runs):
+        with _module("matplotlib").rc_context(grey), io.BytesIO() as file:
+            figure = _figure(4.5, 3)
+            _draw_panel(figure.subplots(), runs, metric, title, x)
+            figure.savefig(file, format="svg", transparent=True)
+            drawn[f"{title}, by {X_TITLES[x]}"] = file.getvalue()
+    return drawn
+
+
+def _panels(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, str, str]]:
+    """Return the panels for which there is a point."""
+    everything = [run for group in runs.values() for run in group]
+    return [panel for panel in PANELS if any(run.curve(panel[0]) for run in everything)]
 
 
 def _draw_panel(
@@ -103,7 +126,7 @@ def _draw_panel(
     axis.grid(alpha=0.3)
 
 
-def word_map(kv: KeyedVectors, file: Path, words: int, method: str = "tsne") -> Path:
+def word_map(kv: KeyedVectors | Words, file: Path, words: int, method: str = "tsne") -> Path:
     """Draw the most frequent words in two dimensions, by t-SNE or PCA.
 
     Each word is a dot, in the color of its group; more frequent words have larger names. A name
@@ -141,7 +164,8 @@ def project(vectors_ND: np.ndarray, method: str) -> np.ndarray:
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     if method == "tsne":
         perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
-        model = _module("sklearn.manifold").TSNE(perplexity=perplexity, init="pca", random_state=0)
+        kind = _module("sklearn.manifold").TSNE
+        model = kind(perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0)
     else:
         model = _module("sklearn.decomposition").PCA(n_components=2, random_state=0)
     # On busy cores, threads wait for each other and take six times as long.
@@ -172,7 +196,7 @@ def _name_dots(
     for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
         name = printable(word).replace("$", r"\$")
         text = axis.annotate(name, place, (0, 0), textcoords="offset points")
-        text.set(color=color, fontsize=max(13 - rank / 25, 8))
+        text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
         # To the upper right of the dot, or else in another corner.
         for offset, across, along in CORNERS:
             text.set(position=offset, horizontalalignment=across, verticalalignment=along)
@@ -189,7 +213,10 @@ def _name_dots(
 
 def _figure(width: float, height: float) -> Any:
     """Return a figure, in inches, that needs no window."""
-    return _module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    figure = _module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    # Without a canvas of pixels, each question for the size of a text makes a new one: 5 ms.
+    _module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    return figure
 
 
 def _module(name: str) -> Any:

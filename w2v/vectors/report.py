@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import json
-import math
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -17,7 +17,7 @@ import numpy as np
 
 from w2v.system.files import atomic_write
 from w2v.vectors import load, plots, query, runs
-from w2v.vectors.datasets import PAIR_SETS
+from w2v.vectors.datasets import title
 from w2v.vectors.runs import Run
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ SETTINGS = {  # shown for each run, beside those that differ
     "train.epochs": "epochs",
     "train.seed": "seed",
 }
-HEIGHT, WIDTH, LEFT = 180, 320, 44  # of a panel of curves, and of its left margin
 
 
 def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
@@ -119,15 +118,19 @@ def _scores(shown: Runs) -> str:
     ]
     pairs = [each.get("similarity", {}) for each in scores]
     for name in dict.fromkeys(name for each in pairs for name in each):
-        title = PAIR_SETS[name][0] if name in PAIR_SETS else name
-        rows.append([_text(title), *(_spearman(each.get(name)) for each in pairs)])
+        rows.append([_text(title(name)), *(_spearman(each.get(name)) for each in pairs)])
     sections = [{part["name"]: part for part in each.get("sections", [])} for each in analogies]
     parts = [
         [_text(name), *(_share(each.get(name)) for each in sections)]
         for name in dict.fromkeys(name for each in sections for name in each)
     ]
+    # What no run has counted says nothing.
+    counted, parts = ([row for row in part if set(row[1:]) != {"-"}] for part in (rows, parts))
+    if not counted:
+        return "<p>No question and no pair of words is in the vocabulary.</p>"
     header = ["", *_headers(shown)]
-    return _table(header, rows) + _folded("sections of analogies", _table(header, parts))
+    details = _folded("sections of analogies", _table(header, parts)) if parts else ""
+    return _table(header, counted) + details
 
 
 def _share(score: dict[str, Any] | None) -> str:
@@ -144,57 +147,13 @@ def _spearman(score: dict[str, Any] | None) -> str:
 
 def _curves(shown: Runs) -> str:
     """Return a drawing of each metric that a run has."""
-    panels = ""
-    for metric, title, x in plots.PANELS:
-        curves = {
-            label: [point for point in run.curve(metric, x) if math.isfinite(point[1])]
-            for label, run in shown.items()
-        }
-        if any(curves.values()):
-            panels += _panel(f"{title}, by {plots.X_TITLES[x]}", curves)
+    panels = plots.panels({label: [run] for label, run in shown.items()})
+    images = [
+        f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{b64encode(svg).decode()}">'
+        for title, svg in panels.items()
+    ]
     legend = "".join(f"<li>{header}</li>" for header in _headers(shown))
-    return f'<ul class="legend">{legend}</ul><div class="panels">{panels}</div>'
-
-
-def _panel(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return curves as an SVG element, with ticks at round numbers."""
-    points = np.array([point for curve in curves.values() for point in curve], float)
-    (x0, y0), (x1, y1) = points.min(0), points.max(0)
-    x_ticks, y_ticks = _ticks(min(x0, 0), x1), _ticks(y0, y1)
-    x0, x1 = x_ticks[0], x_ticks[-1]
-    y0, y1 = y_ticks[0], y_ticks[-1]
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - 12) * (x - x0) / (x1 - x0)
-        return round(across, 1), round(HEIGHT - 24 - (HEIGHT - 34) * (y - y0) / (y1 - y0), 1)
-
-    parts = []
-    for tick in y_ticks:
-        _, y = place(x0, tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{WIDTH - 12}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{_short(tick)}</text>')
-    for tick in x_ticks:
-        x, _ = place(tick, y0)
-        parts.append(f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_short(tick)}</text>')
-    for number, (name, curve) in enumerate(curves.items()):
-        if curve:
-            places = [place(*point) for point in curve]
-            line = " ".join(f"{x},{y}" for x, y in places)
-            dots = "".join(f'<circle cx="{x}" cy="{y}" r="2"/>' for x, y in places)
-            drawn = f'<title>{_text(name)}</title><polyline points="{line}"/>{dots}'
-            parts.append(f'<g class="c{number % COLORS}">{drawn}</g>')
-    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{_text(title)}</figcaption>{drawing}</figure>"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return two to seven round numbers that enclose both."""
-    spread = (high - low) or abs(high) or 1.0
-    step = 10 ** math.floor(math.log10(spread / 2))
-    step *= next(factor for factor in (1, 2, 5, 10) if spread / (step * factor) <= 5)
-    first = math.floor(low / step)
-    last = max(math.ceil(high / step), first + 1)
-    return [number * step for number in range(first, last + 1)]
+    return f'<ul class="legend">{legend}</ul><div class="panels">{"".join(images)}</div>'
 
 
 def _short(number: float | None) -> str:
@@ -302,13 +261,10 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem }
 th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; min-width: 4rem }
 td:first-child { min-width: 7rem }
-small, text, figcaption, summary { color: var(--faint); fill: var(--faint) }
+small, summary { color: var(--faint) }
 pre { overflow-x: auto; font-size: .8rem }
-figure { margin: 0 } svg { width: 100%; display: block } svg text { font-size: 11px }
 .panels { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
-.grid { stroke: var(--line) } polyline { fill: none; stroke: currentColor; stroke-width: 1.5 }
-circle { fill: currentColor }
 .legend { padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: 0 1rem }
 i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px }
 .bar { display: flex } .bar i { height: 1.2rem; margin: 0; border-radius: 0 }

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from w2v.api import cli, compare, runs
+from w2v.api import cli, compare
 from w2v.config import load_config
 from w2v.training import plan
+from w2v.vectors import runs
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +28,7 @@ def configs(common):
 
 
 def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
-    table = runs.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
+    table = compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
     written = {path.name for path in tmp_path.iterdir()}
@@ -38,7 +39,7 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
     assert len(run.curve("analogies")) == len(run.curve("held_out_loss")) == 2
 
     (tmp_path / "adam-seed2" / "scores.json").unlink()  # as if it had been interrupted
-    again = runs.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
+    again = compare.write(compare.train(configs, [1, 2], tmp_path), tmp_path)
     assert again.split()[:9] == table.split()[:9]
     assert [(config.optimizer.name, config.train.seed) for config in trained[4:]] == [("Adam", 2)]
 
@@ -58,7 +59,7 @@ def test_a_run_with_other_settings_is_kept(configs, trained, tmp_path):
 def test_a_diverged_run_is_a_row(configs, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
-    assert "diverged" in runs.write(compare.train(diverging, [1], tmp_path), tmp_path)
+    assert "diverged" in compare.write(compare.train(diverging, [1], tmp_path), tmp_path)
     assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from w2v.api import cli, sweep
-from w2v.api.runs import quality
 from w2v.config import ConfigError, load_config
 from w2v.vectors.datasets import Further
-from w2v.vectors.runs import find_all, read
+from w2v.vectors.runs import find_all, quality, read
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -110,7 +110,7 @@ MISTAKES = [
     ("nn latest", "no folder in runs holds vectors.kv"),
     ("nn runs/one king", "runs/one holds no vectors.kv"),
     ("export latest", "nothing to write; add --kv"),
-    ("map latest --by umap", "invalid choice: 'umap'"),
+    ("map latest --words few", "'few' is not a whole number"),
     ("compare nope.yaml", "config file nope.yaml does not exist"),
     ("sweep Adamx", "did you mean configs/optimizers/adam"),
 ]
@@ -139,6 +139,13 @@ def test_a_mistake_is_answered_in_one_line(line, answer, folder, monkeypatch, ca
     assert error.startswith("error: ") and error.count("\n") == 1
     assert len(error) < 320
     assert re.search(answer, error), error
+
+
+def test_missing_tensorboard_is_named(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert cli.main(["train", "my.txt", "run.tensorboard=true"]) == 2
+    assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_options_may_come_between_words():

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from w2v.config import ConfigError, RunConfig
-from w2v.training import loggers, metrics
+from w2v.training import metrics
 from w2v.training.metrics import STACKED, LinkUse, Metrics, Total
 
 
@@ -73,13 +71,13 @@ def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, cl
     assert resumed.epoch_loss == 2.0
 
 
-def test_report_is_due_when_a_line_is(path, clock):
+def test_a_line_is_due_after_log_seconds(path, clock):
     with Metrics(path, total_words=400, log_seconds=1) as metrics:
         step(metrics, 100)
         assert not metrics.due
         clock.now += 1
         assert metrics.due
-        metrics.report(0.1)
+        metrics.log(0.1)
         assert not metrics.due
     assert len(read(path)) == 1
 
@@ -97,7 +95,7 @@ def test_paused_time_does_not_count(path, clock):
     assert metrics.seconds == 5 and read(path)[0]["words_per_s"] == 20
 
 
-def test_time_of_the_run_is_estimated_once_from_the_steps_after_the_first(path, clock, caplog):
+def test_time_that_is_left_is_estimated_from_the_steps_after_the_first(path, clock, caplog):
     with Metrics(path, total_words=3_000_000, log_seconds=12) as metrics:
         words = 0
         for seconds in (20, 0.5, 0.5, 0.5, 0.5, 10):
@@ -105,10 +103,9 @@ def test_time_of_the_run_is_estimated_once_from_the_steps_after_the_first(path, 
             words += 100_000
             step(metrics, words)
             if metrics.due:
-                metrics.report(0.1)
+                metrics.log(0.1)
     assert caplog.messages == [
         "  3% of the words  0.005 M words/s  loss 1.0000  lr 0.1",
-        "time      about 15 s of training: 0.2 M words/s at its beginning",
         " 20% of the words  0.042 M words/s  loss 1.0000  lr 0.1  58 s left",
     ]
 
@@ -192,40 +189,3 @@ def test_nothing_is_written_without_a_path(tmp_path, caplog):
         metrics.log(0.1)
         assert metrics.state(0.1)["mean_loss"] == metrics.loss == 3.0
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("package, wanted", [("tensorboard", True), ("wandb", "mine")])
-def test_missing_logger_is_named_with_its_package(monkeypatch, package, wanted):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"run.{package}={wanted} .*; pip install {package}"):
-        loggers.check(RunConfig(**{package: wanted}))
-
-
-def test_wandb_gets_every_line_under_the_name_of_the_run(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        def log(self, values, step):
-            calls.append((step, values))
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(**arguments):
-        calls.append(arguments)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__="found"))
-    opened = loggers.open_loggers(RunConfig(wandb="mine"), tmp_path, 0, {"model.window": 5})
-    with Metrics(tmp_path / "m.jsonl", 100, math.inf, loggers=opened) as metrics:
-        step(metrics, 50, loss=4.0, pairs=2)
-        metrics.log(0.1)
-        metrics.write(held_out_loss=None, analogies=0.5)
-    metrics.send(analogies=0.6)
-    opened[0].close()
-    arguments, (first_step, first), *scores, last = calls
-    assert arguments["project"] == "mine" and arguments["id"] == tmp_path.name
-    assert arguments["resume"] == "allow" and arguments["config"] == {"model.window": 5}
-    assert first_step == 1 and first["loss"] == 2
-    assert scores == [(1, {"analogies": 0.5}), (1, {"analogies": 0.6})] and last == "finished"
-    assert "0.6" not in (tmp_path / "m.jsonl").read_text()

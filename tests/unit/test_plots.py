@@ -29,18 +29,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("method", ["tsne", "pca"])
-def test_projection_keeps_clouds_apart_and_is_repeatable(method):
-    places = plots.project(two_clouds(), method)
+def test_projection_keeps_clouds_apart_and_is_repeatable():
+    places = plots.project(two_clouds())
     clouds = places[:30], places[30:]
     radius = max(np.linalg.norm(cloud - cloud.mean(0), axis=1).mean() for cloud in clouds)
     assert np.linalg.norm(clouds[0].mean(0) - clouds[1].mean(0)) > 2 * radius
-    assert np.array_equal(places, plots.project(two_clouds(), method))
+    assert np.array_equal(places, plots.project(two_clouds()))
 
 
-@pytest.mark.parametrize("method", ["tsne", "pca"])
-def test_map_is_drawn(folder, capsys, method):
-    assert evaluate.main(["map", str(folder), "--words", "40", "--by", method]) == 0
+def test_map_is_drawn(folder, capsys):
+    assert evaluate.main(["map", str(folder), "--words", "40"]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "map.png")
     drawn = imread(folder / "map.png")
     assert drawn.shape[:2] == (1680, 1680) and drawn[..., :3].min() < 0.2
@@ -48,7 +46,7 @@ def test_map_is_drawn(folder, capsys, method):
 
 def test_letters_missing_from_the_font_are_logged_once(tmp_path, caplog, recwarn):
     words = [chr(0x4E00 + number) for number in range(60)]
-    plots.word_map(kv_of(words, two_clouds()), tmp_path / "map.png", 60, "pca")
+    plots.word_map(kv_of(words, two_clouds()), tmp_path / "map.png", 60)
     (message,) = caplog.messages
     assert "missing from font" in message and "font.family" in message and not recwarn.list
 
@@ -74,7 +72,7 @@ def test_groups_are_those_of_the_vectors():
 def test_seeds_are_a_line_with_a_band(tmp_path, monkeypatch):
     runs = [read(write_run(tmp_path / str(seed), metrics=curve_of(seed))) for seed in (1, 2)]
     figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, file, name: figures.append(figure))
+    monkeypatch.setattr(plots, "_save", lambda figure, file: figures.append(figure))
     plots.curves({"SGD": runs, "Adam": runs[:1]}, tmp_path)
     (figure,) = figures
     loss = figure.axes[0]

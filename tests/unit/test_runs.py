@@ -11,8 +11,9 @@ import pytest
 
 import evaluate
 from tests.support.runs import scores_of, write_run
-from w2v.api import runs as comparison
+from w2v.api import compare
 from w2v.config import config_keys, load_config, save_config
+from w2v.vectors import runs as comparison
 from w2v.vectors.runs import RunError, find, find_all, read
 
 
@@ -175,7 +176,7 @@ def test_one_seed_twice_is_one_seed(runs):
 def test_report_writes_all_formats(runs, tmp_path):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "out"
-    shown = comparison.report([runs], folder)
+    shown = compare.report([runs], folder)
     assert (folder / "table.txt").read_text() == shown + "\n"
     header, dashes, *body = (folder / "table.md").read_text().splitlines()
     assert {line.count("|") for line in (dashes, *body)} == {header.count("|")} and len(body) == 3
@@ -189,7 +190,7 @@ def test_report_writes_all_formats(runs, tmp_path):
 
 def test_report_without_matplotlib_warns(runs, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    comparison.report([runs], tmp_path / "out")
+    compare.report([runs], tmp_path / "out")
     assert "pip install matplotlib" in caplog.text
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"table.txt", "table.md", "table.csv"}

@@ -99,7 +99,6 @@ def add_map(add: Callable[..., Any]) -> None:
     add_run(add)
     words = "number of words (default: %(default)s)"
     add("--words", type=count, default=500, metavar="N", help=words)
-    add("--by", choices=("tsne", "pca"), default="tsne", help="projection (default: tsne)")
     add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
 
 

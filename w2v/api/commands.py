@@ -79,8 +79,8 @@ def export_vectors(options: Namespace) -> None:
 def draw_map(options: Namespace) -> None:
     """Draw the most frequent words in two dimensions."""
     path = find(options.run)
-    picture = Path(options.to or path.parent / "map.png")
-    print(plots.word_map(load_words(path), picture, options.words, options.by))
+    picture = picture_path([path.parent], "map.png", options.to)
+    print(plots.word_map(load_words(path), picture, options.words))
 
 
 def plot(options: Namespace) -> None:

@@ -13,14 +13,13 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from w2v.api import runs
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.system import console
 from w2v.system.files import as_json, atomic_write
@@ -31,14 +30,14 @@ from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
-from w2v.vectors import evaluate, export
-from w2v.vectors.datasets import NOTHING_FURTHER, Further
+from w2v.vectors import evaluate, export, plots, runs
+from w2v.vectors.datasets import Further
 
 log = logging.getLogger("w2v")
 # The last two are for the curves.
 SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
-SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999")
+SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
 
 
 @functools.cache
@@ -59,7 +58,7 @@ def quiet() -> Iterator[None]:
 
 
 def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str) -> Config:
-    """Return a config to train, with held-out words and a value for each `auto`.
+    """Return a config with held-out words and a value for each `auto`.
 
     What a plan refuses or warns of is shown here, before anything is trained.
     """
@@ -81,7 +80,7 @@ def warm_up(planned: plan.Plan) -> None:
 
 @quiet()
 def train_and_score(
-    config: Config, folder: Path, save: bool = True, further: Further = NOTHING_FURTHER
+    config: Config, folder: Path, save: bool = True, further: Further | tuple[()] = ()
 ) -> dict[str, Any]:
     """Return the scores of a run, as in scores.json, or {"diverged": reason}.
 
@@ -107,7 +106,7 @@ def train(
     configs: dict[str, Config],
     seeds: Sequence[int],
     folder: Path,
-    further: Further = NOTHING_FURTHER,
+    further: Further | tuple[()] = (),
     save: bool = True,
 ) -> list[runs.Run]:
     """Train every config with every seed, and return the runs.
@@ -148,12 +147,9 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
 
 def _summary(run: runs.Run) -> str:
     """Return a run's scores on one line."""
-    if run.diverged:
-        return run.scores["diverged"]
-    row = runs.Row({}, [run])
-    shown = {name: runs.SCORES[name] for name in SHOWN} | {"seconds": runs.COSTS["seconds"]}
-    figures = {name: runs.spread(row.values(figure), figure.form) for name, figure in shown.items()}
-    return "  ".join(f"{name} {value}" for name, value in figures.items())
+    figures = {name: cells[0] for name, cells in runs.table(runs.rows([run])).items()}
+    shown = (f"{name} {figures[name]}" for name in SHOWN if name in figures)
+    return run.scores.get("diverged") or "  ".join(shown)
 
 
 def folder_to_use(parent: Path) -> Path:
@@ -165,7 +161,7 @@ def folder_to_use(parent: Path) -> Path:
 
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the assignment of each corpus by what it adds to the name of a run."""
+    """Return the setting of each corpus by its ending of the names of runs."""
     if not options.corpora:
         return {"": []}
     found = {}
@@ -193,14 +189,41 @@ def load_configs(options: argparse.Namespace) -> dict[str, Config]:
     return configs
 
 
+def write(trained: Sequence[runs.Run], folder: Path) -> str:
+    """Write the table in all formats, and the curves; return it as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compared = runs.rows(trained)
+    columns = runs.table(compared)
+    text = runs.in_120_columns(columns)
+    atomic_write(folder / "table.txt", text + "\n")
+    atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
+    # The legend needs all that tells the rows apart, or two would be one line.
+    telling = (*runs.SHOWN.values(), runs.OTHERS)
+    labels = zip(*(columns[name] for name in telling if name in columns), strict=True)
+    try:
+        groups = {" ".join(label): row.runs for label, row in zip(labels, compared, strict=True)}
+        plots.curves(groups, folder / "curves.png")
+    except plots.PlotError as error:  # the tables need no matplotlib
+        log.warning(f"no curves.png: {error}")
+    # The last file, by which a comparison is known to be finished.
+    atomic_write(folder / "table.csv", runs.as_csv(compared))
+    return text
+
+
+def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
+    """Return the table of the runs that paths name; write it to a folder."""
+    found = [runs.read(path) for path in runs.find_all(paths)]
+    return write(found, folder) if folder else runs.in_120_columns(runs.table(runs.rows(found)))
+
+
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
     if any(Path(name).is_dir() or name == "latest" for name in options.configs):
-        print(runs.report(options.configs, options.to))
+        print(report(options.configs, options.to))
         return
     console.log_to_console()
     configs = load_configs(options)
     folder = options.to or folder_to_use(Path(next(iter(configs.values())).run.dir))
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
-    print(runs.write(trained, folder))
+    print(write(trained, folder))
     print(f"\ntables, curves (with matplotlib) and a folder for each run are in {folder}")

@@ -23,10 +23,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from w2v.api import compare, runs
+from w2v.api import compare
 from w2v.config import Config, ConfigError, find_config, load_config
 from w2v.system import console
-from w2v.vectors.datasets import NOTHING_FURTHER, Further
+from w2v.vectors import runs
+from w2v.vectors.datasets import Further
 
 LR_FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, or of the automatic one
 BATCH_FACTORS = (0.5, 1.0)  # of the config's batch size, or of the automatic one
@@ -77,7 +78,8 @@ def grid(path: Path, options: argparse.Namespace) -> dict[str, Config]:
     centre = compare.planned_config(files, [*first, *first_corpus], path.stem)
     lrs = [float(f"{centre.optimizer.lr * factor:.2g}") for factor in LR_FACTORS]
     batches = [max(1, int(centre.train.batch_size * factor)) for factor in BATCH_FACTORS]
-    axes = {"train.batch_size": batches, "optimizer.lr": lrs} | axes
+    around: dict[str, list[Any]] = {"train.batch_size": batches, "optimizer.lr": lrs}
+    axes = around | axes
     configs = {}
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
@@ -96,7 +98,7 @@ def sweep(
     configs: dict[str, Config],
     seeds: Sequence[int],
     folder: Path,
-    further: Further = NOTHING_FURTHER,
+    further: Further | tuple[()] = (),
 ) -> Config | None:
     """Train what the folder lacks, and return the best config.
 
@@ -145,6 +147,6 @@ def run(options: argparse.Namespace) -> None:
         parent = options.to or Path(next(iter(configs.values())).run.dir)
         folder = parent / f"sweep-{path.stem}"
         best = sweep(configs, options.seeds, folder, further)
-        print(f"\n{runs.report([folder], folder)}\n")
+        print(f"\n{compare.report([folder], folder)}\n")
         if best:
             print(f"best by the mean of its scores, to be {path}:\n\n{as_yaml(best)}")

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from w2v.config import (
@@ -28,7 +29,6 @@ from w2v.system import console
 from w2v.system.files import naming_file
 from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
 from w2v.system.timeline import Timeline
-from w2v.training import loggers
 
 STDIN = "-"
 LONGEST_NAME = 255  # of a file
@@ -56,7 +56,9 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         if config.corpus.path == STDIN:
             assignments.append(f"corpus.path={spool(config.corpus.data_dir)}")
             config = load_config(files, assignments)
-        loggers.check(config.run)
+        if config.run.tensorboard and find_spec("tensorboard") is None:
+            missing = "run.tensorboard=true needs a package that is not installed"
+            raise ConfigError(f"{missing}; pip install tensorboard")
         if not options.resume:
             from w2v.text.sources import require_source
 

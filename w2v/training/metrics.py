@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,10 @@ from tqdm import tqdm
 
 from w2v.system.console import is_terminal
 from w2v.system.files import as_json
-from w2v.training.loggers import Logger
 
 log = logging.getLogger("w2v")
 STACKED = 64  # numbers gathered by one kernel; one for each step would cost as much as training
-ESTIMATE_SECONDS = 2.0  # of training, after which the time of the run is estimated
-REFRESH_SECONDS = 1.0  # of the progress bar, as reading the loss waits for the device
+AXES = {"step", "words", "seconds", "epoch"}  # values that say where a point is, not curves
 
 
 class Total:
@@ -74,13 +72,13 @@ class Metrics:
 
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device
-            metrics.report(lr)
+            metrics.log(lr)
 
     Args:
         path: metrics.jsonl; with None nothing is shown or written.
         total_words: of all epochs.
         log_seconds: between two lines.
-        loggers: get every line too.
+        tensorboard: whether to write event files beside metrics.jsonl.
         link: returns the use of the link so far.
         link_rate: bytes a second that the link can carry, both ways together; 0 if unknown.
         state: what `state` returned when the run was saved; lines written later are cut off.
@@ -91,7 +89,7 @@ class Metrics:
         path: Path | None,
         total_words: int,
         log_seconds: float,
-        loggers: Sequence[Logger] = (),
+        tensorboard: bool = False,
         link: Callable[[], LinkUse] = LinkUse,
         link_rate: float = 0.0,
         state: dict[str, float] | None = None,
@@ -101,7 +99,7 @@ class Metrics:
         self.words = int(state.get("words", 0))
         self.loss: float = math.nan if state.get("mean_loss") is None else state["mean_loss"]
         self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
-        self._total_words, self._log_seconds, self._loggers = total_words, log_seconds, loggers
+        self._total_words, self._log_seconds = total_words, log_seconds
         self._loss, self._pairs = Total(state.get("loss", 0)), Total(state.get("pairs", 0))
         self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
         self._epoch_loss = Total(state.get("epoch_loss", 0))
@@ -113,12 +111,16 @@ class Metrics:
         self._link_values: dict[str, float] = {}
 
         # Points in time.
-        self._shown = time.monotonic()
-        self._start = self._shown - self.seconds
+        self._start = time.monotonic() - self.seconds
         self._logged = self._start + state.get("logged_seconds", 0.0)
         self._warm: tuple[float, int] | None = None  # seconds and words of the first step
-        self._estimate_at = math.inf
 
+        self._board: Any = None
+        if path and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Points of later steps, which a killed process left, are hidden.
+            self._board = SummaryWriter(str(path.parent), purge_step=self.step + 1)
         self._file: Any = tempfile.TemporaryFile("a")  # noqa: SIM115 - closed by __exit__
         if path:
             self._file = path.open("a", encoding="utf-8")
@@ -143,40 +145,24 @@ class Metrics:
             total.add(pairs)
         self.step += 1
         self.words = words
+        self.bar.update(words - self.bar.n)
         if self._warm is None:
             # The first step may wait for compilation, so estimates begin after it.
-            now = time.monotonic()
-            self._warm = now - self._start, words
-            self._estimate_at = now + ESTIMATE_SECONDS
+            self._warm = time.monotonic() - self._start, words
 
     def end_epoch(self, epoch: int) -> None:
         """Note the mean loss of the epoch; wait for the device."""
         if pairs := self._epoch_pairs.read():
             self.epoch_loss = self._epoch_loss.read() / pairs
-            seconds = round(self.seconds, 3)
+            seconds = round(time.monotonic() - self._start, 3)
             self.append(epoch=epoch, words=self.words, seconds=seconds, loss=self.epoch_loss)
         self._epoch_loss = Total()
         self._epoch_pairs = Total()
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `report`."""
-        refresh_at = math.inf if self.bar.disable else self._shown + REFRESH_SECONDS
-        return time.monotonic() >= min(self._line_at, refresh_at, self._estimate_at)
-
-    def report(self, lr: float) -> None:
-        """Refresh the bar, and write a line if it is time for one."""
-        now = time.monotonic()
-        if now >= self._estimate_at:
-            self._estimate_at = math.inf
-            rate = self._rate(now)
-            seconds = self._total_words / rate
-            speed = f"{rate / 1e6:.3g} M words/s at its beginning"
-            log.info(f"time      about {seconds:.0f} s of training: {speed}")
-        if now >= self._line_at:
-            self.log(lr)
-        else:
-            self._read(lr)
+        """Whether it is time for `log`."""
+        return time.monotonic() >= self._logged + self._log_seconds
 
     def log(self, lr: float) -> None:
         """Write a line with the mean loss since the last one, if there was a step."""
@@ -225,7 +211,7 @@ class Metrics:
         }
 
     def write(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl, and send it to the loggers."""
+        """Append one JSON object to metrics.jsonl, and send it to TensorBoard."""
         self.append(**values)
         self.send(**values)
 
@@ -235,9 +221,14 @@ class Metrics:
         self._file.flush()
 
     def send(self, **values: float | None) -> None:
-        """Send values to the loggers alone."""
-        for logger in self._loggers:
-            logger.write(values, self.step)
+        """Add a point to TensorBoard's curve of each value that is not None."""
+        if self._board is None:
+            return
+        group = "training" if "lr" in values else "scores"
+        for name, value in values.items():
+            if value is not None and name not in AXES:
+                self._board.add_scalar(f"{group}/{name}", value, self.step)
+        self._board.flush()  # else the page is minutes late
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -248,7 +239,6 @@ class Metrics:
         away = time.monotonic() - began
         self._start += away
         self._logged += away
-        self._shown += away
 
     def __enter__(self) -> Metrics:
         return self
@@ -256,10 +246,8 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self.bar.close()
         self._file.close()
-
-    @property
-    def _line_at(self) -> float:
-        return self._logged + self._log_seconds
+        if self._board is not None:
+            self._board.close()
 
     def _rate(self, now: float) -> float:
         """Return the words a second since the first step; 0 before that."""
@@ -270,15 +258,13 @@ class Metrics:
         """Update loss, link and bar."""
         loss, pairs = self._loss.read(), self._pairs.read()
         self.loss = loss / pairs if pairs else self.loss
-        self._shown = time.monotonic()
-        self.seconds = self._shown - self._start
+        self.seconds = time.monotonic() - self._start
         self._link_values = self._link_since_last_line()
         self.bar.set_postfix_str(self._text(lr), refresh=False)
-        self.bar.update(self.words - self.bar.n)
 
     def _link_since_last_line(self) -> dict[str, float]:
         use, before = self._link(), self._logged_link
-        rate = (use.bytes - before.bytes) / max(self._shown - self._logged, 1e-9)
+        rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)
         values = {"link_gb_per_s": round(rate / 1e9, 3)}
         if self._link_rate:
             values["link_share"] = round(rate / self._link_rate, 4)

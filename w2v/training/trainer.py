@@ -29,7 +29,7 @@ from w2v.system.files import as_json, atomic_write
 from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
-from w2v.training import checkpoint, loggers
+from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import TrainingStep
@@ -178,22 +178,16 @@ class Trainer:
         self._lockstep = Lockstep(ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._curve: dict[str, float] | None = None
-        self._loggers: list[loggers.Logger] = []
         self._final: dict[str, Any] = {}
 
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         self._resume()
-        is_first = self._ranks.rank == 0
-        steps = int(self._curve["step"]) if self._curve else 0
-        if is_first:
-            about = flat_config(self.config)
-            self._loggers = loggers.open_loggers(self.config.run, self.folder, steps, about)
         self.metrics = Metrics(
-            self.folder / "metrics.jsonl" if is_first else None,
+            self.folder / "metrics.jsonl" if self._ranks.rank == 0 else None,
             self._total_words,
             self.config.run.log_seconds,
-            loggers=self._loggers,
+            tensorboard=self.config.run.tensorboard,
             link=self._link_use,
             link_rate=self._link_rate,
             state=self._curve,
@@ -204,8 +198,6 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         self.metrics.__exit__()
-        for logger in self._loggers:
-            logger.close()
 
     def train(self) -> None:
         """Train to the end; at a signal save and raise SystemExit."""
@@ -219,7 +211,7 @@ class Trainer:
                     if self.metrics.due:
                         self.checkpoints.allocate()
                         self._check()
-                        self.metrics.report(self.loop.lr)
+                        self.metrics.log(self.loop.lr)
                     decision = self._lockstep.decision()
                     if decision.status:
                         self._stop(done.batch.after, decision.status)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.vectors.query import normalize
+
 TOPN = 5  # gensim looks for the answer among the five nearest words
 # Questions and words of a block: its cosines are 8 MiB, near a CPU's cache, or 128 MiB on a GPU.
 QUESTIONS = 512
@@ -111,10 +113,3 @@ def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> l
             last = groups[-1] if groups else -1
             answers.append(next((g for g in groups if g not in (a, b, c)), last))
     return answers
-
-
-def normalize(vectors_ND: np.ndarray) -> np.ndarray:
-    """Scale vectors to length 1 in float64, as gensim does; zeros stay."""
-    wide_ND = vectors_ND.astype(np.float64)
-    length_N1 = np.linalg.norm(wide_ND, axis=1, keepdims=True)
-    return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)

@@ -28,9 +28,6 @@ class Further(NamedTuple):
     pairs: Sequence[str | Path] = ()
 
 
-NOTHING_FURTHER = Further()
-
-
 class EvaluationError(ValueError):
     """An impossible evaluation; one line with the value and the remedy."""
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from w2v.vectors import datasets
 from w2v.vectors.datasets import ASKED, EvaluationError
+from w2v.vectors.query import normalize
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +126,6 @@ def similarity(
     `name` is "wordsim353", "simlex999" or a file; the other arguments are those of `analogies`.
     """
     import torch
-
-    from w2v.vectors.analogies import normalize
 
     first, _ = _fold_case(words[:restrict_vocab])
     judged = datasets.judged_pairs(name)

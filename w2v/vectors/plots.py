@@ -14,6 +14,7 @@ import numpy as np
 
 from w2v.system.files import atomic_path, printable
 from w2v.vectors.load import Words
+from w2v.vectors.query import normalize
 from w2v.vectors.runs import Run
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     Args:
         runs: For each label of the legend one run, or several that differ in the seed: a line
             for their mean, and a band from the lowest to the highest.
-        file: PNG to write, or a folder for curves.png.
+        file: PNG to write.
     """
     shown = _panels(runs)
     if not shown:
@@ -68,11 +69,11 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     corpora = {str(run.config["corpus"]["path"]) for group in runs.values() for run in group}
     figure.suptitle(f"Training on {', '.join(sorted(corpora))}".replace("$", r"\$"))
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
-    return _save(figure, file, "curves.png")
+    return _save(figure, file)
 
 
 def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
-    """Return the same curves, each as SVG by its title, for a light or dark page."""
+    """Return each of the curves as SVG, by title, for light and dark pages."""
     grey = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), GREY)
     grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
     drawn = {}
@@ -126,14 +127,14 @@ def _draw_panel(
     axis.grid(alpha=0.3)
 
 
-def word_map(kv: KeyedVectors | Words, file: Path, words: int, method: str = "tsne") -> Path:
-    """Draw the most frequent words in two dimensions, by t-SNE or PCA.
+def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
+    """Draw the most frequent words in two dimensions, by t-SNE.
 
     Each word is a dot, in the color of its group; more frequent words have larger names. A name
     is left out where it would cover that of a more frequent word.
     """
     vectors_ND = np.array(kv.vectors[:words], np.float32)
-    places_N2 = project(vectors_ND, method)
+    places_N2 = project(vectors_ND)
     figure = _figure(14, 14)
     axis = figure.subplots()
     colors = [COLORS[group] for group in groups(vectors_ND)]
@@ -142,9 +143,9 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int, method: str = "ts
     # matplotlib warns twice of each letter that the font lacks: log one of the warnings.
     with warnings.catch_warnings(record=True) as caught:
         named = _name_dots(axis, places_N2, kv.index_to_key[:words], colors)
-        how = "t-SNE of cosines" if method == "tsne" else "the first two principal components"
-        axis.set_title(f"the {len(places_N2):,} most frequent words by {how}; {named:,} named")
-        file = _save(figure, file, "map.png")
+        shown = f"the {len(places_N2):,} most frequent words by t-SNE of cosines"
+        axis.set_title(f"{shown}; {named:,} named")
+        file = _save(figure, file)
     messages = list(dict.fromkeys(str(warning.message) for warning in caught))
     if messages:
         log.warning(
@@ -154,20 +155,18 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int, method: str = "ts
     return file
 
 
-def project(vectors_ND: np.ndarray, method: str) -> np.ndarray:
-    """Return places [N, 2] by "tsne" or "pca"; the same ones at each call."""
+def project(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return places [N, 2] by t-SNE; the same ones at each call."""
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         raise PlotError(
             f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing; "
             "take 4 words or more, of 2 dimensions or more"
         )
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
-    if method == "tsne":
-        perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
-        kind = _module("sklearn.manifold").TSNE
-        model = kind(perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0)
-    else:
-        model = _module("sklearn.decomposition").PCA(n_components=2, random_state=0)
+    perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
+    model = _module("sklearn.manifold").TSNE(
+        perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
+    )
     # On busy cores, threads wait for each other and take six times as long.
     with _module("threadpoolctl").threadpool_limits(1):
         return model.fit_transform(unit_ND)
@@ -180,11 +179,6 @@ def groups(vectors_ND: np.ndarray) -> np.ndarray:
     with _module("threadpoolctl").threadpool_limits(1):
         model = _module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
         return model.fit_predict(unit_ND)
-
-
-def normalize(vectors_ND: np.ndarray) -> np.ndarray:
-    """Return vectors of length 1; zeros stay."""
-    return vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-12)
 
 
 def _name_dots(
@@ -230,9 +224,7 @@ def _module(name: str) -> Any:
         ) from None
 
 
-def _save(figure: Any, file: Path, name: str) -> Path:
-    """Write a PNG: the file, or `name` in the folder."""
-    file = file / name if file.is_dir() else file
+def _save(figure: Any, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(file) as part:
         figure.savefig(part, dpi=120, format="png")

@@ -49,14 +49,25 @@ def combination(
     return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
 
 
+def normalize(vectors_ND: np.ndarray) -> np.ndarray:
+    """Scale vectors to length 1 in float64, as gensim does; zeros stay."""
+    wide_ND = vectors_ND.astype(np.float64)
+    length_N1 = np.linalg.norm(wide_ND, axis=1, keepdims=True)
+    return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)
+
+
+def telling(words: Sequence[str]) -> list[str]:
+    """Return five frequent words, rarer and rarer, that say something."""
+    long = [word for word in words if len(word) >= 5] or words
+    places = {min(place, len(long) * n // 6) for n, place in enumerate(EXAMPLES, start=1)}
+    return [long[place] for place in sorted(places)]
+
+
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
     """Return lines with the neighbours of five of the N most frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)
-    # Rarer and rarer words that say something.
-    long = [word for word in kv.index_to_key if len(word) >= 5] or kv.index_to_key
-    places = {min(place, len(long) * n // 6) for n, place in enumerate(EXAMPLES, start=1)}
     lines = []
-    for word in (long[place] for place in sorted(places)):
+    for word in telling(kv.index_to_key):
         near = ", ".join(other for other, _ in combination(kv, [word], 5))
         lines.append(f"near {word:<12} {near}")
     return lines

@@ -17,7 +17,6 @@ import numpy as np
 
 from w2v.system.files import atomic_write
 from w2v.vectors import load, plots, query, runs
-from w2v.vectors.datasets import title
 from w2v.vectors.runs import Run
 
 if TYPE_CHECKING:
@@ -26,15 +25,7 @@ if TYPE_CHECKING:
 Runs = Mapping[str, Run]  # by the name that is shown
 COLORS = 8  # classes c0 to c7 of the style sheet
 MAP_WORDS = 500  # the most frequent ones
-ASKED = 8  # words whose neighbours are shown
 NEAR = 8  # neighbours of each word
-SETTINGS = {  # shown for each run, beside those that differ
-    "optimizer.name": "optimizer",
-    "optimizer.lr": "lr",
-    "train.batch_size": "batch",
-    "train.epochs": "epochs",
-    "train.seed": "seed",
-}
 
 
 def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
@@ -54,7 +45,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     for label, run in shown.items():
         if (run.folder / "vectors.kv").exists():
             kv = load.load(run.folder)
-            nearest = nearest or {word: [] for word in _telling(kv.index_to_key)}
+            nearest = nearest or {word: [] for word in query.telling(kv.index_to_key)}
             for word, cells in nearest.items():
                 cells.append(_neighbours(kv, word))
             maps.append(_map(label, kv))
@@ -63,8 +54,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     corpora = sorted({str(run.config["corpus"]["path"]) for run in shown.values()})
     page = PAGE.substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
-        runs=_runs(shown),
-        scores=_scores(shown),
+        comparison=_comparison(shown),
         curves=_curves(shown),
         phases=_phases(shown),
         vectors=VECTORS.substitute(nearest=_table(header, rows)) if maps else "",
@@ -79,70 +69,43 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     return file
 
 
-def _runs(shown: Runs) -> str:
-    """Return a table of the runs: settings, losses and speed."""
-    settings = [run.settings for run in shown.values()]
-    differing = [
-        key
-        for key in settings[0]
-        if len({json.dumps(each.get(key)) for each in settings}) > 1 and not key.startswith("run.")
-    ]
-    keys = list(dict.fromkeys([*SETTINGS, *differing]))
-    titles = [SETTINGS.get(key, key) for key in keys]
-    body, details = [], ""
-    for header, run in zip(_headers(shown), shown.values(), strict=True):
-        values = [run.settings.get(key, "") for key in keys]
-        values += [_short(run.scores.get(name)) for name in ("loss", "held_out_loss", "seconds")]
-        seconds = run.scores.get("seconds")
-        values.append(_short(run.scores["words"] / seconds) if seconds else "not finished")
-        body.append([header, *map(_text, values)])
-        # The hardware and all settings, folded.
-        environment = run.folder / "env.txt"
-        lines = [environment.read_text(encoding="utf-8")] if environment.exists() else []
-        lines += [f"{key}={value}" for key, value in run.settings.items()]
-        summary = f"settings of {_text(run.folder.name)}"
-        details += _folded(summary, f"<pre>{_text(chr(10).join(lines))}</pre>")
-    figures = ["loss", "held-out loss", "seconds", "words/s"]
-    return _table(["run", *titles, *figures], body) + details
-
-
-def _scores(shown: Runs) -> str:
-    """Return tables of all scores, with a column for each run."""
-    scores = [run.scores for run in shown.values()]
-    if not any("analogies" in each for each in scores):
-        return "<p>No run has been scored yet.</p>"
-    analogies = [each.get("analogies", {}) for each in scores]
-    rows = [
-        [f"analogies, {part}", *(_share(each.get(part)) for each in analogies)]
-        for part in ("total", "semantic", "syntactic")
-    ]
-    pairs = [each.get("similarity", {}) for each in scores]
-    for name in dict.fromkeys(name for each in pairs for name in each):
-        rows.append([_text(title(name)), *(_spearman(each.get(name)) for each in pairs)])
-    sections = [{part["name"]: part for part in each.get("sections", [])} for each in analogies]
-    parts = [
-        [_text(name), *(_share(each.get(name)) for each in sections)]
-        for name in dict.fromkeys(name for each in sections for name in each)
-    ]
-    # What no run has counted says nothing.
-    counted, parts = ([row for row in part if set(row[1:]) != {"-"}] for part in (rows, parts))
-    if not counted:
-        return "<p>No question and no pair of words is in the vocabulary.</p>"
+def _comparison(shown: Runs) -> str:
+    """Return the table of settings and scores, with a column for each run."""
+    compared = []
+    for run in shown.values():
+        settings = run.settings.items()
+        own = {key: value for key, value in settings if not key.startswith(("run.", "corpus.data"))}
+        compared.append(runs.Row(own, [run]))
+    rows = [[_text(name), *map(_text, cells)] for name, cells in runs.table(compared).items()]
     header = ["", *_headers(shown)]
-    details = _folded("sections of analogies", _table(header, parts)) if parts else ""
-    return _table(header, counted) + details
+    return _table(header, rows) + _sections(shown, header) + "".join(map(_details, shown.values()))
+
+
+def _sections(shown: Runs, header: Sequence[str]) -> str:
+    """Return scores of the sections that any run has counted, folded."""
+    parts = [run.scores.get("analogies", {}).get("sections", []) for run in shown.values()]
+    by_name = [{part["name"]: part for part in of_run} for of_run in parts]
+    rows = [
+        [_text(name), *(_share(each.get(name)) for each in by_name)]
+        for name in dict.fromkeys(name for each in by_name for name in each)
+    ]
+    counted = [row for row in rows if set(row[1:]) != {"-"}]
+    return _folded("sections of analogies", _table(header, counted)) if counted else ""
+
+
+def _details(run: Run) -> str:
+    """Return the hardware and all settings of a run, folded."""
+    environment = run.folder / "env.txt"
+    lines = [environment.read_text(encoding="utf-8")] if environment.exists() else []
+    lines += [f"{key}={value}" for key, value in run.settings.items()]
+    content = f"<pre>{_text(chr(10).join(lines))}</pre>"
+    return _folded(f"settings of {_text(run.folder.name)}", content)
 
 
 def _share(score: dict[str, Any] | None) -> str:
     if not score or not score["counted"]:
         return "-"
     return f"{score['accuracy']:.1%} <small>of {score['counted']:,}</small>"
-
-
-def _spearman(score: dict[str, Any] | None) -> str:
-    if not score or score["spearman"] is None:
-        return "-"
-    return f"{score['spearman']:.3f} <small>of {score['pairs']:,} pairs</small>"
 
 
 def _curves(shown: Runs) -> str:
@@ -154,16 +117,6 @@ def _curves(shown: Runs) -> str:
     ]
     legend = "".join(f"<li>{header}</li>" for header in _headers(shown))
     return f'<ul class="legend">{legend}</ul><div class="panels">{"".join(images)}</div>'
-
-
-def _short(number: float | None) -> str:
-    """Return a number with a suffix for thousands, millions or billions."""
-    if number is None:
-        return "-"
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.4g}"
 
 
 def _phases(shown: Runs) -> str:
@@ -196,12 +149,6 @@ def _phases(shown: Runs) -> str:
     return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
 
 
-def _telling(words: Sequence[str]) -> list[str]:
-    """Return some frequent words, but not the hundred most frequent."""
-    words = [word for word in words[100:3000] if len(word) > 3] or list(words)
-    return words[:: max(1, len(words) // ASKED)][:ASKED]
-
-
 def _neighbours(kv: KeyedVectors, word: str) -> str:
     if word not in kv:
         return "-"
@@ -211,10 +158,10 @@ def _neighbours(kv: KeyedVectors, word: str) -> str:
 def _map(name: str, kv: KeyedVectors) -> dict[str, Any]:
     """Return words, places from 0 to 1, groups and neighbours for the map."""
     vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
-    places_N2 = plots.project(vectors_ND, "tsne")
+    places_N2 = plots.project(vectors_ND)
     low_2 = places_N2.min(0)
     places_N2 = (places_N2 - low_2) / np.maximum(places_N2.max(0) - low_2, 1e-9)
-    unit_ND = plots.normalize(vectors_ND)
+    unit_ND = query.normalize(vectors_ND)
     near_NK = np.argsort(-(unit_ND @ unit_ND.T), axis=1)[:, 1 : NEAR + 1]
     return {
         "name": name,
@@ -434,8 +381,7 @@ PAGE = Template("""<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>$style</style></head><body>
 <h1>$title</h1>
-$runs
-<h2>Scores</h2>$scores
+$comparison
 <h2>Curves</h2>$curves
 $phases
 $vectors

@@ -50,8 +50,6 @@ class SaveTimer:
         self.saves = 0
         self._minutes, self._last = minutes, time.monotonic()
         self._waited = 0.0  # seconds for the last save, if that was long
-        self._waited_in_all = 0.0
-        self._reported = LONG_SECONDS / 2
 
     @property
     def due(self) -> bool:
@@ -73,20 +71,12 @@ class SaveTimer:
         self.saves += 1
         self._last = time.monotonic()
         seconds = self._last - began
-        self._waited_in_all += seconds
         self._waited = seconds if seconds > LONG_SECONDS else 0.0
-        # Log again when it takes twice as long, not each time.
-        if self._waited > 2 * self._reported:
-            self._reported = seconds
+        if self._waited:
             minutes = seconds / MOST_SHARE / 60
             later = f"; the next by time comes {minutes:.1f} minutes later"
             later = later if minutes > self._minutes else ""
             log.info(f"saving    training waited {seconds:.1f} s for this checkpoint{later}")
-
-    def log_total(self) -> None:
-        """Log how long training waited for all checkpoints, if that was long."""
-        if self._waited_in_all > LONG_SECONDS:
-            log.info(f"training waited {self._waited_in_all:.1f} s for checkpoints in all")
 
 
 class Checkpoints:

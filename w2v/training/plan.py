@@ -173,15 +173,7 @@ class Plan:
         batch_size = self.config.train.batch_size
         # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
-        sampler = Sampler(
-            self.text,
-            self.config.model,
-            batch_size,
-            self.config.train.seed,
-            self.device,
-            subsample=kernels.subsample,
-            draw=kernels.draw,
-        )
+        sampler = make_sampler(self, kernels, self.text)
         paging, marks_TV = choose_paging(
             sampler.epoch(), kernels, self.shape.rows, self.slots, size, transfer.steps_per_page
         )
@@ -395,6 +387,13 @@ def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
         )
 
 
+def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) -> Sampler:
+    """Return a sampler of the text, by the plan's settings and kernels."""
+    model, train = plan.config.model, plan.config.train
+    more |= {"subsample": kernels.subsample, "draw": kernels.draw}
+    return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
+
+
 def build(plan: Plan) -> TrainingLoop:
     """Allocate the tables and make the objects of a run.
 
@@ -409,17 +408,13 @@ def build(plan: Plan) -> TrainingLoop:
     if plan.kernels == "reference" and config.train.precision == "fp16":
         loss_scale = LossScale(inputs.scalars, plan.device)
     kernels = make_kernels(plan, loss_scale)
-    sampler = Sampler(
+    sampler = make_sampler(
+        plan,
+        kernels,
         replace(plan.text, ids_N=ids_on_device(plan)),
-        config.model,
-        config.train.batch_size,
-        config.train.seed,
-        plan.device,
         rank=plan.ranks.rank,
         world_size=plan.ranks.size,
         lookahead=plan.paging.lookahead,
-        subsample=kernels.subsample,
-        draw=kernels.draw,
     )
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
     state = StepState(plan.device)

@@ -357,7 +357,6 @@ class Trainer:
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
             )
-        self._save_timer.log_total()
         if self._ranks.size > 1:
             for rank, sent in enumerate(self._ranks.all_gather(self._rank_traffic())):
                 log.info(f"rank {rank}    {sent}")

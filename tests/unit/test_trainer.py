@@ -10,8 +10,9 @@ from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.kernels.batch import FAULTS
 from w2v.model.optim import learning_rate
-from w2v.training import plan, trainer
-from w2v.training.trainer import Diverged, estimate_time
+from w2v.training import checkpoint, plan, trainer
+from w2v.training.checkpoint import Checkpoints
+from w2v.training.trainer import Diverged, Trainer, estimate_time
 
 EPOCHS = 2
 
@@ -22,6 +23,16 @@ def make_loop(*assignments, words=1000):
     schedule = "optimizer.lr=0.1", "optimizer.schedule=linear", f"train.epochs={EPOCHS}"
     config = load_config([], [*model, *schedule, "train.batch_size=50", *assignments])
     return plan.build(plan.make_plan(config, zipf_text(100, words)))
+
+
+class Clock:
+    """A clock that moves a second each time it is read."""
+
+    now = 0.0
+
+    def monotonic(self):
+        self.now += 1
+        return self.now
 
 
 def test_learning_rate_follows_the_progress_of_the_run():
@@ -108,6 +119,21 @@ def test_deterministic_mode_lasts_as_long_as_an_epoch(before, monkeypatch):
             assert is_on() == before
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_ranks_ask_once_an_interval_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """A checkpoint that is due then is left out until the next interval."""
+    clock, asked = Clock(), []
+    monkeypatch.setattr(checkpoint, "time", clock)
+    monkeypatch.setattr(Checkpoints, "busy", property(lambda self: asked.append(clock.now) or True))
+    loop = make_loop("run.checkpoint_minutes=1", words=20_000)
+    (tmp_path / "checkpoints").mkdir()
+    with Trainer(loop, zipf_text(100, 1000)[0], 20_000, tmp_path) as run:
+        run.train()
+    intervals = clock.now / 60
+    assert 10 < intervals < loop.step.state.step / 50
+    assert intervals - 3 < len(asked) < 2 * intervals  # between epochs, and at the end, once more
+    assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
 def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):

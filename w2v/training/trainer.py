@@ -321,6 +321,7 @@ class Trainer:
     def _save(self, position: Position) -> None:
         """Write a checkpoint, unless the last one is still being written."""
         if any(self._ranks.all_gather(self.checkpoints.busy)):
+            self._save_timer.leave_out()  # or each step would ask all ranks until it is written
             return
         with self._timeline.phase("saving"), self._save_timer.saving():
             self._step.engine.flush()

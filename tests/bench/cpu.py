@@ -2,8 +2,10 @@
 
     python tests/bench/cpu.py --corpus wiki100.txt --runs 3
 
-Programs run in turn, each in a process of its own. Memory is the peak of the process (RSS), with
-and without what importing torch takes. With --epochs 0 only the reading of the text is measured.
+Programs run in turn, each in a process of its own and with the seeds 1, 2, ... Times and memory are
+medians of the runs, scores are means with their standard deviation. Memory is the peak of the
+process (RSS), with and without what importing torch takes. With --epochs 0 only the reading of the
+text is measured.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results
@@ -22,11 +25,21 @@ from tests.bench.results import Figures, memory
 from w2v.system.process import cores
 
 ROOT = Path(__file__).parents[2]
-CASES = {  # config files for train.py, and settings
-    "gensim": [],
+PROGRAMS = {  # config files for train.py, and settings
     "w2v SGD": ["configs/cpu.yaml"],
     "w2v Adam": ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"],
 }
+# Arguments of gensim's class, or of ours where there is an optimizer.
+CLASSES: dict[str, dict[str, Any]] = {
+    "gensim": {},
+    "gensim alpha .05": {"alpha": 0.05},
+    "Word2Vec SGD": {"optimizer": "SGD", "alpha": 0.025, "device": "cpu"},
+    "Word2Vec Adam": {"optimizer": "Adam", "device": "cpu"},
+    "Word2Vec Adamax": {"optimizer": "Adamax", "device": "cpu"},
+}
+CASES = [*CLASSES, *PROGRAMS]
+PAIRS = ["wordsim353.tsv", "simlex999.txt"]
+SCORES = ["analogies [%]", "wordsim353", "simlex999"]
 POLL_SECONDS = 0.02
 
 
@@ -46,14 +59,17 @@ class Clock:
         self._last = now
 
 
-def gensim(corpus: Path, epochs: int, folder: Path) -> Figures:
-    """Train, score and save with gensim."""
-    from gensim.models import Word2Vec
+def gensim(corpus: Path, epochs: int, seed: int, folder: Path, given: dict[str, Any]) -> Figures:
+    """Train, score and save with gensim's class, or with ours."""
+    if "optimizer" in given:
+        from w2v import Word2Vec
+    else:
+        from gensim.models import Word2Vec
     from gensim.test.utils import datapath
 
     clock = Clock()
     settings = dict(vector_size=100, window=5, negative=5, sample=1e-4, min_count=5, sg=1)
-    model = Word2Vec(**settings, workers=cores())
+    model = Word2Vec(**settings, workers=cores(), seed=seed, epochs=max(1, epochs), **given)
     model.build_vocab(corpus_file=str(corpus))
     words = model.corpus_total_words
     clock.done("ingest", words)
@@ -66,11 +82,14 @@ def gensim(corpus: Path, epochs: int, folder: Path) -> Figures:
         model.wv.save(str(folder / "vectors.kv"))
         model.wv.save_word2vec_format(str(folder / "vectors.bin"), binary=True)
         clock.done("export")
-        clock.figures["analogies [%]"] = 100 * accuracy
+        judged = [model.wv.evaluate_word_pairs(datapath(name)) for name in PAIRS]
+        clock.figures |= dict(
+            zip(SCORES, [100 * accuracy] + [j[1][0] for j in judged], strict=True)
+        )
     return clock.figures
 
 
-def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> Figures:
+def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str]) -> Figures:
     """Train, score and save with this program."""
     before = memory()
     import torch
@@ -86,6 +105,7 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> Figur
     files = [str(ROOT / word) for word in arguments if "=" not in word]
     settings = [word for word in arguments if "=" in word]
     settings += [f"corpus.path={corpus}", f"corpus.data_dir={folder}", "train.device=cpu"]
+    settings += [f"train.seed={seed}"]
     planned = steps.make_plan(load_config(files, [*settings, f"train.epochs={max(1, epochs)}"]))
     words = planned.corpus.raw_words
     clock.done("ingest", words)
@@ -93,17 +113,21 @@ def ours(corpus: Path, epochs: int, folder: Path, arguments: list[str]) -> Figur
         trainer = steps.train(planned, folder)
         steps.release(trainer)
         clock.done("training", words * epochs)
-        score = evaluate.analogies(planned.vocab.words, steps.vectors(trainer))
+        words_and_vectors = planned.vocab.words, steps.vectors(trainer)
+        score = evaluate.analogies(*words_and_vectors)
         clock.done("evaluation")
         steps.export_vectors(trainer, folder)
         clock.done("export")
         clock.figures["analogies [%]"] = 100 * score.total.accuracy
+        similarities = evaluate.similarities(*words_and_vectors)
+        clock.figures |= {found.name: found.spearman or 0.0 for found in similarities}
     return clock.figures | {"torch [MiB]": torch_memory}
 
 
-def measure(case: str, corpus: Path, epochs: int) -> Figures:
+def measure(case: str, corpus: Path, epochs: int, seed: int) -> Figures:
     """Run one case in a process of its own, and watch its memory."""
     command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs)]
+    command += ["--seed", str(seed)]
     began = perf_counter()
     peak = 0.0
     with subprocess.Popen([*command, "--case", case], stdout=subprocess.PIPE, text=True) as process:
@@ -120,29 +144,42 @@ def measure(case: str, corpus: Path, epochs: int) -> Figures:
     return figures | {"whole process [s]": seconds}
 
 
+def summary(runs: list[Figures]) -> Figures:
+    """Return medians of times and memory, and means of scores with their deviation."""
+    figures: Figures = {"runs": len(runs)}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs]
+        figures[metric] = mean(values) if metric in SCORES else median(values)
+        if metric in SCORES and len(runs) > 1:
+            name, bracket, unit = metric.partition(" [")
+            figures[f"{name} stdev{bracket}{unit}"] = stdev(values)
+    return figures
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["gensim", *PROGRAMS])
     parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
+    parser.add_argument("--seed", type=int, default=1, help="of that run")
     args = parser.parse_args(arguments)
     if args.case:
         with TemporaryDirectory() as folder:
-            run = args.corpus.resolve(), args.epochs, Path(folder)
-            figures = ours(*run, CASES[args.case]) if CASES[args.case] else gensim(*run)
+            run = args.corpus.resolve(), args.epochs, args.seed, Path(folder)
+            is_program = args.case in PROGRAMS
+            figures = (
+                ours(*run, PROGRAMS[args.case]) if is_program else gensim(*run, CLASSES[args.case])
+            )
         print(json.dumps(figures))
         return
-    runs: dict[str, list[Figures]] = {case: [] for case in args.cases}
-    for _ in range(args.runs):  # in turn, so that a busy machine slows all of them
-        for case, of_case in runs.items():
-            of_case.append(measure(case, args.corpus, args.epochs))
     found = results.Results("cpu", args.results)
-    for case, of_case in runs.items():
-        figures = {metric: median(run[metric] for run in of_case) for metric in of_case[0]}
-        case = f"{args.corpus.stem} {args.epochs} epochs, {case}"
-        found.add(case, {"runs": args.runs} | figures)
+    runs: dict[str, list[Figures]] = {case: [] for case in args.cases}
+    for seed in range(1, args.runs + 1):  # in turn, so that a busy machine slows all of them
+        for case, of_case in runs.items():
+            of_case.append(measure(case, args.corpus, args.epochs, seed))
+            found.add(f"{args.corpus.stem} {args.epochs} epochs, {case}", summary(of_case))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def key(default: Any, help_: str, auto: float | None = None, **limits: float) ->
     return field(default=default, metadata=metadata)
 
 
+LARGEST = 2**31  # of integers, as kernels count in int32
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
 
@@ -83,6 +84,8 @@ class Section:
                 holds = holds and math.isfinite(value)
             must_be = range_in_words(entry.metadata, value)
             require(holds, f"{section}.{entry.name}", value, must_be)
+            if type(value) is int and "below" not in entry.metadata["limits"]:
+                require(value < LARGEST, f"{section}.{entry.name}", value, f"below {LARGEST}")
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,26 @@
-"""Tables of the documents, written from the files of results.
+"""Tables and figures of the documents, from the files of results.
 
     python tests/bench/tables.py
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. It has a row for each case of its
-files that a pattern matches, and below it the commit and command of each file.
+files that a pattern matches, and below it the commit and command of each file. Figures within
+sentences are in CITED, and a test compares them with their files.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+DOCUMENTS = [ROOT / "README.md"]
+DOCUMENTS += [ROOT / "docs" / name for name in ("performance.md", "tuning.md")]
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,6 +56,7 @@ SCORES = [
     Column("SimLex-999", "simlex999", ".3f"),
 ]
 SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
+PHASES = ["starting", "reading", "set-up", "training", "exporting", "scoring"]
 STAGES = ["step", "sampling", "plan", "moves", "claim", "skip-gram", "optimizer"]
 TABLES = {
     "summary": Table(
@@ -127,13 +133,69 @@ TABLES = {
             Column("without torch", "peak without torch [MiB]", ".0f MiB"),
         ],
     ),
-    "ingest": Table(
-        ["ingest-2026-11-21", "ingest-2026-11-21-2"],
+    "cores": Table(
+        ["cpu-2026-11-22"],
+        {r"(.* cores?)": r"\1"},
+        [
+            Column("gensim, M words/s", "gensim [words/s]", ".2f", 1e-6),
+            Column("w2v SGD", "SGD [words/s]", ".2f", 1e-6),
+            Column("w2v Adam", "Adam [words/s]", ".2f", 1e-6),
+        ],
+    ),
+    "reading": Table(
+        ["reading-2026-11-22", "reading-2026-11-22-2"],
+        {r"(.*), (.*) cores": r"\1, \2 cores"},
+        [
+            Column("MB/s", "MB/s", ".0f"),
+            SPEED,
+            Column("M distinct words", "distinct words", ".1f", 1e-6),
+        ],
+    ),
+    "commands": Table(
+        ["run-2026-11-22"],
+        {r"wiki100, w2v, (\w+)": r"\1"},
+        [
+            Column("whole command", "whole command [s]", ".1f s"),
+            *[Column(f"{name}", f"{name} [s]", ".1f s") for name in PHASES],
+            SPEED,
+        ],
+    ),
+    "gensim": Table(
+        ["tuning-2026-11-22"],
+        {
+            r"(wiki|books) (gensim alpha=\S+)": r"\1, \2",
+            r"wiki name=Adam step=row \S*eps:1.0,weight_decay:0.05\S* lr=0.0945 .*": "wiki, Adam",
+            r"books name=Adam step=row \S*eps:1.0,weight_decay:0.05\S* lr=0.102 .*": "books, Adam",
+        },
+        [
+            Column("seeds", "seeds", ".0f"),
+            Column("Google", "google", ".1f %", 100),
+            Column("MSR", "msr", ".1f %", 100),
+            Column("WordSim-353", "wordsim353", ".3f"),
+            Column("SimLex-999", "simlex999", ".3f"),
+            Column("MTurk-287", "mturk287", ".3f"),
+        ],
+        sources=False,
+    ),
+    "two": Table(
+        ["ranks-2026-11-22"],
         {r"(.*)": r"\1"},
         [
+            Column("one GPU, M words/s", "one [words/s]", ".0f", 1e-6),
+            Column("two GPUs", "two [words/s]", ".0f", 1e-6),
+            Column("two / one", "two over one [times]", ".2f"),
+        ],
+    ),
+    "large": Table(
+        ["ranks-2026-11-21-13"],
+        {r"4 GPUs, 100000000 rows.*": "4 GPUs, two tables of 100 M rows"},
+        [
+            Column("records", "records [GiB]", ".0f GiB"),
+            Column("set-up", "set-up [s]", ".0f s"),
+            Column("CPU memory over records", "host memory over records [times]", ".3f"),
             SPEED,
-            Column("time", "seconds [s]", ".1f s"),
-            Column("peak memory", "peak memory [MiB]", ".0f MiB"),
+            Column("GB/s to a GPU", "to GPU [GB/s]", ".1f"),
+            Column("from a GPU", "from GPU [GB/s]", ".1f"),
         ],
     ),
     "records": Table(
@@ -159,13 +221,185 @@ TABLES = {
     ),
     "rows": Table(
         ["transfer-2026-11-21-2"],
-        {r"131072 of 10000000 rows, (.*)": r"\1"},
+        {r"131072 of 10000000 rows, (ours|CuPy pinned|torch pinned.*)": r"\1"},
         [
             Column("to the GPU", "to GPU [ms]", ".2f ms"),
             Column("from the GPU", "from GPU [ms]", ".2f ms"),
         ],
     ),
 }
+
+
+class Cited(NamedTuple):
+    """Figures within a sentence: file, case and metric of each, in the order of the text."""
+
+    document: str
+    text: str  # with fields such as {:.1f}; words/s are in millions
+    figures: Sequence[tuple[str, str, str]]
+
+
+WIKI = "wiki100 {} {} float32".format
+ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% "
+ZIPF += "negative_pool=65536 for 8 steps"
+TRAIN = "train-2026-11-21-2"
+BASE = "baselines-2026-11-20"
+COLD = ("run-2026-11-22", "wiki100, w2v, cold")
+WARM = ("run-2026-11-22", "wiki100, w2v, warm")
+PROCESS = "process-2026-11-22"
+FP16 = (
+    "wiki100 adam auto transfer.engine=mapped transfer.gpu_bytes=50% train.precision=fp16 seeds=4"
+)
+SCORES_OF_RANKS = "wiki100 adam mapped:50% float32 {} GPUs seed={}".format
+BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
+PERFORMANCE = "docs/performance.md"
+CITED = [
+    Cited(
+        "README.md",
+        "took {:.1f} s the first time and {:.1f} s with the text read before",
+        [(*COLD, "whole command [s]"), (*WARM, "whole command [s]")],
+    ),
+    Cited(
+        "README.md",
+        "trained at {:.0f} and {:.0f} M words/s",
+        [(*COLD, "words/s"), (*WARM, "words/s")],
+    ),
+    Cited(
+        "README.md",
+        "FULL-W2V's takes {:.1f} to {:.1f} s on the H200",
+        [(PROCESS, "FULL-W2V, whole command", f"{which} [s]") for which in ("shortest", "longest")],
+    ),
+    Cited(
+        "README.md",
+        "With an alpha of .05 gensim answers {:.1f} % and FULL-W2V {:.1f} %",
+        [
+            (BASE, "gensim 4.4, 16 workers, 5 epochs, alpha .05", "analogies [%]"),
+            (BASE, "FULL-W2V, 14 threads, 5 epochs, alpha .05", "analogies [%]"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "whole command took {:.1f} to {:.1f} s on the H200, this program's first command {:.1f} to "
+        "{:.1f} s there at commit 3e401d3, with {:.0f} to {:.0f} M words/s",
+        [
+            (PROCESS, "FULL-W2V, whole command", "shortest [s]"),
+            (PROCESS, "FULL-W2V, whole command", "longest [s]"),
+            (PROCESS, "w2v, whole command", "shortest [s]"),
+            (PROCESS, "w2v, whole command", "longest [s]"),
+            (PROCESS, "w2v, training in it", "slowest words/s"),
+            (PROCESS, "w2v, training in it", "fastest words/s"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "Adam to {:.1f} ± {:.1f} %",
+        [("train-2026-11-21-10", FP16, f"analogies{kind} [%]") for kind in ("", " stdev")],
+    ),
+    Cited(
+        PERFORMANCE,
+        "two GPUs analogies are {:.1f} and {:.1f} %, with four {:.1f}, {:.1f} and {:.1f} %",
+        [
+            ("ranks-2026-11-21-14", SCORES_OF_RANKS(*case), "analogies [%]")
+            for case in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 3))
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "{:.0f} of {:.0f} M words/s. Rows then move",
+        [(TRAIN, WIKI("adamw", engine), "words/s") for engine in ("mapped:50%", "resident")],
+    ),
+    Cited(
+        PERFORMANCE,
+        "than gensim ({:.1f} against {:.1f} %), but its SimLex-999 is lower ({:.3f} against "
+        "{:.3f})",
+        [
+            (TRAIN, WIKI("adamw", "resident"), "analogies [%]"),
+            (BASE, "gensim 4.4, 16 workers, 5 epochs", "analogies [%]"),
+            (TRAIN, WIKI("adamw", "resident"), "simlex999"),
+            (BASE, "gensim 4.4, 16 workers, 5 epochs", "simlex999"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "{:.0f} to {:.0f} MiB against gensim's {:.0f}",
+        [
+            ("cpu-2026-11-21", f"wiki100 5 epochs, {case}", "peak [MiB]")
+            for case in ("w2v SGD", "w2v Adam", "gensim")
+        ],
+    ),
+    Cited(PERFORMANCE, "{:.1f} GiB of records", [("zipf-2026-11-22", ZIPF, "tables [GiB]")]),
+    Cited(
+        PERFORMANCE,
+        "({:.1f} in place of {:.1f})",
+        [
+            ("zipf-2026-11-22", ZIPF, "words/s"),
+            ("zipf-2026-11-22-2", f"{ZIPF} transfer.lookahead=false", "words/s"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "AdamW has {:.1f} ± {:.1f} % with three seeds",
+        [(TRAIN, WIKI("adamw", "resident"), f"analogies{kind} [%]") for kind in ("", " stdev")],
+    ),
+    Cited(
+        PERFORMANCE,
+        'takes {:.1f} times as long as "ours" to the GPU and {:.1f} times from it',
+        [(*BUFFER, "to GPU over ours [times]"), (*BUFFER, "from GPU over ours [times]")],
+    ),
+    Cited(
+        PERFORMANCE,
+        "set up in {:.1f} s in one run (2a515c9) and {:.1f} s in another (72fbc97)",
+        [
+            ("transfer-2026-11-21", "set-up 32 GiB", "set-up [s]"),
+            ("transfer-2026-11-20", "set-up 32 GiB", "set-up [s]"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "torch and CuPy takes {:.2f} times as much",
+        [
+            (
+                "transfer-2026-11-20",
+                "memory of 10000000 rows, torch pinned",
+                "over the table [times]",
+            )
+        ],
+    ),
+    Cited(
+        "docs/moving.md",
+        "{:.1f} % of the analogies against gensim's {:.1f}",
+        [
+            ("cpu-2026-11-21", f"wiki100 5 epochs, {case}", "analogies [%]")
+            for case in ("w2v SGD", "gensim")
+        ],
+    ),
+    Cited(
+        "docs/planning.md",
+        "{:.3f} rows read per word, that bound is 92 M words/s; {:.1f} are measured",
+        [("zipf-2026-11-22", ZIPF, "read [rows a word]"), ("zipf-2026-11-22", ZIPF, "words/s")],
+    ),
+    Cited(
+        "docs/paging.md",
+        "a step takes {:.0f} us in place of {:.0f} with the tables on the GPU",
+        [
+            ("train-2026-11-21-3", WIKI("adam", "mapped:75%"), "step [us]"),
+            ("train-2026-11-21", WIKI("adam", "resident"), "step [us]"),
+        ],
+    ),
+    Cited(
+        "docs/CHANGELOG.md",
+        "1 GB is read at {:.0f}, {:.0f} and {:.0f} MB/s with 1, 4 and 16 cores",
+        [("reading-2026-11-22", f"1.0 GB, {cores} cores", "MB/s") for cores in (1, 4, 16)],
+    ),
+]
+
+
+def cited(sentence: Cited) -> str:
+    """Return the text of a citation with the figures of its files."""
+    values = []
+    for file, case, metric in sentence.figures:
+        value = read(file)["figures"][case][metric]
+        values.append(value / 1e6 if "words/s" in metric else value)
+    return sentence.text.format(*values)
 
 
 def cell(figures: Mapping[str, float], column: Column) -> str:
@@ -182,8 +416,27 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
 
 
 def read(file: str) -> dict:
-    """Return the content of a file of results."""
-    return json.loads((ROOT / "tests/bench/results" / f"{file}.json").read_text())
+    """Return the content of a file of results, or the means of tuning.py over the seeds."""
+    path = ROOT / "tests/bench/results" / f"{file}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    runs: dict[str, list[dict[str, str]]] = {}
+    with gzip.open(path.with_suffix(".csv.gz"), "rt") as lines:
+        for run in csv.DictReader(lines):
+            settings = re.sub(r" ?seed=\d+", "", run["settings"])
+            runs.setdefault(f"{run['text']} {settings}", []).append(run)
+    return {"commit": "", "figures": {case: over_seeds(of) for case, of in runs.items()}}
+
+
+def over_seeds(runs: list[dict[str, str]]) -> dict[str, float]:
+    """Return mean and standard deviation of each score."""
+    figures: dict[str, float] = {"seeds": len(runs)}
+    for score in ("google", "msr", "wordsim353", "simlex999", "mturk287"):
+        values = [float(run[score]) for run in runs]
+        figures[score] = mean(values)
+        if len(runs) > 1:
+            figures[f"{score} stdev"] = stdev(values)
+    return figures
 
 
 def cases(table: Table) -> Iterator[tuple[str, str, dict[str, float]]]:

@@ -95,6 +95,12 @@ def test_generated_tables_agree_with_their_files():
         assert tables.MARKED.search(text) and text == tables.render(text), f"{doc}: run make docs"
 
 
+@pytest.mark.parametrize("sentence", tables.CITED, ids=lambda sentence: sentence.text[:40])
+def test_figures_within_sentences_agree_with_their_files(sentence):
+    text = " ".join((ROOT / sentence.document).read_text(encoding="utf-8").split())
+    assert tables.cited(sentence) in text
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_picture_of_readme_has_the_figures_of_the_tables(theme):
     picture = (ROOT / "docs" / f"summary-{theme}.svg").read_text(encoding="utf-8")

@@ -249,6 +249,16 @@ def test_unknown_key_like_no_other_points_to_the_list(unknown):
     assert config_error(f"{unknown}=0.1") == f"unknown key {unknown!r} {CLI}; see --help-config"
 
 
+def test_integers_beyond_the_kernels_are_refused():
+    refused = set()
+    for name, value in flat_config(load_config([], [])).items():
+        if type(value) is int or name in ("vocab.max_final_vocab", "train.batch_size"):
+            with pytest.raises(ConfigError, match=f"{name}={2**70} is out of range.* below"):
+                load_config([], [f"{name}={2**70}"])
+            refused.add(name)
+    assert refused >= {"model.window", "model.vector_size", "train.epochs", "vocab.min_count"}
+
+
 def test_foreign_names_lead_to_keys():
     for key, foreign_names in FOREIGN_NAMES.items():
         assert key in config_keys() or key.startswith("optimizer.args.")

@@ -11,6 +11,8 @@ import torch
 from tests.support.threaded import Threads
 from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
+from w2v.distributed.launcher import NUMBERS
+from w2v.distributed.ranks import SINGLE
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
@@ -60,6 +62,30 @@ def test_memory_counts_fresh_negatives_until_a_pool_is_chosen(kernels):
         for pool in ([], ["model.negative_pool=0"])
     ]
     assert needs[0] == needs[1]
+
+
+@pytest.mark.parametrize(
+    "given, missing",
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE, RANK"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "MASTER_PORT",
+        ),
+    ],
+)
+def test_variables_of_torchrun_that_are_missing_are_named(monkeypatch, given, missing):
+    for name in NUMBERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f"WORLD_SIZE={given['WORLD_SIZE']} .*: {missing}.*torchrun"
+    ):
+        plan.join_ranks(load_config([], []))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert plan.join_ranks(load_config([], [])) is SINGLE
 
 
 def test_device():

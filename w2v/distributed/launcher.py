@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, whose error comes first then
 
 
@@ -25,7 +26,17 @@ class RankLost(RuntimeError):
 
 def started() -> bool:
     """Return whether torchrun has started several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
+def require_environment() -> None:
+    """Raise ValueError unless torchrun's variables are all set and numbers."""
+    wrong = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
+    if wrong:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but these are no numbers: "
+            f"{', '.join(wrong)}; start ranks with torchrun, or unset WORLD_SIZE for one"
+        )
 
 
 def job() -> str:

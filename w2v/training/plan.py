@@ -206,6 +206,7 @@ def join_ranks(config: Config) -> Ranks:
     """Join the ranks that torchrun has started, with a share of the cores."""
     if not launcher.started():
         return SINGLE
+    launcher.require_environment()
     if torch.cuda.is_available():  # before anything else takes memory of the first GPU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ranks = ProcessGroup(choose_device(config, Machine.here()).type)

@@ -239,3 +239,12 @@ def test_help_imports_nothing_heavy(line):
     )
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert not loaded & {"torch", "gensim", "numpy", "numba", "omegaconf", "yaml"}
+
+
+def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["nn", "latest", "paris"]) == 2
+    assert "working directory was deleted; change to another one" in capsys.readouterr().err

@@ -48,6 +48,14 @@ def test_unwritable_console_does_not_end_training(monkeypatch, tmp_path, open_ou
     assert [line.split(" INFO ")[1] for line in lines] == ["message 0", "message 1", "message 2"]
 
 
+def test_control_characters_are_escaped_in_console_and_file(monkeypatch, tmp_path, capsys):
+    log_to_console()
+    with log_to_file(tmp_path / "train.log"):
+        log.info("near \x1b[31mred")
+    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        assert "near \\x1b[31mred\n" in text and "\x1b" not in text
+
+
 LEVELS = {
     console.DETAILS: "detail message result error",
     logging.INFO: "message result error",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
 import signal
 import sys
@@ -245,12 +246,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"w2v {w2v.__version__}")
             return 0
         options = parse(name, rest)
+        require_working_directory()
         module, _, function = COMMANDS[name][2].partition(":")
         return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options) or 0
     except (ValueError, MemoryError, OSError) as error:
         # User errors are one line. Anything else is a bug and keeps its traceback.
         launcher.report_error(error, error_message(error))
         return 3 if isinstance(error, MemoryError) else 2
+
+
+def require_working_directory() -> None:
+    """Raise ValueError if it was deleted: libraries of torch do not load then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working directory was deleted; change to another one") from None
 
 
 def start(*command: str) -> NoReturn:

@@ -66,6 +66,9 @@ def is_terminal(output: TextIO) -> bool:
 class _FileHandler(logging.FileHandler):
     """train.log, without which training goes on."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         log.warning(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); it ends here")

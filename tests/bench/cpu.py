@@ -145,7 +145,7 @@ def measure(case: str, corpus: Path, epochs: int, seed: int) -> Figures:
 
 
 def summary(runs: list[Figures]) -> Figures:
-    """Return medians of times and memory, and means of scores with their deviation."""
+    """Return medians of times and memory, and means of scores."""
     figures: Figures = {"runs": len(runs)}
     for metric in runs[0]:
         values = [run[metric] for run in runs]

@@ -246,9 +246,7 @@ BASE = "baselines-2026-11-20"
 COLD = ("run-2026-11-22", "wiki100, w2v, cold")
 WARM = ("run-2026-11-22", "wiki100, w2v, warm")
 PROCESS = "process-2026-11-22"
-FP16 = (
-    "wiki100 adam auto transfer.engine=mapped transfer.gpu_bytes=50% train.precision=fp16 seeds=4"
-)
+FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
 SCORES_OF_RANKS = "wiki100 adam mapped:50% float32 {} GPUs seed={}".format
 BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
 PERFORMANCE = "docs/performance.md"
@@ -416,7 +414,7 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
 
 
 def read(file: str) -> dict:
-    """Return the content of a file of results, or the means of tuning.py over the seeds."""
+    """Return the content of a file of results; of a table, means over seeds."""
     path = ROOT / "tests/bench/results" / f"{file}.json"
     if path.exists():
         return json.loads(path.read_text())

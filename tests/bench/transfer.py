@@ -203,7 +203,7 @@ def by_torch(table_rows: int, values_ND: Tensor) -> Way:
 
 
 def by_buffer(table_rows: int, values_ND: Tensor) -> Way:
-    """Gather on the CPU into a pinned buffer, and copy that; the time of the CPU counts."""
+    """Gather into a pinned buffer, and copy that; the CPU's time counts."""
     table_VD = torch.empty(table_rows, DIM, pin_memory=True)
     buffer_ND = torch.empty(values_ND.shape, pin_memory=True)
     number_rows(table_VD)

@@ -231,7 +231,7 @@ TABLES = {
 
 
 class Cited(NamedTuple):
-    """Figures within a sentence: file, case and metric of each, in the order of the text."""
+    """Figures within a sentence: file, case and metric of each."""
 
     document: str
     text: str  # with fields such as {:.1f}; words/s are in millions

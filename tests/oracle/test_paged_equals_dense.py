@@ -236,7 +236,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_any_order_of_uses_equals_sparse_gradients_of_torch(tmp_path, storage, seed):
-    """Forward and backward passes, steps, writes and copies come in random order."""
+    """Passes, steps, writes and copies come in random order."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     paged, paged_optimizer = trainable(tmp_path, storage, optimizer="Adagrad", max_norm=2.0)

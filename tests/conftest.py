@@ -29,7 +29,7 @@ def one_thread():
 
 @pytest.fixture
 def pending(request):
-    """Expect that a test of tests/support/pending.py fails, and fail if it does not."""
+    """Expect a listed test to fail, strictly; see tests/support/pending.py."""
     if reason := REASONS.get(request.node.name):
         mark = pytest.mark.xfail(reason=reason, raises=ConfigError, strict=True)
         request.node.add_marker(mark)

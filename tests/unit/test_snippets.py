@@ -382,7 +382,8 @@ def test_deepwalk_of_numbered_nodes(walks):
 
 
 def test_recommendation_of_products(sentences):
-    # https://www.analyticsvidhya.com/blog/2019/07/how-to-build-recommendation-system-word2vec-python/
+    # https://www.analyticsvidhya.com/blog/2019/07/
+    # how-to-build-recommendation-system-word2vec-python/
     model = Word2Vec(window=10, sg=1, hs=0, negative=10, alpha=0.03, min_alpha=0.0007, seed=14)
     model.build_vocab(sentences, progress_per=200)
     model.train(sentences, total_examples=model.corpus_count, epochs=10, report_delay=1)

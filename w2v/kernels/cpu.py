@@ -241,7 +241,10 @@ class SequentialSgdKernels(CpuKernels):
 
 
 def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
-    """Note a fault, if there is one: torch takes long to find that there is none."""
+    """Note a fault, if there is one.
+
+    To find that there is none takes torch longer than to check a Python number.
+    """
     if not is_sound:
         state.mark_fault(bit, torch.tensor(False))
 

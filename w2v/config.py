@@ -123,8 +123,12 @@ class VocabConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """Skip-gram with negative sampling."""
+    """What is learned: skip-gram or CBOW, with negative sampling."""
 
+    architecture: Literal["skipgram", "cbow"] = key(
+        "skipgram", "Predict a center from each context word (skipgram), or from all (cbow; CPU)."
+    )
+    cbow_mean: bool = key(True, "CBOW predicts from the mean of the context words, or their sum.")
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Draw each window from 1 to window; near words weigh more.")

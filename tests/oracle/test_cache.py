@@ -62,7 +62,7 @@ class WholeNumberKernels(ReferenceKernels):
         unique = [unique_rows(*of_table, self.shape.rows) for of_table in of_tables]
         return self._zero_grads(*unique)
 
-    def skipgram(self, batch, page, rows, lr):
+    def gradients(self, batch, page, rows, lr):
         for its in (rows.inputs, rows.outputs):
             its.grad_UD.copy_(gradient(its.rows_U, batch.number, self.shape.dim))
         return rows

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import gensim
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +18,13 @@ from tests.support.steps import (
     train,
     train_on_text,
 )
-from w2v.config import OptimizerConfig
-from w2v.kernels.batch import FAULT_BITS
+from w2v.config import ModelConfig, OptimizerConfig
+from w2v.kernels.batch import FAULT_BITS, Batch, Objective
 from w2v.model.optim import RowOptimizer
 
 ROOT = Path(__file__).parents[2]
+CBOW = Objective(cbow=True)
+ARCHITECTURES = pytest.mark.parametrize("architecture", ["skipgram", "cbow"])
 
 
 def make(name, kernels="cpu", rows=20, dim=100):
@@ -33,6 +37,7 @@ def kernels_for(name):
 
 
 @pytest.mark.parametrize("dim, negative", [(1, 1), (100, 5), (33, 7)])  # compiling takes seconds
+@pytest.mark.parametrize("objective", [Objective(), CBOW, CBOW._replace(mean=False)], ids=str)
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),
@@ -41,9 +46,10 @@ def kernels_for(name):
     rows=st.integers(1, 80),
 )
 def test_sequential_sgd_equals_a_reference_step_for_each_center(
-    dim, negative, seed, centers, window, rows
+    dim, negative, objective, seed, centers, window, rows
 ):
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim)
+    batch = batch._replace(objective=objective)
     ours, theirs = make("SGD", "sequential", rows, dim), make("SGD", "reference", rows, dim)
     for step in (ours, theirs):
         for table, weights_VD in zip(tables_of(step), weights_TVD, strict=True):
@@ -74,25 +80,29 @@ def test_sequential_sgd_equals_a_reference_step_for_each_center(
 
 
 @pytest.mark.parametrize("name, threads", [("Adam", 1), ("Adam", 4), ("SGD", 1), ("NAdam", 2)])
-def test_training_repeats_bit_for_bit(name, threads):
-    runs = [
-        train_on_text(OptimizerConfig(name=name, lr=0.02), kernels_for(name), threads=threads)
-        for _ in range(2)
-    ]
+@ARCHITECTURES
+def test_training_repeats_bit_for_bit(architecture, name, threads):
+    config, model = OptimizerConfig(name=name, lr=0.02), ModelConfig(architecture=architecture)
+    kernels = kernels_for(name)
+    runs = [train_on_text(config, kernels, model=model, threads=threads) for _ in range(2)]
     (step, losses), (same, same_losses) = runs
     assert torch.equal(losses, same_losses)
     assert all(map(torch.equal, records(step), records(same)))
 
 
-def test_threads_without_locks_stay_finite_and_learn():
-    step, losses = train_on_text(OptimizerConfig(name="SGD", lr=0.05), "sequential", threads=4)
+@ARCHITECTURES
+def test_threads_without_locks_stay_finite_and_learn(architecture):
+    config, model = OptimizerConfig(name="SGD", lr=0.05), ModelConfig(architecture=architecture)
+    step, losses = train_on_text(config, "sequential", model=model, threads=4)
     assert all(table.isfinite().all() for table in records(step))
     assert losses[-20:].mean() < 0.9 * losses[:20].mean()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam"])
-def test_first_step_that_is_not_finite_is_noted(name):
+@pytest.mark.parametrize("objective", [Objective(), CBOW], ids=str)
+def test_first_step_that_is_not_finite_is_noted(name, objective):
     batch, _ = problem(1, 200, 5, 5, 20, 100)
+    batch = batch._replace(objective=objective)
     step = make(name, kernels_for(name))
     for number in (1, 2, 3):
         if number == 2:
@@ -127,3 +137,53 @@ def test_only_plain_sgd_steps_center_by_center():
     assert not is_plain_sgd(name="SGD", args={"weight_decay": 0.1})
     assert not is_plain_sgd(name="SGD", args={"momentum": 0.9})
     assert not is_plain_sgd(name="Adam")
+
+
+@pytest.mark.parametrize("objective", [Objective(), CBOW, CBOW._replace(mean=False)], ids=str)
+def test_sequential_sgd_is_gensims(objective):
+    """Compare with gensim, all of whose negatives are one word here.
+
+    gensim steps at each pair of skip-gram, so its centers have one context word. It rounds a
+    logistic function to one of 1,000 numbers.
+    """
+    rng, window, dim, lr = np.random.default_rng(1), 3, 16, 0.1
+    lengths = rng.integers(2, 9 if objective.cbow else 3, 400)
+    ids = [rng.integers(0, 30, n) * (rng.random(n) < 0.9) for n in lengths]
+    theirs = gensim.models.Word2Vec(
+        vector_size=dim,
+        window=window,
+        shrink_windows=False,
+        sample=0,
+        min_count=1,
+        negative=1,
+        ns_exponent=50,
+        sg=not objective.cbow,
+        cbow_mean=objective.mean,
+        alpha=lr,
+        min_alpha=lr,
+        workers=1,
+    )
+    sentences = [[str(word) for word in sentence] for sentence in ids]
+    theirs.build_vocab(sentences)
+    ours = make("SGD", "sequential", len(theirs.wv), dim)
+    weights = ours.inputs["weight"], ours.outputs["weight"]
+    for weights_VD, vectors_VD in zip(weights, (theirs.wv.vectors, theirs.syn1neg), strict=True):
+        weights_VD.copy_(torch.from_numpy(vectors_VD))
+    words = [theirs.wv.key_to_index[word] for sentence in sentences for word in sentence]
+    batch = Batch(
+        words_n=torch.tensor(words, dtype=torch.int32),
+        sentences_n=torch.arange(len(ids), dtype=torch.int32).repeat_interleave(
+            torch.from_numpy(lengths)
+        ),
+        first=0,
+        windows_B=torch.full((len(words),), window, dtype=torch.int32),
+        negatives_BK=torch.zeros(len(words), 1, dtype=torch.int32),
+        window=window,
+        epochs_done=0.0,
+        objective=objective,
+    )
+    train(ours, [batch] * 3, lr)
+    theirs.train(sentences, total_examples=len(sentences), epochs=3)
+    for weights_VD, vectors_VD in zip(weights, (theirs.wv.vectors, theirs.syn1neg), strict=True):
+        expected_VD = torch.from_numpy(vectors_VD)
+        assert (weights_VD - expected_VD).norm() < 0.05 * expected_VD.norm()

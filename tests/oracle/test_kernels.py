@@ -27,6 +27,7 @@ from w2v.kernels import cuda, launch
 from w2v.kernels.batch import (
     FAULT_BITS,
     Grads,
+    Objective,
     Page,
     StepShape,
     StepState,
@@ -75,6 +76,7 @@ OPTIMIZERS = [
 GPU = pytest.mark.gpu
 CUDA = pytest.param("cuda", marks=GPU)
 FAST = pytest.mark.parametrize("kernels", ["cpu", CUDA])
+CBOW_MEAN, CBOW_SUM = Objective(cbow=True, mean=True), Objective(cbow=True, mean=False)
 
 
 def device_of(kernels):
@@ -137,7 +139,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     weights_TVD = weights_TVD.to(dtype)
     reference = ReferenceKernels(StepShape(rows, dim, torch.float64, torch.device("cpu"), True))
     page = Page(*(View(weights_VD.double(), None) for weights_VD in weights_TVD))
-    expected = reference.skipgram(batch, page, reference.unique_rows(batch), 0.0)
+    expected = reference.gradients(batch, page, reference.unique_rows(batch), 0.0)
 
     device = device_of(kernels)
     records_TVR = torch.full((2, rows, padded(2 * dim, dtype.itemsize)), torch.nan, dtype=dtype)
@@ -146,7 +148,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     page = Page(*(View(records_VR.to(device), None) for records_VR in records_TVR))
     tested = make_kernels(kernels, StepShape(rows, dim, dtype, torch.device(device), True), threads)
     batch = moved(batch, device)
-    found = tested.skipgram(batch, page, tested.unique_rows(batch), 0.0)
+    found = tested.gradients(batch, page, tested.unique_rows(batch), 0.0)
 
     assert int(found.pairs) == int(expected.pairs)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
@@ -159,6 +161,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
 
 
 @pytest.mark.parametrize("dim, negative", [(1, 1), (100, 5), (33, 7)])  # compiling takes seconds
+@pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN, CBOW_SUM], ids=str)
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
@@ -168,8 +171,11 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     sentence=st.integers(1, 30),
     threads=st.integers(1, 5),
 )
-def test_gradients_on_the_cpu(dim, negative, seed, centers, window, rows, sentence, threads):
+def test_gradients_on_the_cpu(
+    dim, negative, objective, seed, centers, window, rows, sentence, threads
+):
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim, sentence)
+    batch = batch._replace(objective=objective)
     check_gradients("cpu", batch, weights_TVD, threads=threads)
 
 
@@ -199,12 +205,20 @@ EDGES = {
 
 
 @pytest.mark.parametrize(
-    "kernels, threads", [("cpu", 1), ("cpu", 3), pytest.param("cuda", 1, marks=GPU)]
+    "kernels, threads, objective",
+    [
+        ("cpu", 1, Objective()),
+        ("cpu", 3, Objective()),
+        ("cpu", 3, CBOW_MEAN),
+        pytest.param("cuda", 1, Objective(), marks=GPU),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
-def test_gradients_at_the_edges(kernels, edge, threads):
+def test_gradients_at_the_edges(kernels, edge, threads, objective):
     size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100}
-    check_gradients(kernels, *problem(**(size | edge)), threads=threads)
+    batch, weights_TVD = problem(**(size | edge))
+    check_gradients(kernels, batch._replace(objective=objective), weights_TVD, threads=threads)
 
 
 # Optimizers.
@@ -357,12 +371,13 @@ def test_other_arguments_are_left_to_torch(name, argument):
 # Training.
 
 
-def check_training(kernels, name, cap=0, **how):
+def check_training(kernels, name, cap=0, architecture="skipgram", **how):
     """Compare training on a small text with the reference."""
     config = OptimizerConfig(name=name, lr=0.002, occurrence_cap=cap)
+    model = ModelConfig(architecture=architecture, negative=3)
     device = device_of(kernels)
-    ours, our_losses = train_on_text(config, kernels, device, **how)
-    theirs, their_losses = train_on_text(config, "reference", device)
+    ours, our_losses = train_on_text(config, kernels, device, model, **how)
+    theirs, their_losses = train_on_text(config, "reference", device, model)
     torch.testing.assert_close(our_losses, their_losses, rtol=1e-3, atol=1e-3)
     for table, expected in zip(tables_of(ours), tables_of(theirs), strict=True):
         for field in expected.columns:
@@ -370,12 +385,13 @@ def check_training(kernels, name, cap=0, **how):
             assert (found - wanted).norm() < 1e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("architecture", ["skipgram", "cbow"])
 @pytest.mark.parametrize(
     "name, cap",
     [("Adam", 0), ("Adamax", 0), ("RMSprop", 5), ("AdamW", 0), ("SGD", 5), ("NAdam", 5)],
 )
-def test_training_on_the_cpu(name, cap):
-    check_training("cpu", name, cap, threads=3)
+def test_training_on_the_cpu(architecture, name, cap):
+    check_training("cpu", name, cap, threads=3, architecture=architecture)
 
 
 @pytest.mark.gpu

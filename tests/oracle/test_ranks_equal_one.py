@@ -23,7 +23,17 @@ from tests.support.steps import (
 from tests.support.threaded import checked, together
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import FAULT_BITS, Batch, Counts, Page, Requests, StepShape, View
+from w2v.kernels.batch import (
+    FAULT_BITS,
+    SKIPGRAM,
+    Batch,
+    Counts,
+    Objective,
+    Page,
+    Requests,
+    StepShape,
+    View,
+)
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import FUSED_BETAS
@@ -44,11 +54,12 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.fl
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def some_batches(ranks, device):
+def some_batches(ranks, device, objective=SKIPGRAM):
     """Yield a rank's part of each batch, which may be empty."""
     rng = np.random.default_rng(6)
     for number in range(BATCHES):
         batch, _ = problem(number, CENTERS, window=3, negative=4, rows=ROWS, sentence=7)
+        batch = batch._replace(objective=objective)
         cuts = sorted(rng.integers(0, CENTERS + 1, ranks.size - 1))
         if number % 3 == 0:
             cuts = [0] * (ranks.size - 1)  # only the last rank has centers
@@ -56,7 +67,9 @@ def some_batches(ranks, device):
         yield moved(part_of(batch, *edges[ranks.rank : ranks.rank + 2]), device)
 
 
-def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, **how):
+def trained(
+    ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, objective=SKIPGRAM, **how
+):
     """Return this rank's rows of both tables by field, losses and pairs.
 
     A cache's capacity is `room`, as a share of the rows.
@@ -64,7 +77,7 @@ def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0
     config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
     how["slots"] = int(room * 2 * ranks.shard_rows(ROWS))
     step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
-    results = [train(step, some_batches(ranks, device), LR) for _ in range(EPOCHS)]
+    results = [train(step, some_batches(ranks, device, objective), LR) for _ in range(EPOCHS)]
     assert not int(step.state.fault)
     tables = [{key: table[key].cpu() for key in table.columns} for table in tables_of(step)]
     return tables, *map(torch.cat, zip(*results, strict=True))
@@ -103,6 +116,7 @@ CASES = {
     "5 dimensions": (3, {"dim": 5, "steps_per_page": 5}),
     "pages": (2, {"steps_per_page": 4}),
     "cap": (2, {"cap": 8}),
+    "cbow": (3, {"cap": 8, "objective": Objective(cbow=True)}),
     "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
     "paged": (2, {"engine": "paged"}),
     "cache": (2, {"engine": "cache", "room": 1}),
@@ -118,6 +132,8 @@ CASES = {
 @BACKENDS
 @pytest.mark.parametrize("size, how", CASES.values(), ids=CASES)
 def test_ranks_in_threads(kernels, device, size, how):
+    if kernels == "cuda" and "objective" in how:
+        pytest.skip("there are no CUDA kernels for CBOW")
     check(threads(size), kernels=kernels, device=device, **how)
 
 

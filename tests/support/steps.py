@@ -20,6 +20,7 @@ from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between
 
 DTYPE = torch.float32
+MODEL = ModelConfig(negative=3)
 
 
 def make_step(
@@ -126,7 +127,7 @@ def train(step, batches, lr):
     return losses, pairs
 
 
-def train_on_text(config, kernels="reference", device="cpu", **how):
+def train_on_text(config, kernels="reference", device="cpu", model=MODEL, **how):
     """Train three epochs of a small text; return the step and the losses."""
     rows, dim = 300, 48
     step = make_step(config, rows, dim, kernels, device, **how)
@@ -136,7 +137,7 @@ def train_on_text(config, kernels="reference", device="cpu", **how):
     text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
     draws = {"draw": step.kernels.draw, "subsample": step.kernels.subsample}
     where = torch.device(device)
-    sampler = Sampler(text, ModelConfig(negative=3), 64, 1, where, **draws)
+    sampler = Sampler(text, model, 64, 1, where, **draws)
     losses = [train(step, sampler.epoch(), config.lr)[0] for _ in range(3)]
     return step, torch.cat(losses)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from w2v.kernels import reference
-from w2v.kernels.batch import Batch, Page, Pairs, StepShape, View
+from w2v.kernels.batch import Batch, Objective, Page, Pairs, StepShape, View
 from w2v.kernels.reference import (
     LossScale,
     ReferenceKernels,
@@ -19,6 +19,8 @@ from w2v.kernels.reference import (
 
 CPU = torch.device("cpu")
 ROWS, DIM = 10, 4
+OBJECTIVES = [Objective(), Objective(cbow=True, mean=True), Objective(cbow=True, mean=False)]
+EACH_OBJECTIVE = pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 
 
 def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
@@ -47,52 +49,72 @@ def one_pair(inputs, outputs, has_negative):
     )
 
 
-def skipgram(inputs, outputs, *places, **how):
+def with_gradients(inputs, outputs, *places, **how):
     """Return the loss, and the gradients of inputs and outputs."""
     grads = torch.zeros_like(inputs), torch.zeros_like(outputs)
-    return reference.skipgram(inputs, outputs, Pairs(*places), grads, **how), *grads
+    return reference.gradients(inputs, outputs, Pairs(*places), grads, **how), *grads
 
 
-def counted(contexts, context_mask, targets, target_mask):
-    """Yield center, context place and target place of each pair that counts."""
-    for b, c, t in itertools.product(*map(range, (*contexts.shape, targets.shape[1]))):
-        if context_mask[b, c] and target_mask[b, t]:
-            yield t, contexts[b, c], targets[b, t]
+def counted(contexts, context_mask, targets, target_mask, cbow=False):
+    """Yield input rows, target number and output row of each counted pair."""
+    for b, t in itertools.product(range(len(targets)), range(targets.shape[1])):
+        rows = contexts[b][context_mask[b]]
+        if len(rows) and target_mask[b, t]:
+            for inputs in rows[None] if cbow else rows[:, None]:
+                yield inputs, t, targets[b, t]
 
 
-def loss_by_pairs(inputs, outputs, *places):
-    """Return the loss as the paper writes it, a sum over pairs."""
-    logits = [(t, inputs[i] @ outputs[o]) for t, i, o in counted(*places)]
+def predicting(vectors, objective):
+    """Return what context vectors predict with; its derivatives are gensim's."""
+    total, mean = vectors.sum(0), vectors.mean(0)
+    value, differentiated = (mean, total) if objective.mean else (total, mean)
+    return differentiated + (value - differentiated).detach()
+
+
+def loss_by_pairs(inputs, outputs, *places, objective=OBJECTIVES[0]):
+    """Return the loss as the papers write it, a sum over pairs."""
+    logits = [
+        (t, predicting(inputs[i], objective) @ outputs[o])
+        for i, t, o in counted(*places, objective.cbow)
+    ]
     return -sum(F.logsigmoid(logit if t == 0 else -logit) for t, logit in logits)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_closed_form_equals_autograd(seed):
+@EACH_OBJECTIVE
+def test_closed_form_equals_autograd(seed, objective):
     inputs, outputs, *places = random_problem(seed)
-    expected = loss_by_pairs(inputs.requires_grad_(), outputs.requires_grad_(), *places)
-    grad_input, grad_output = torch.autograd.grad(expected, (inputs, outputs))
-    loss, *grads = skipgram(inputs.detach(), outputs.detach(), *places)
+    vectors = inputs.requires_grad_(), outputs.requires_grad_()
+    expected = loss_by_pairs(*vectors, *places, objective=objective)
+    grad_input, grad_output = torch.autograd.grad(expected, vectors)
+    loss, *grads = with_gradients(inputs.detach(), outputs.detach(), *places, objective=objective)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grads, [grad_input, grad_output], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pairs_of_each_row_are_counted(seed):
+@pytest.mark.parametrize("cbow", [False, True])
+def test_pairs_of_each_row_are_counted(seed, cbow):
     inputs, outputs, *places = random_problem(seed)
     expected = [1] * len(inputs), [1] * len(outputs)
-    for _, input_row, output_row in counted(*places):
-        expected[0][input_row] += 1
+    for input_rows, _, output_row in counted(*places, cbow):
+        for input_row in input_rows:
+            expected[0][input_row] += 1
         expected[1][output_row] += 1
     found = [torch.ones(len(vectors), dtype=torch.int32) for vectors in (inputs, outputs)]
-    count_pairs(Pairs(*places), found)
+    count_pairs(Pairs(*places), found, cbow)
     assert tuple(counts.tolist() for counts in found) == expected
 
 
 @pytest.mark.parametrize("product, error", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_16_bit_products_are_close(product, error):
+@EACH_OBJECTIVE
+def test_16_bit_products_are_close(product, error, objective):
     inputs, outputs, *places = random_problem(3, B=50, D=64)
     vectors = inputs.float(), outputs.float()
-    exact, close = (skipgram(*vectors, *places, product=dtype) for dtype in (None, product))
+    exact, close = (
+        with_gradients(*vectors, *places, product=dtype, objective=objective)
+        for dtype in (None, product)
+    )
     assert close[0].item() == pytest.approx(exact[0].item(), rel=error)
     for ours, theirs in zip(close[1:], exact[1:], strict=True):
         assert ours.dtype == torch.float32
@@ -104,7 +126,7 @@ def test_loss_scale_keeps_gradients_that_float16_would_lose():
     scale = torch.tensor(2.0**12)
     products = [(None, None), (torch.float16, None), (torch.float16, scale)]
     exact, plain, scaled = (
-        skipgram(*pair, product=product, scale=scale)[1].item() for product, scale in products
+        with_gradients(*pair, product=product, scale=scale)[1].item() for product, scale in products
     )
     assert exact == pytest.approx(-1.84e-8, rel=0.02)
     assert plain == 0
@@ -128,7 +150,7 @@ def test_gradcheck():
     class Loss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, inputs, outputs, *places):
-            loss, *grads = skipgram(inputs, outputs, *places)
+            loss, *grads = with_gradients(inputs, outputs, *places)
             ctx.save_for_backward(*grads)
             return loss
 
@@ -143,7 +165,7 @@ def test_gradcheck():
 
 def test_large_logits_stay_finite():
     pair = one_pair(torch.full((1, 2), 300.0), torch.full((2, 2), 300.0), has_negative=True)
-    loss, *grads = skipgram(*pair)
+    loss, *grads = with_gradients(*pair)
     assert loss.item() == pytest.approx(180_000.0)
     assert all(grad.isfinite().all() for grad in grads)
 
@@ -210,16 +232,17 @@ def gradients(batch):
     generator = torch.Generator().manual_seed(1)
     weights_TVD = torch.randn(2, ROWS, DIM, generator=generator, dtype=torch.float64)
     page = Page(*(View(weights_VD, None) for weights_VD in weights_TVD))
-    return kernels.skipgram(batch, page, kernels.unique_rows(batch), 0.0), weights_TVD
+    return kernels.gradients(batch, page, kernels.unique_rows(batch), 0.0), weights_TVD
 
 
-def test_gradients_of_a_batch_equal_autograd():
-    batch = make_pairs_batch()
+@EACH_OBJECTIVE
+def test_gradients_of_a_batch_equal_autograd(objective):
+    batch = make_pairs_batch()._replace(objective=objective)
     grads, weights_TVD = gradients(batch)
-    loss = loss_by_pairs(*weights_TVD.requires_grad_(), *expand(batch))
+    loss = loss_by_pairs(*weights_TVD.requires_grad_(), *expand(batch), objective=objective)
     (expected_TVD,) = torch.autograd.grad(loss, [weights_TVD])
     torch.testing.assert_close(grads.loss, loss.detach())
-    assert grads.pairs == 5
+    assert grads.pairs == (4 if objective.cbow else 5)
     for table, expected_VD in zip(grads[:2], expected_TVD, strict=True):
         found_VD = torch.zeros(ROWS, DIM, dtype=torch.float64)
         found_VD[table.rows_U] = table.grad_UD

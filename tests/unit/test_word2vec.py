@@ -277,10 +277,8 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
 @pytest.mark.parametrize(
     "arguments, key_words",
     [
-        ({"sg": 0}, "sg=0 is not supported"),
         ({"hs": 1}, "hs=1 is not supported"),
         ({"negative": 0}, "negative=0 is out of range"),
-        ({"cbow_mean": 0}, "cbow_mean=0 is not supported"),
         ({"hashfxn": len}, "hashfxn=.* is not supported: .* set seed"),
         ({"null_word": 1}, "null_word=1 is not supported"),
         ({"vector_size": 0}, "^vector_size=0 is out of range"),
@@ -296,6 +294,7 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"settings": ["model.window=3"]}, "'model.window=3' cannot be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
+        ({"sentences": [COLORS], "min_count": 1, "sg": 0, "device": "cuda"}, "no kernels for sg=0"),
         ({"device": "gpu"}, "^device=gpu .* did you mean cuda?"),
         (
             {"sentences": [COLORS], "min_count": 1, "callbacks": [print]},
@@ -526,18 +525,19 @@ def test_workers_are_threads():
         torch.set_num_threads(before)
 
 
-def test_a_model_of_gensims_trains_on_with_sgd(tmp_path):
+@pytest.mark.parametrize("sg", [1, 0])
+def test_a_model_of_gensims_trains_on_with_sgd(tmp_path, sg):
     settings = {name: value for name, value in SMALL.items() if name != "device"}
-    theirs = gensim.models.Word2Vec(sentences(), sg=1, alpha=0.05, epochs=1, **settings)
+    theirs = gensim.models.Word2Vec(sentences(), sg=sg, alpha=0.05, epochs=1, **settings)
     theirs.save(str(tmp_path / "model"))
     model = Word2Vec.load(str(tmp_path / "model"))
     assert np.array_equal(model.wv.vectors, theirs.wv.vectors)
     model.device = "cpu"
     model.train(sentences(), total_examples=400, epochs=20)
     assert type(model) is Word2Vec and model.loss_per_pair < 0.9 * UNTRAINED_LOSS
-    theirs.sg = 0
+    theirs.hs = 1
     theirs.save(str(tmp_path / "model"))
-    with pytest.raises(ValueError, match="sg=0 is not supported"):
+    with pytest.raises(ValueError, match="hs=1 is not supported"):
         Word2Vec.load(str(tmp_path / "model")).train(sentences(), total_examples=400, epochs=1)
 
 

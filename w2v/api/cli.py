@@ -30,7 +30,7 @@ EXIT_STATUS = (
     "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
 )
 FOREIGN_OPTIONS = {"thread": "threads", "workers": "threads", "k": "topn"}  # fastText, gensim
-UNSUPPORTED = ("minn maxn bucket wordngrams loss hs cbow sg pretrainedvectors classes").split()
+UNSUPPORTED = ("minn maxn bucket wordngrams loss hs pretrainedvectors classes").split()
 
 
 class Parser(argparse.ArgumentParser):
@@ -201,7 +201,7 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         if Path(name).exists() or "." in name:
             hint = f"did you mean w2v train {name}?"
         elif name in ("skipgram", "cbow"):  # as in fastText
-            hint = "write w2v train FILE, which is skip-gram"
+            hint = f"write w2v train FILE model.architecture={name}"
         raise ValueError(f"{name!r} is not a command of w2v; {hint}")
     parser = make_parser(name)
     refuse_unknown_options(parser, name, arguments)
@@ -226,7 +226,9 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
             from w2v.config import nearest_key
 
             if plain.lower() in UNSUPPORTED:
-                hint = "there is only skip-gram with negatives of whole words"
+                hint = "only whole words are trained, with negative samples"
+            elif plain in ("cbow", "sg"):
+                hint = "write model.architecture=cbow or model.architecture=skipgram"
             elif plain in ("input", "train", "corpus", "text", "data"):
                 hint = f"write w2v train {value or following}"
             elif key := nearest_key("optim" if plain == "optimizer" else plain):

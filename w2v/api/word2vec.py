@@ -52,7 +52,7 @@ SETTINGS = (  # what an assignment in `settings` may begin with; other keys are 
     "model.negative_pool optimizer.step optimizer.occurrence_cap optimizer.schedule "
     "optimizer.warmup train.kernels train.precision train.deterministic transfer."
 )
-MODEL = ("vector_size", "window", "shrink_windows", "negative", "sample", "ns_exponent")
+MODEL = "vector_size window shrink_windows negative sample ns_exponent cbow_mean".split()
 ARGUMENTS = {  # which argument sets a key of the config
     "optimizer.lr": "alpha",
     "optimizer.min_lr": "min_alpha",
@@ -60,13 +60,12 @@ ARGUMENTS = {  # which argument sets a key of the config
     "optimizer.args": "optimizer_args",
     **{f"model.{name}": name for name in MODEL},
     **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
+    "model.architecture=cbow": "sg=0",
 }
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
 SUPPORTED = {  # gensim's arguments of which one value is supported, and why
-    "sg": (1, "only skip-gram is trained, not CBOW; leave it out"),
     "hs": (0, "only negative sampling is trained; leave it out"),
-    "cbow_mean": (1, "it is for CBOW, which is not trained; leave it out"),
     "null_word": (0, "it is for concatenated word sums, which are not trained; leave it out"),
     "hashfxn": (hash, "initial vectors depend on the seed alone; set seed"),
     "word_count": (0, "each call begins with no words done; leave it out"),
@@ -81,7 +80,7 @@ class Word2Vec(word2vec.Word2Vec):
     Args:
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
         min_alpha: Learning rate at the end of training, 0 by default.
-        sg: 1, skip-gram, is the default and the only choice.
+        sg: 1 for skip-gram, which is the default here; 0 for CBOW, on the CPU alone.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
@@ -266,7 +265,9 @@ class Word2Vec(word2vec.Word2Vec):
         epochs = _number(operator.index, "epochs", epochs)
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
-        settings = [*self.settings, f"train.device={self.device}"]
+        architecture = "skipgram" if given["sg"] else "cbow"
+        settings = [f"train.device={self.device}", f"model.architecture={architecture}"]
+        settings = [*self.settings, *settings]
         with _naming_arguments():
             config = _load_config(tuned if tuned.exists() else None, *settings)
             if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):

@@ -55,7 +55,7 @@ class Kernels(Protocol):
         Only rows of a pair count: a center without context words touches no row.
         """
 
-    def skipgram(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
+    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         """Return loss and gradients of the batch, added to those of `rows`.
 
         `lr` is for kernels that make a step of plain SGD at each center (cpu.py).

@@ -39,6 +39,23 @@ class Ahead(NamedTuple):
     next: int  # the first piece after the batch
 
 
+class Objective(NamedTuple):
+    """What predicts a center: each of its context words, or all together.
+
+    cbow: whether it is the sum of their vectors, or the mean (Mikolov et al. 2013, arXiv
+        1301.3781); mean: which of the two.
+
+    gensim's gradients of CBOW, which are not the derivatives: those of the predicting vector go to
+    each context word, whole for a mean, and divided by the number of context words for a sum.
+    """
+
+    cbow: bool = False
+    mean: bool = True
+
+
+SKIPGRAM = Objective()
+
+
 class Batch(NamedTuple):
     """Centers of a text with their windows and negatives; words are row ids."""
 
@@ -52,6 +69,7 @@ class Batch(NamedTuple):
     after: Position = Position()  # where the sampler stands once this batch is drawn
     pool: int = 0  # size of the pool that negatives are picked from; 0: each is drawn by itself
     ahead: Ahead | None = None
+    objective: Objective = SKIPGRAM
 
 
 class Pairs(NamedTuple):
@@ -100,13 +118,13 @@ class TableGrads(NamedTuple):
 class Grads(NamedTuple):
     """Unique rows of both tables, their gradients, and the loss.
 
-    All are zero until skip-gram adds to them.
+    All are zero until `Kernels.gradients` adds to them.
     """
 
     inputs: TableGrads
     outputs: TableGrads
     loss: Tensor  # float64, summed over the positive pairs and their negatives
-    pairs: Tensor  # int64, the number of positive pairs
+    pairs: Tensor  # int64, the number of positive pairs; of CBOW, that of centers
     expanded: Pairs | None = None  # the batch, where kernels have written it out
 
 

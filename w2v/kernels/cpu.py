@@ -165,7 +165,7 @@ class CpuKernels:
         ReferenceKernels(self.shape).mark(batch, marks_TV)
 
     def unique_rows(self, batch: Batch) -> Any:
-        """Return room for the rows, which skip-gram finds in its own pass."""
+        """Return room for the rows, which `gradients` finds in its own pass."""
         centers, negatives = batch.negatives_BK.shape
         share = -(-centers // self.threads.count)
         most = share + 2 * batch.window, share * (1 + negatives)
@@ -177,8 +177,8 @@ class CpuKernels:
         inputs, outputs = self._rows
         return CpuGrads(inputs, outputs, torch.zeros(()), torch.zeros(()))
 
-    def skipgram(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
-        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, rows)
+    def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
+        loss, pairs = gradients(self.threads, batch, page, self.shape.dim, rows)
         return rows._replace(loss=loss, pairs=pairs)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
@@ -231,9 +231,9 @@ class SequentialSgdKernels(CpuKernels):
     def unique_rows(self, batch: Batch) -> Any:
         return None
 
-    def skipgram(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
+    def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
         rates = lr, self.input_factors
-        loss, pairs = skipgram(self.threads, batch, page, self.shape.dim, None, rates)
+        loss, pairs = gradients(self.threads, batch, page, self.shape.dim, None, rates)
         return CpuGrads(None, None, loss, pairs)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
@@ -249,7 +249,7 @@ def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
         state.mark_fault(bit, torch.tensor(False))
 
 
-def skipgram(
+def gradients(
     threads: Threads,
     batch: Batch,
     page: Page,
@@ -257,19 +257,20 @@ def skipgram(
     grads: CpuGrads | None,
     rates: tuple[float, np.ndarray] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run skip-gram, a part of the centers on each thread at a time.
+    """Run the compiled loop, a part of the centers on each thread at a time.
 
-    Adds the gradients to `grads`; with `rates` instead, the learning rate and its factors by input
-    row, makes a step of SGD at each center.
+    It adds the gradients to `grads`; with `rates` instead, the learning rate and its factors by
+    input row, it makes a step of SGD at each center.
     Returns the summed loss (float64) and the number of positive pairs (int64).
     """
     is_sgd = rates is not None
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
-    kernel = cpu_loops.skipgram(1 + batch.negatives_BK.shape[1], is_sgd)
+    cbow, mean = batch.objective
+    kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
     records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
-    scales = np.float32(lr), factors_V
+    scales = np.float32(lr), mean, factors_V
     no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
 
     # Parts of SGD belong to no thread: a thread that is done early takes another part.

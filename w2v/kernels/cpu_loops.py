@@ -101,8 +101,8 @@ def _window(sentences_n, at, reach):
 
 
 @compiled
-def _add(row, values_CP, place, dim, pairs, unique):
-    """Add values_CP[place] to the gradient of a row, a sum over pairs.
+def _add(row, values_CP, place, scale, dim, pairs, unique):
+    """Add scale * values_CP[place] to the gradient of a row, a sum over pairs.
 
     A row that the thread has not touched yet is added to its unique rows.
     """
@@ -111,7 +111,7 @@ def _add(row, values_CP, place, dim, pairs, unique):
     if index >= 0:
         pairs_U[index] += pairs
         for d in range(dim):
-            grad_UD[index, d] += values_CP[place, d]
+            grad_UD[index, d] += scale * values_CP[place, d]
         return
     index = count_1[0]
     count_1[0] += 1
@@ -119,17 +119,17 @@ def _add(row, values_CP, place, dim, pairs, unique):
     rows_U[index] = row
     pairs_U[index] = pairs
     for d in range(dim):
-        grad_UD[index, d] = values_CP[place, d]
+        grad_UD[index, d] = scale * values_CP[place, d]
 
 
 @inlined
-def _subtract(records_VR, row, values_CP, place, dim, factor):
+def _subtract(records_VR, row, values_CP, place, scale, dim):
     for d in range(dim):
-        records_VR[row, d] -= factor * values_CP[place, d]
+        records_VR[row, d] -= scale * values_CP[place, d]
 
 
 @inlined
-def _load_targets(center, word, negatives_BK, dim, output_VR, buffers):
+def _load_targets(center, word, negatives_BK, dim, output_VR, buffers, cbow):
     """Load a center and its negatives; return how many targets count."""
     ids_T, counts_T, _, target_TP, grad_target_TP = buffers
     counted = 0
@@ -141,34 +141,41 @@ def _load_targets(center, word, negatives_BK, dim, output_VR, buffers):
         counted += counts
         for d in range(dim):
             target_TP[t, d] = output_VR[target, d]
-        for d in range(target_TP.shape[1]):
-            grad_target_TP[t, d] = zero
+        if not cbow:
+            for d in range(target_TP.shape[1]):
+                grad_target_TP[t, d] = zero
     return counted
 
 
 @inlined
-def _logits(words_n, left, right, at, dim, input_VR, context_CP, target_TP, logits_N):
-    """Load the context words and compute all logits; return their number."""
+def _logits(n, place, context_CP, target_TP, logits_N):
+    """Compute the logits of a context row, from number n on."""
     padded_targets, padded = target_TP.shape
-    n = 0
+    for t in range(0, padded_targets, TARGETS_PER_PASS):
+        dot0 = dot1 = dot2 = zero
+        for d in range(padded):
+            x = context_CP[place, d]
+            dot0 += x * target_TP[t, d]
+            dot1 += x * target_TP[t + 1, d]
+            dot2 += x * target_TP[t + 2, d]
+        logits_N[n + t] = dot0
+        logits_N[n + t + 1] = dot1
+        logits_N[n + t + 2] = dot2
+
+
+@inlined
+def _load_sum(words_n, left, right, at, dim, input_VR, scale, context_CP):
+    """Load the scaled sum of the context words into the first context row."""
+    for d in range(dim):
+        context_CP[0, d] = zero
     for c in range(left, right):
         if c == at:
             continue
-        place, word = c % len(context_CP), words_n[c]
+        word = words_n[c]
         for d in range(dim):
-            context_CP[place, d] = input_VR[word, d]
-        for t in range(0, padded_targets, TARGETS_PER_PASS):
-            dot0 = dot1 = dot2 = zero
-            for d in range(padded):
-                x = context_CP[place, d]
-                dot0 += x * target_TP[t, d]
-                dot1 += x * target_TP[t + 1, d]
-                dot2 += x * target_TP[t + 2, d]
-            logits_N[n + t] = dot0
-            logits_N[n + t + 1] = dot1
-            logits_N[n + t + 2] = dot2
-        n += padded_targets
-    return n
+            context_CP[0, d] += input_VR[word, d]
+    for d in range(dim):
+        context_CP[0, d] *= scale
 
 
 @inlined
@@ -188,10 +195,11 @@ def _add_loss(loss, count, targets, logits_N, factors_N, counts_T):
 
 
 @inlined
-def _gradients(n, place, lr, errors_N, context_CP, buffers):
-    """Replace a context row by its gradient; add to those of the targets.
+def _gradients(n, place, grad_place, lr, errors_N, context_CP, buffers, cbow):
+    """Write the gradient of a context row; add to those of the targets.
 
-    All gradients are times lr. n: the first of its logits, that of the center.
+    All gradients are times lr. n: the first of its logits, that of the center. CBOW has one context
+    row: the gradients of its targets are that row times `error_T`, and not computed here.
     """
     _, counts_T, error_T, target_TP, grad_target_TP = buffers
     padded_targets, padded = target_TP.shape
@@ -202,16 +210,19 @@ def _gradients(n, place, lr, errors_N, context_CP, buffers):
         x, grad = context_CP[place, d], zero
         for t in range(padded_targets):
             grad += error_T[t] * target_TP[t, d]
-            grad_target_TP[t, d] += error_T[t] * x
-        context_CP[place, d] = grad
+            if not cbow:
+                grad_target_TP[t, d] += error_T[t] * x
+        context_CP[grad_place, d] = grad
 
 
 @functools.cache
-def skipgram(targets: int, in_place: bool) -> Callable:
-    """Compile the skip-gram loop of a thread, as in reference.py.
+def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
+    """Compile the loop of a thread over its centers, as in reference.py.
 
-    The number of targets is compiled in, as the loops over them must be unrolled within those over
-    the dimensions. To compile those in too gains 3 to 9 %, and takes 3 s for each vector size.
+    CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
+    each of them gets. The number of targets is compiled in, as the loops over them must be unrolled
+    within those over the dimensions. To compile those in too gains 3 to 9 %, and takes 3 s for each
+    vector size.
 
     The function returns the summed loss and the number of positive pairs. With `in_place`, each
     center's gradients, times lr, are subtracted from the rows at once; those of input rows are also
@@ -235,6 +246,7 @@ def skipgram(targets: int, in_place: bool) -> Callable:
         input_VR,
         output_VR,
         lr,
+        mean,
         factors_V,
         *unique,
     ):
@@ -277,48 +289,77 @@ def skipgram(targets: int, in_place: bool) -> Callable:
             passed = at - window - 1
             place = passed % places
             if passed >= 0 and ring_pairs_C[place]:
-                _add(words_n[passed], ring_CP, place, dim, ring_pairs_C[place], unique_in)
+                _add(words_n[passed], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
                 ring_pairs_C[place] = 0
 
             left, right = _window(sentences_n, at, windows_B[center])
             contexts = right - left - 1
             if contexts < 1:
                 continue
-            pairs += contexts
-            counted = _load_targets(center, words_n[at], negatives_BK, dim, output_VR, buffers)
-            n = _logits(words_n, left, right, at, dim, input_VR, context_CP, target_TP, logits_N)
+            predictions = 1 if cbow else contexts
+            pairs += predictions
+            counted = _load_targets(
+                center, words_n[at], negatives_BK, dim, output_VR, buffers, cbow
+            )
+            n = 0
+            share = one / np.float32(contexts)
+            if cbow:
+                scale = share if mean else one
+                _load_sum(words_n, left, right, at, dim, input_VR, scale, context_CP)
+                _logits(0, 0, context_CP, target_TP, logits_N)
+                n = padded_targets
+            else:
+                for c in range(left, right):
+                    if c == at:
+                        continue
+                    place, word = c % places, words_n[c]
+                    for d in range(dim):
+                        context_CP[place, d] = input_VR[word, d]
+                    _logits(n, place, context_CP, target_TP, logits_N)
+                    n += padded_targets
             _sigmoids(n, logits_N, errors_N, factors_N, bits_N)
             loss = _add_loss(loss, n, targets, logits_N, factors_N, counts_T)
 
             # Each context's gradient goes to its row, or to the ring.
             n = 0
+            scale = one
+            if cbow:
+                _gradients(0, 0, 1, lr, errors_N, context_CP, buffers, cbow)
+                scale = one if mean else share  # see `Objective`
             for c in range(left, right):
                 if c == at:
                     continue
                 place = c % places
-                _gradients(n, place, lr, errors_N, context_CP, buffers)
-                n += padded_targets
+                grad_place = 1 if cbow else place
+                if not cbow:
+                    _gradients(n, place, place, lr, errors_N, context_CP, buffers, cbow)
+                    n += padded_targets
                 if in_place:
-                    factor = factors_V[min(words_n[c], len(factors_V) - 1)]
-                    _subtract(input_VR, words_n[c], context_CP, place, dim, factor)
+                    factor = scale * factors_V[min(words_n[c], len(factors_V) - 1)]
+                    _subtract(input_VR, words_n[c], context_CP, grad_place, factor, dim)
                     continue
                 keep = one if ring_pairs_C[place] else zero  # zero for what an earlier word left
                 ring_pairs_C[place] += counted
                 for d in range(padded):
-                    ring_CP[place, d] = keep * ring_CP[place, d] + context_CP[place, d]
+                    grad = scale * context_CP[grad_place, d]
+                    ring_CP[place, d] = keep * ring_CP[place, d] + grad
             for t in range(targets):
                 if counts_T[t] == 0:
                     continue
-                if in_place:
-                    _subtract(output_VR, ids_T[t], grad_target_TP, t, dim, one)
+                if cbow and in_place:
+                    _subtract(output_VR, ids_T[t], context_CP, 0, error_T[t], dim)
+                elif cbow:
+                    _add(ids_T[t], context_CP, 0, error_T[t], dim, predictions, unique_out)
+                elif in_place:
+                    _subtract(output_VR, ids_T[t], grad_target_TP, t, one, dim)
                 else:
-                    _add(ids_T[t], grad_target_TP, t, dim, contexts, unique_out)
+                    _add(ids_T[t], grad_target_TP, t, one, dim, predictions, unique_out)
 
         # Empty the ring.
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
             place = c % places
             if ring_pairs_C[place]:
-                _add(words_n[c], ring_CP, place, dim, ring_pairs_C[place], unique_in)
+                _add(words_n[c], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
                 ring_pairs_C[place] = 0
         return loss, pairs
 

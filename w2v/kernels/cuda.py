@@ -72,7 +72,7 @@ class CudaKernels(Kernels):
         self._rows = with_room(self._rows, most_rows(batch), self.shape.rows, self.shape)
         return find_unique_rows(batch, self._rows, self._sums)
 
-    def skipgram(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
+    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         row_width, dtype = page.inputs.records_SR.shape[1], page.inputs.records_SR.dtype
         macros = _macros(batch) | {"DIM": self.shape.dim, "ELEMENT": ELEMENTS[dtype]}
         macros["COUNTED"] = int(self.shape.count_pairs)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from w2v.kernels import ShardKernels
 from w2v.kernels.batch import (
+    SKIPGRAM,
     Batch,
     Counts,
     Grads,
+    Objective,
     Page,
     Pairs,
     Requests,
@@ -157,21 +159,22 @@ def all_finite(values: Tensor) -> Tensor:
     return torch.stack(values.aminmax()).isfinite().all()
 
 
-def skipgram(
+def gradients(
     input_UD: Tensor,
     output_UD: Tensor,
     places: Pairs,
     grads: tuple[Tensor, Tensor],
     product: torch.dtype | None = None,
     scale: Tensor | None = None,
+    objective: Objective = SKIPGRAM,
 ) -> Tensor:
-    """Return the summed loss of skip-gram with negative sampling: float64.
+    """Return the summed loss of negative sampling; add its gradients.
 
-    For a context's vector x, its center's vector y_0 and negatives y_k the loss is
+    For a predicting vector x, its center's vector y_0 and negatives y_k the loss is
     -log s(x.y_0) - sum_k log s(-x.y_k), with s the logistic function; its gradient along a logit
     is s(logit) - label (Mikolov et al. 2013, arXiv 1310.4546). The contexts of a window share the
     center's negatives, so the logits of a center are one small matrix product (Ji et al. 2016,
-    arXiv 1604.04661).
+    arXiv 1604.04661). CBOW has one predicting vector a center, and one row of that product.
 
     Args:
         input_UD: Vectors of context words.
@@ -182,6 +185,7 @@ def skipgram(
             than a window stay in the vectors' type.
         scale: Factor of the loss in the products that give gradients, whose small numbers
             float16 would lose.
+        objective: What x is: the vector of a context word, or a sum or mean of them.
     """
     contexts_BC, context_mask_BC, targets_BT, target_mask_BT = places
     (B, C), T = context_mask_BC.shape, target_mask_BT.shape[1]
@@ -191,19 +195,30 @@ def skipgram(
     product = product or input_UD.dtype
     context_BCD = input_UD.to(product).index_select(0, contexts_BC.flatten()).view(B, C, D)
     target_BTD = output_UD.to(product).index_select(0, targets_BT.flatten()).view(B, T, D)
-    counted_BCT = context_mask_BC[:, :, None] & target_mask_BT[:, None, :]
-    logits_BCT = torch.bmm(context_BCD, target_BTD.transpose(1, 2)).to(input_UD.dtype)
+    # H vectors predict a center: those of the C context words, or one.
+    predicting_BHD, predicts_BH = context_BCD, context_mask_BC
+    if objective.cbow:
+        words_B11 = context_mask_BC.sum(1)[:, None, None].clamp(min=1)
+        counted_BCD = torch.where(context_mask_BC[:, :, None], context_BCD, 0)
+        sum_B1D = counted_BCD.sum(1, keepdim=True, dtype=input_UD.dtype)
+        predicting_BHD = (sum_B1D / (words_B11 if objective.mean else 1)).to(product)
+        predicts_BH = context_mask_BC.any(1, keepdim=True)
+    counted_BHT = predicts_BH[:, :, None] & target_mask_BT[:, None, :]
+    logits_BHT = torch.bmm(predicting_BHD, target_BTD.transpose(1, 2)).to(input_UD.dtype)
 
     # The loss is softplus of the logits, negated for the positive pair.
-    signed_BCT = torch.cat([-logits_BCT[:, :, :1], logits_BCT[:, :, 1:]], dim=2)
-    loss = torch.where(counted_BCT, F.softplus(signed_BCT), 0).sum(dtype=torch.float64)
-    error_BCT = logits_BCT.sigmoid()
-    error_BCT[:, :, 0] -= 1
-    error_BCT = torch.where(counted_BCT, error_BCT, 0)
-    error_BCT = (error_BCT if scale is None else error_BCT * scale).to(product)
+    signed_BHT = torch.cat([-logits_BHT[:, :, :1], logits_BHT[:, :, 1:]], dim=2)
+    loss = torch.where(counted_BHT, F.softplus(signed_BHT), 0).sum(dtype=torch.float64)
+    error_BHT = logits_BHT.sigmoid()
+    error_BHT[:, :, 0] -= 1
+    error_BHT = torch.where(counted_BHT, error_BHT, 0)
+    error_BHT = (error_BHT if scale is None else error_BHT * scale).to(product)
 
-    grad_context_BCD = torch.bmm(error_BCT, target_BTD)
-    grad_target_BTD = torch.bmm(error_BCT.transpose(1, 2), context_BCD)
+    grad_context_BCD = torch.bmm(error_BHT, target_BTD)
+    grad_target_BTD = torch.bmm(error_BHT.transpose(1, 2), predicting_BHD)
+    if objective.cbow:  # see `Objective`
+        grad_context_BCD = grad_context_BCD / (1 if objective.mean else words_B11)
+        grad_context_BCD = torch.where(context_mask_BC[:, :, None], grad_context_BCD, 0)
     of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
     for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
         grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
@@ -212,9 +227,13 @@ def skipgram(
     return loss
 
 
-def count_pairs(places: Pairs, counts: tuple[Tensor, Tensor]) -> None:
-    """Add the number of pairs of each row to the counts of both tables."""
+def count_pairs(places: Pairs, counts: tuple[Tensor, Tensor], cbow: bool = False) -> None:
+    """Add the number of pairs of each row to the counts of both tables.
+
+    All context words make one pair with each target of CBOW.
+    """
     contexts_B1 = places.context_mask_BC.sum(1, keepdim=True, dtype=torch.int32)
+    contexts_B1 = contexts_B1.clamp(max=1) if cbow else contexts_B1
     targets_B1 = places.target_mask_BT.sum(1, keepdim=True, dtype=torch.int32)
     if len(counts[0]):  # some center has a context word
         of_contexts_BC = places.context_mask_BC * targets_B1
@@ -252,7 +271,7 @@ class ReferenceKernels(ShardKernels):
 
     Args:
         shape: Shape of the tables.
-        product: Type of matrix products, as in `skipgram`; by default that of the vectors.
+        product: Type of matrix products, as in `gradients`; by default that of the vectors.
         loss_scale: Loss scaling for float16 products.
         all_reduce: Sums a small tensor over all ranks, for the loss scale.
     """
@@ -286,7 +305,7 @@ class ReferenceKernels(ShardKernels):
         outputs = unique_rows(*pairs[2:], self.shape.rows)
         return self._zero_grads(inputs, outputs)._replace(expanded=pairs)
 
-    def skipgram(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
+    def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         inputs, outputs, loss, pairs, expanded = rows
         contexts_BC, context_mask_BC, targets_BT, target_mask_BT = expanded or expand(batch)
         places = Pairs(
@@ -298,11 +317,13 @@ class ReferenceKernels(ShardKernels):
         weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
         scale = self._loss_scale.scale if self._loss_scale else None
         grads = inputs.grad_UD, outputs.grad_UD
-        batch_loss = skipgram(*weights, places, grads, self._product, scale)
+        cbow = batch.objective.cbow
+        batch_loss = gradients(*weights, places, grads, self._product, scale, batch.objective)
         if self.shape.count_pairs:
-            count_pairs(places, (inputs.pairs_U, outputs.pairs_U))
+            count_pairs(places, (inputs.pairs_U, outputs.pairs_U), cbow)
+        predicting = (context_mask_BC.any(1) if cbow else context_mask_BC).sum()
         # Sums of their own: `rows` may be memory of the planning stream, which reuses it early.
-        return rows._replace(loss=loss + batch_loss, pairs=pairs + context_mask_BC.sum())
+        return rows._replace(loss=loss + batch_loss, pairs=pairs + predicting)
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         optimizer, tables, lr = update

@@ -89,7 +89,7 @@ class HeldOut:
                 View(ranks.fetch_rows(vectors_VD, its.rows_U.long()).to(self._device), its.number_V)
                 for vectors_VD, its in ((input_VD, rows.inputs), (output_VD, rows.outputs))
             )
-            grads = kernels.skipgram(batch, Page(inputs, outputs), rows, lr=0.0)
+            grads = kernels.gradients(batch, Page(inputs, outputs), rows, lr=0.0)
             loss += grads.loss
             pairs += grads.pairs
         return float(loss / pairs)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from w2v.config import ModelConfig
 from w2v.kernels import reference
-from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Draw, Position, Subsample
+from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Draw, Objective, Position, Subsample
 
 Span = tuple[int, int]  # sentences [first, last)
 WIDE_WINDOW = 64  # above which a window may exceed most sentences
@@ -86,6 +86,7 @@ class Sampler:
         self.position = Position()
         self.text = text
         self._model = model
+        self._objective = Objective(model.architecture == "cbow", model.cbow_mean)
         self._reach = reach(model.window, text.offsets_S)
         self._global_batch_size = batch_size
         self._seed = seed
@@ -136,6 +137,7 @@ class Sampler:
                     after=self.position,
                     pool=self._pool,
                     ahead=ahead,
+                    objective=self._objective,
                 )
             first_batch = 0  # only the first chunk is entered in its middle
         self.position = Position(epoch + 1)
@@ -145,7 +147,8 @@ class Sampler:
         none = torch.zeros(0, dtype=torch.int32, device=self._device)
         negatives = none.view(0, self._model.negative)
         end = Position(epoch, len(self._chunks(epoch)))
-        return Batch(none, none, 0, none, negatives, self._reach, epoch + 1, end)
+        drawn = none, negatives, self._reach, epoch + 1, end
+        return Batch(none, none, 0, *drawn, objective=self._objective)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what continues at a position, as JSON values."""

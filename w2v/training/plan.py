@@ -126,7 +126,8 @@ class Plan:
             + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
             f"tables    2 x {words:,} x {size}: {record}: {format_bytes(self.table_bytes)}",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
-            f"kernels   {self._kernels_in_words()}, precision {config.train.precision}",
+            f"kernels   {self._kernels_in_words()}, precision {config.train.precision}"
+            f"{', ' * bool(cpu_only(config))}{cpu_only(config)}",
             f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
             f"memory    {self.budget.totals}",
         ]
@@ -575,6 +576,8 @@ def measure_link(plan: Plan) -> float:
 def choose_device(config: Config, machine: Machine) -> torch.device:
     """Return where steps are computed."""
     wanted = config.train.device
+    if (unknown := cpu_only(config)) and wanted == "cuda":
+        raise ConfigError(f"train.device=cuda has no kernels for {unknown}; set train.device=cpu")
     if wanted == "cuda" and not machine.gpu:
         why = (
             "no usable NVIDIA GPU was found" if machine.cuda_torch else "this torch is a CPU build"
@@ -589,7 +592,13 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
             f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
             f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
         )
-    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
+    return torch.device("cuda" if wanted != "cpu" and machine.gpu and not unknown else "cpu")
+
+
+def cpu_only(config: Config) -> str:
+    """Return the setting for which there are no CUDA kernels, or ""."""
+    architecture = config.model.architecture
+    return "" if architecture == "skipgram" else f"model.architecture={architecture}"
 
 
 def is_aligned(device: torch.device, dtype: torch.dtype) -> bool:
@@ -615,7 +624,10 @@ def choose_engine(
         if wanted in LINKS:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
-        return "resident", "the CPU computes where the tables are"
+        reason = "the CPU computes where the tables are"
+        if machine.gpu and config.train.device == "auto":
+            reason += f"; the GPU has no kernels for {cpu_only(config)}"
+        return "resident", reason
     install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
     if not machine.cuda_cupy:
         if wanted == "mapped":

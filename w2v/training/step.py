@@ -80,7 +80,7 @@ class TrainingStep:
         # Their weights, also those that other ranks own, and a zero gradient for each.
         grads, page = self.exchange.borrow(rows, self.engine.page())
         # Loss and gradients. Only sequential SGD needs lr here, as it updates after each center.
-        grads = self.kernels.skipgram(batch, page, grads, lr)
+        grads = self.kernels.gradients(batch, page, grads, lr)
         # Each rank gets the gradients of its own rows, summed over all ranks,
         grads = self.exchange.reduce(grads)
         # and updates these rows where the engine has them. A number that is not finite sets

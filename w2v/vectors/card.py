@@ -49,9 +49,11 @@ def describe(run: Run) -> str:
     rate = f"{scores['words'] / seconds / 1e6:.3g} M words/s" if seconds else "no time"
     loss = "-" if scores["loss"] is None else f"{scores['loss']:.4f}"
     path = printable(corpus["path"]).translate(MARKUP)
+    # A run of an older version has no architecture.
+    model = "CBOW" if run.settings.get("model.architecture") == "cbow" else "skip-gram"
     return f"""# Word vectors of {path}
 
-{words:,} words of {run.settings["model.vector_size"]} dimensions, trained by skip-gram with \
+{words:,} words of {run.settings["model.vector_size"]} dimensions, trained by {model} with \
 negative sampling and {run.settings["optimizer.name"]}.
 
 ```python

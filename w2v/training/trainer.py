@@ -448,7 +448,8 @@ class Trainer:
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
         sections, sums = evaluate.report(*scores)
-        log.debug(f"{sections}\n")
+        if sections:
+            log.debug(f"{sections}\n")
         vectors = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
         log.info("\n".join(query.examples(self.vocab.words, vectors)))
         log.log(

@@ -20,7 +20,7 @@ from gensim.models.word2vec import LineSentence, PathLineSentences
 from gensim.test.utils import common_texts, datapath
 from gensim.utils import RULE_DEFAULT, RULE_KEEP, simple_preprocess
 
-from tests.support.pending import PENDING
+from tests.support.pending import SNIPPETS
 from w2v import Word2Vec
 
 pytestmark = [
@@ -628,5 +628,4 @@ def test_only_the_normed_vectors_are_kept(sentences):
     assert model.wv.get_vecattr("red", "count") == sum(line.count("red") for line in sentences)
 
 
-for names in list(PENDING.values())[2:]:
-    assert not [name for name in names if name not in globals()]
+assert not [name for name in SNIPPETS if name not in globals()]

@@ -190,13 +190,16 @@ def test_batch_size_and_alpha_are_those_given_or_suit_the_text(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, warned",
     [
-        ({"alpha": 0.025, "batch_size": 64}, True),
-        ({"alpha": 0.025, "optimizer": "SGD"}, False),
+        ({"alpha": 0.025, "batch_size": 64, "optimizer": "Adamax"}, True),
+        ({"alpha": 0.025}, False),
         ({}, False),
     ],
 )
 def test_an_unsuitable_alpha_is_warned_of(arguments, warned, caplog):
-    Word2Vec(sentences(), epochs=1, **SMALL, **arguments)
+    model = Word2Vec(sentences(), epochs=1, **SMALL, **arguments)
+    # gensim's rates are those of SGD.
+    expected = arguments.get("optimizer", "SGD" if arguments else "Adam")
+    assert model.optimizer == expected
     assert warned == ("alpha=0.025 is Adamax's learning rate here, and " in caplog.text)
 
 

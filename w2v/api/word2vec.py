@@ -83,7 +83,8 @@ class Word2Vec(word2vec.Word2Vec):
         sg: 1 for skip-gram, which is the default here; 0 for CBOW, on the CPU alone.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
-        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. By default
+            that of `w2v train`, Adam; or SGD if `alpha` is given, as gensim's rates are for SGD.
         optimizer_args: Arguments of that class, by default those in configs/optimizers/.
         batch_size: Centers per step, by default as the text needs.
         device: Where to train, as train.device.
@@ -125,7 +126,7 @@ class Word2Vec(word2vec.Word2Vec):
         max_final_vocab=None,
         shrink_windows=True,
         *,
-        optimizer: str | type[torch.optim.Optimizer] = "Adamax",
+        optimizer: str | type[torch.optim.Optimizer] | None = None,
         optimizer_args: dict[str, Any] | None = None,
         batch_size: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -135,6 +136,8 @@ class Word2Vec(word2vec.Word2Vec):
         _check_supported(given)
         valid = batch_size is None or batch_size >= 1
         require(valid, "batch_size", batch_size, "None or at least 1")
+        if optimizer is None:
+            optimizer = Config().optimizer.name if alpha is None else "SGD"
         self.optimizer = optimizer_name(optimizer)
         self.optimizer_args = optimizer_args
         self.batch_size = batch_size

@@ -56,7 +56,7 @@ def test_two_deterministic_runs_are_equal(engine, optimizer):
 def test_deterministic_mode_gives_sequential_sgd_one_thread(deterministic):
     torch.set_num_threads(3)
     settings = f"train.deterministic={deterministic} optimizer.name=SGD train.device=cpu"
-    settings += " optimizer.occurrence_cap=0"
+    settings += " optimizer.occurrence_cap=0 train.batch_size=65536"  # which 3 threads are for
     planned, loop = build(20_000, *settings.split())
     assert planned.kernels == "sequential"
     assert loop.step.kernels.threads.count == (1 if deterministic else 3)

@@ -58,7 +58,8 @@ pytestmark = [
 # Each takes 5 to 40 s of a core. Others train the same model, but for the kind of text or window.
 SLOW = """
     test_evaluate_word_pairs test_evaluate_word_pairs_from_file test_parallel
-    test_sg_neg_fromfile test_sg_neg_online test_sg_fixedwindowsize
+    test_sg_neg_fromfile test_sg_neg_online test_sg_fixedwindowsize test_load_old_models_2_x
+    test_load_old_models_3_x
 """.split()
 
 

@@ -254,16 +254,9 @@ def make_plan(
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
-    if kernels != "sequential" and config.train.batch_size:
-        warn_of_few_steps(config, vocab)
     given = config
     config, chosen = auto.choose(config, vocab, kernels)
     optimizer = RowOptimizer(config.optimizer)
-    warn_of_small_eps(config, optimizer)
-    if device.type == "cpu" and config.train.precision != "float32":
-        slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
-        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-
     budget = make_budget(config, machine, vocab, corpus, optimizer, device, kernels, ranks, run)
     job = budget.job  # with resident tables
     width = job.record_bytes // job.element_size
@@ -292,6 +285,13 @@ def make_plan(
             )
             smaller = replace(given, train=replace(given.train, batch_size=fits))
             return make_plan(smaller, (vocab, corpus), run, ranks)
+    # Only now, so that a plan that is made anew for a smaller batch warns once.
+    if kernels != "sequential" and given.train.batch_size:
+        warn_of_few_steps(given, vocab)
+    warn_of_small_eps(config, optimizer)
+    if device.type == "cpu" and config.train.precision != "float32":
+        slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
+        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
     return Plan(
         config=config,
         machine=machine,

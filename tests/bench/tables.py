@@ -161,14 +161,10 @@ TABLES = {
         ],
     ),
     "gensim": Table(
-        ["tuning-2026-11-22"],
+        ["tuning-2026-11-22", "tuning-2026-11-22-2"],
         {
             r"(wiki|books) (gensim alpha=\S+)": r"\1, \2",
-            r"(wiki|books) name=RMSprop .*eps:0.3,\S*0.02} warmup=0.0 lr=0.04.*": r"\1, RMSprop",
-            r"wiki name=AdamW step=row \S*eps:0.3,weight_decay:0.1} lr=0.0756 .*": "wiki, AdamW",
-            r"books name=AdamW step=row \S*eps:0.3,weight_decay:0.1} lr=0.0816 .*": "books, AdamW",
-            r"wiki name=Adam step=row \S*eps:1.0,weight_decay:0.05\S* lr=0.0945 .*": "wiki, Adam",
-            r"books name=Adam step=row \S*eps:1.0,weight_decay:0.05\S* lr=0.102 .*": "books, Adam",
+            r"(wiki|books) auto (\w+)": r"\1, \2",
         },
         [
             Column("seeds", "seeds", ".0f"),

@@ -16,7 +16,7 @@ from w2v.config import ConfigError
 from w2v.kernels.batch import Page, View
 from w2v.model.table import Table
 from w2v.transfer.links import Link
-from w2v.transfer.streams import Waits
+from w2v.transfer.streams import Waits, current_stream
 
 
 class TransferStats(NamedTuple):
@@ -97,6 +97,10 @@ class Paged(Engine):
             with self._waits.counted(self._slot_of_TV.device):
                 self._write_back()
                 self._read(self._marks_TV)
+            if self._marks_TV.is_cuda:
+                # They are memory of the planning stream, which must not reuse it before they are
+                # read: `nonzero` returns when it knows the number of rows, not yet the rows.
+                self._marks_TV.record_stream(current_stream())
             self._marks_TV = None
         return self._page
 

@@ -235,8 +235,13 @@ class PagedEmbedding(nn.Module):
             records_UR = store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
             if self.max_norm is not None:
-                # As in nn.Embedding, which changes its weights in the forward pass too.
-                torch.embedding_renorm_(weight_UD, slots, self.max_norm, self.norm_type)
+                # As in nn.Embedding, which changes its weights in the forward pass too. On a GPU,
+                # torch takes the stride of a row for its length, and no empty list of rows.
+                if len(rows_U):
+                    whole_UD = weight_UD.contiguous()
+                    every_U = torch.arange(len(rows_U), device=rows_U.device)
+                    torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
+                    weight_UD.copy_(whole_UD)
                 store._write(rows_U, records_UR)
             page = _Page(rows_U, records_UR, store.version)
         padding = None

@@ -4,10 +4,14 @@ Row v belongs to rank v % N. For each batch, a rank borrows the weights of
 its rows from their owners, and sends the gradients back, which the owners sum and step. Optimizer
 state never travels. With one process, both are the identity.
 
-Which rows a batch needs is found on the planning stream, two pages ahead: the ids of a page's rows
-carry, in headers, how many ids the next page will send, so that the CPU knows these counts long
-before it needs them and no step waits. Loss, pairs and fault of a step travel in the headers of its
-gradients.
+Which rows a batch needs is found on the planning stream, two pages ahead:
+
+    list page n + 1     its rows by owner, and how many ids go to each rank (`look_further`)
+    send ids of page n  with headers that say how many ids page n + 1 will send (`next_page`)
+    page n computes     weights come from the owners, gradients go to them (`borrow`, `reduce`)
+
+So the CPU knows the counts of a page long before it needs them, and no step waits. Loss, pairs and
+fault of a step travel in the headers of its gradients.
 
 Shapes: U rows that a batch of this rank touches, M rows that all ranks request of this one, both
 with headers; N ranks, K batches of a page.
@@ -37,10 +41,10 @@ from w2v.kernels.batch import (
 
 
 class PlannedBatch(NamedTuple):
-    """A batch whose page is planned, and its rows if they are known."""
+    """A batch whose page is planned."""
 
     batch: Batch
-    rows: Any = None
+    rows: Any = None  # `Grads` or, with several ranks, a `Route`; None: the step finds its rows
 
 
 class Exchange:
@@ -143,8 +147,8 @@ class RankExchange(Exchange):
         self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=planning is not None)
         self._counts_known: torch.cuda.Event | None = None
         self._zeros = zeros_ahead(shape.device, *[(torch.int32, (ranks.size,))] * 3)
-        self._next: list[Listed] = []  # the next page
-        self._after: list[Listed] = []  # the page after it
+        self._page: list[Listed] = []  # the page that `next_page` returns
+        self._page_after: list[Listed] = []
         self._route: Route | None = None  # of the batch at hand
         self._owned: Grads | None = None  # this rank's rows that are requested for it
 
@@ -156,7 +160,7 @@ class RankExchange(Exchange):
         device, size = self._shape.device, self._ranks.size
         counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
         no_rows_U = torch.full((size * headers,), -1, device=device)
-        self._next = [
+        self._page = [
             Listed(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
             for _ in range(self._batches_per_page)
         ]
@@ -166,7 +170,7 @@ class RankExchange(Exchange):
         self.look_further(batches)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        page = self._next
+        page = self._page
         if not page:
             return []
         if self._counts_known:
@@ -180,21 +184,21 @@ class RankExchange(Exchange):
             for its, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
         ]
         # The headers of these ids have the counts of the page after this one, which may be shorter.
-        for route, its, host_2N in zip(routes, self._after, self._host_K2N, strict=False):
+        for route, its, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
             self._kernels.read_counts(route.received, its.counts, host_2N)
         self._counts_known = self._planning.record_event() if self._planning else None
-        self._next = self._after
+        self._page = self._page_after
         return [PlannedBatch(its.batch, route) for its, route in zip(page, routes, strict=True)]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
         drawn = list(islice(batches, self._batches_per_page))
-        self._after = []
+        self._page_after = []
         # The last page may be shorter than the one before it.
-        for batch, its in zip(drawn, self._next, strict=False):
+        for batch, its in zip(drawn, self._page, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
             before = Requests(its.ids_U, its.counts.send_N)
             lists = self._kernels.list_requests(batch, send_N, scratch_N, before)
-            self._after.append(Listed(batch, *lists, Counts(send_N, recv_N)))
+            self._page_after.append(Listed(batch, *lists, Counts(send_N, recv_N)))
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
         for planned in page:

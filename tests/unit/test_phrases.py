@@ -63,8 +63,8 @@ def check(path, folder, passes, threshold=10.0, min_count=1, **how):
     workers=st.integers(1, 3),
     tokens_at_once=st.integers(1, 9),
     block_bytes=st.integers(1, 40),
-    first_slots=st.sampled_from([4, 16, 1024]),
-    look_back=st.integers(1, 4),
+    pairs_at_once=st.integers(1, 40),
+    hashes=st.sampled_from([1, 1024]),
 )
 def test_phrases_are_those_of_gensim(
     tmp_path_factory,
@@ -79,16 +79,16 @@ def test_phrases_are_those_of_gensim(
     workers,
     tokens_at_once,
     block_bytes,
-    first_slots,
-    look_back,
+    pairs_at_once,
+    hashes,
 ):
     folder = tmp_path_factory.mktemp("text")
     text = folder / "text"
     text.write_text("\n".join(" ".join(line) for line in lines + repeated * 4))
-    sizes = {"MIN_COUNT": phrase_count, "TOKENS_AT_ONCE": tokens_at_once, "LOOK_BACK": look_back}
-    slots = {"FIRST_SLOTS": first_slots, "MOST_SLOTS": max(16, first_slots)}
+    counts = {"MIN_COUNT": phrase_count, "TOKENS_AT_ONCE": tokens_at_once}
+    sizes = {"PAIRS_AT_ONCE": pairs_at_once, "HASHES": hashes}
     with (
-        mock.patch.multiple(phrases, **sizes, **slots),
+        mock.patch.multiple(phrases, **counts, **sizes),
         mock.patch.object(encode, "BLOCK_BYTES", block_bytes),
     ):
         check(
@@ -161,8 +161,7 @@ def test_many_pairs_are_counted_in_parts(tmp_path, monkeypatch):
     few = check(text, tmp_path, 2, 2.0)
     calls = []
     count = phrases._frequent_pairs
-    monkeypatch.setattr(phrases, "FIRST_SLOTS", 256)
-    monkeypatch.setattr(phrases, "MOST_SLOTS", 512)
+    monkeypatch.setattr(phrases, "PAIRS_AT_ONCE", 1024)
     monkeypatch.setattr(phrases, "_frequent_pairs", lambda *a: calls.append(a) or count(*a))
     many = check(text, tmp_path, 2, 2.0)
     assert many.vocab.words == few.vocab.words and many.phrases == few.phrases != []

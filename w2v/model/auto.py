@@ -46,15 +46,11 @@ SHARED_STEPS = 8  # steps that share a pool
 
 
 class Use(NamedTuple):
-    """How a run uses its text, in the mean.
+    """How a run uses its text, in the mean."""
 
-    centers: of all epochs; median: those of the median word; repeat: the probability that two
-    centers are the same word.
-    """
-
-    centers: float
-    median: float
-    repeat: float
+    centers: float  # of all epochs
+    median: float  # centers of the median word
+    repeat: float  # probability that two centers are the same word
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab) -> Use:
@@ -67,10 +63,10 @@ class Use(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A config without `auto`, and what was chosen: by key, why."""
+    """A config without `auto`, and what was chosen."""
 
     config: Config
-    reasons: dict[str, str]
+    reasons: dict[str, str]  # by key
 
 
 def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:

@@ -120,11 +120,6 @@ class Job:
     """What decides how many bytes a run takes.
 
     Bytes are those of one rank, but for the disk, which all ranks share.
-
-    cache_bytes: of rows that paged tables keep on the GPU; None: all that is left there.
-    ids_bytes: of the corpus, where it is put on the GPU.
-    aligned: whether records are padded, see `Table`.
-    has_formula: whether the kernels step rows in place, without copies for torch.optim.
     """
 
     words: int  # of the vocabulary: rows of a table, on all ranks
@@ -139,17 +134,17 @@ class Job:
     text_words: int
     centers: float  # of an epoch: words that subsampling keeps, in the mean
     kernels: str = "cpu"  # reference, cpu, sequential or cuda
-    has_formula: bool = True
+    has_formula: bool = True  # kernels step rows in place, without copies for torch.optim
     threads: int = 1
     pool: int = 0
     ns_exponent: float = 0.75
     ranks: int = 1
-    cache_bytes: int | None = None
-    ids_bytes: int = 0
+    cache_bytes: int | None = None  # of rows that are kept on the GPU; None: all that is left there
+    ids_bytes: int = 0  # of the corpus, where it is put on the GPU
     checkpoints: bool = True  # whether any are written before the last one
     element_size: int = 4
     in_files: bool = False  # whether the tables are in files
-    aligned: bool = True
+    aligned: bool = True  # whether records are padded, see `Table`
 
     @property
     def rows(self) -> int:
@@ -321,15 +316,12 @@ def fitting_batch_size(job: Job, slots: int, steps: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """A job and the bytes that are free for it, by place.
-
-    lighter: returns the states of optimizers that keep less, by name.
-    """
+    """A job and the bytes that are free for it, by place."""
 
     job: Job
     free: Mapping[str, float]
     run_dir: str
-    lighter: Callable[[], Mapping[str, States]]
+    lighter: Callable[[], Mapping[str, States]]  # of optimizers that keep less, by name
 
     def check(self) -> None:
         """Raise `DoesNotFit` if some place lacks bytes."""

@@ -73,26 +73,17 @@ class Metrics:
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device
             metrics.log(lr)
-
-    Args:
-        path: metrics.jsonl; with None nothing is shown or written.
-        total_words: of all epochs.
-        log_seconds: between two lines.
-        tensorboard: whether to write event files beside metrics.jsonl.
-        link: returns the use of the link so far.
-        link_rate: bytes a second that the link can carry, both ways together; 0 if unknown.
-        state: what `state` returned when the run was saved; lines written later are cut off.
     """
 
     def __init__(
         self,
-        path: Path | None,
-        total_words: int,
-        log_seconds: float,
-        tensorboard: bool = False,
-        link: Callable[[], LinkUse] = LinkUse,
-        link_rate: float = 0.0,
-        state: dict[str, float] | None = None,
+        path: Path | None,  # metrics.jsonl; with None nothing is shown or written
+        total_words: int,  # of all epochs
+        log_seconds: float,  # between two lines
+        tensorboard: bool = False,  # whether to write event files beside metrics.jsonl
+        link: Callable[[], LinkUse] = LinkUse,  # returns the use of the link so far
+        link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
+        state: dict[str, float] | None = None,  # of the saved run; later lines are cut off
     ):
         state = state or {}
         self.step = int(state.get("step", 0))

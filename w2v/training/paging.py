@@ -24,14 +24,10 @@ LOOKAHEAD_SHARE = 7 / 8
 
 
 class Paging(NamedTuple):
-    """How rows come to the GPU and stay there.
+    """How rows come to the GPU and stay there."""
 
-    steps: batches whose rows come together, a page; lookahead: chunks of text after the current one
-    whose rows are evicted last, 0 for none.
-    """
-
-    steps: int
-    lookahead: int = 0
+    steps: int  # batches whose rows come together, a page
+    lookahead: int = 0  # chunks of text after the current one whose rows are evicted last
 
 
 def choose_paging(

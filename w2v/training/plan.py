@@ -67,39 +67,21 @@ Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will use, and why.
+    """What a run will use, and why."""
 
-    Attributes:
-        config: The settings, with a value for each `auto`.
-        machine: This rank's share of the machine.
-        vocab: The words.
-        corpus: The text as ids.
-        optimizer: The row optimizer.
-        device: Where steps are computed.
-        kernels: "reference", "cpu", "sequential" (CPU, SGD center by center) or "cuda".
-        engine: "resident", "mapped" or "staged".
-        reason: Why this engine.
-        table_bytes: Both tables of this rank with their optimizer state.
-        slots: Rows of paged tables that the GPU has room for.
-        budget: Bytes by purpose and place, and what is free.
-        ranks: The processes that train together.
-        chosen: What stands for `auto`, and why, by key.
-    """
-
-    config: Config
-    machine: Machine
+    config: Config  # with a value for each `auto`
+    machine: Machine  # this rank's share of it
     vocab: Vocab
     corpus: Corpus
     optimizer: RowOptimizer
-    device: torch.device
-    kernels: str
-    engine: str
-    reason: str
-    table_bytes: int
-    slots: int
+    device: torch.device  # where steps are computed
+    kernels: str  # reference, cpu, sequential (CPU, SGD center by center) or cuda
+    engine: str  # resident, mapped or staged
+    reason: str  # why this engine
+    slots: int  # rows of paged tables that the GPU has room for
     budget: Budget
     ranks: Ranks = SINGLE
-    chosen: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)  # for `auto`, by key: what, and why
 
     def __str__(self) -> str:
         return "\n".join([*self.lines(), *self.details()])
@@ -114,6 +96,7 @@ class Plan:
         config, words = self.config, len(self.vocab.words)
         size = config.model.vector_size
         record = " + ".join(["weight", *self.optimizer.states(size)])
+        table_bytes = format_bytes(self.budget.job.table_bytes)
         optimizer, train = config.optimizer, config.train
         args = [f"{name} {value}" for name, value in optimizer.args.items()]
         rate = f"lr {optimizer.lr:g}, {optimizer.schedule}"
@@ -124,7 +107,7 @@ class Plan:
             f"{len(self.corpus.offsets) - 1:,} sentences; {words:,} kept of "
             f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
             + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
-            f"tables    2 x {words:,} x {size}: {record}: {format_bytes(self.table_bytes)}",
+            f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
             f"kernels   {self._kernels_in_words()}, precision {config.train.precision}"
             f"{', ' * bool(cpu_only(config))}{cpu_only(config)}",
@@ -162,8 +145,15 @@ class Plan:
 
     @property
     def text(self) -> TrainingText:
-        """The text and the distributions to draw from."""
-        return training_text(self.config, self.vocab, self.corpus)
+        """The text and the distributions that batches are drawn from."""
+        config, counts_V = self.config, self.vocab.counts
+        return TrainingText(
+            ids_N=self.corpus.ids,
+            offsets_S=self.corpus.offsets,
+            keep_V=self.vocab.keep_probabilities(config.model.sample),
+            noise_V=noise_distribution(counts_V, config.model.ns_exponent),
+            held_out=heldout.choose(self.corpus.offsets, config.train.held_out_words),
+        )
 
     @cached_property
     def paging(self) -> Paging:
@@ -302,7 +292,6 @@ def make_plan(
         kernels=kernels,
         engine=engine,
         reason=reason,
-        table_bytes=job.table_bytes,
         slots=slots,
         budget=budget,
         ranks=ranks,
@@ -522,17 +511,6 @@ def expected_uses(plan: Plan) -> Tensor:
         noise_V *= model.negative * kept_V.sum()
     uses_TV = np.stack([kept_V, kept_V + noise_V])
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
-
-
-def training_text(config: Config, vocab: Vocab, corpus: Corpus) -> TrainingText:
-    """Return the text and the distributions that batches are drawn from."""
-    return TrainingText(
-        ids_N=corpus.ids,
-        offsets_S=corpus.offsets,
-        keep_V=vocab.keep_probabilities(config.model.sample),
-        noise_V=noise_distribution(vocab.counts, config.model.ns_exponent),
-        held_out=heldout.choose(corpus.offsets, config.train.held_out_words),
-    )
 
 
 def row_type(config: Config) -> torch.dtype:

@@ -27,39 +27,24 @@ from w2v.transfer.streams import current_stream, on_stream
 
 
 class StepResult(NamedTuple):
-    """What a step learned from, on the compute device; nobody waits for it.
+    """What a step learned from, on the compute device; nobody waits for it."""
 
-    loss: summed over the positive pairs and their negatives, float64; pairs: number of positive
-    pairs, int64.
-    """
-
-    loss: Tensor
-    pairs: Tensor
+    loss: Tensor  # float64, summed over the positive pairs and their negatives
+    pairs: Tensor  # int64, number of positive pairs
 
 
 @dataclass(eq=False)
 class TrainingStep:
-    """The step of a run: its tables, and the parts that work on them.
+    """The step of a run: its tables, and the parts that work on them."""
 
-    Args:
-        inputs: This rank's rows of the input table.
-        outputs: This rank's rows of the output table.
-        kernels: Arithmetic on rows.
-        engine: Where rows are.
-        exchange: Who owns them.
-        optimizer: How they are updated.
-        state: What steps leave on the device.
-        planning: The stream on which pages are planned; None without a GPU.
-    """
-
-    inputs: Table
+    inputs: Table  # this rank's rows
     outputs: Table
-    kernels: Kernels
-    engine: Engine
-    exchange: Exchange
-    optimizer: RowOptimizer
-    state: StepState
-    planning: torch.cuda.Stream | None
+    kernels: Kernels  # arithmetic on rows
+    engine: Engine  # where rows are
+    exchange: Exchange  # who owns them
+    optimizer: RowOptimizer  # how they are updated
+    state: StepState  # what steps leave on the device
+    planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
         # Events: the steps of the last two pages are computed, and the last page is planned.

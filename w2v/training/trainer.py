@@ -68,13 +68,7 @@ class TrainedBatch(NamedTuple):
 
 
 class TrainingLoop:
-    """Trains epoch by epoch; the caller acts between the steps.
-
-    Args:
-        config: Epochs and the schedule of the learning rate.
-        sampler: Draws the batches.
-        step: Trains on one batch.
-    """
+    """Trains epoch by epoch; the caller acts between the steps."""
 
     def __init__(self, config: Config, sampler: Sampler, step: TrainingStep):
         self.config = config
@@ -130,34 +124,21 @@ class Trainer:
     """Run in a folder, resumed from its last checkpoint if there is one.
 
     All ranks make the same calls; rank 0 alone logs, scores and exports.
-
-    Args:
-        loop: What trains.
-        vocab: The words, by falling count.
-        raw_words: Words of one pass over the text, unknown ones included.
-        folder: The run folder.
-        held_out: Sentences that the sampler leaves out, for a loss.
-        signals: What Ctrl-C and other signals ask for.
-        copy_bytes: CPU memory for copies from which checkpoints are written in the background.
-        ranks: The processes that train together.
-        link_rate: Bytes/s that the link between CPU and GPU carries at most; 0 if none is used.
-        timeline: Where the time went so far.
-        digest: Of the text's ids; a checkpoint of another text is refused.
     """
 
     def __init__(
         self,
         loop: TrainingLoop,
         vocab: Vocab,
-        raw_words: int,
+        raw_words: int,  # of one pass over the text, unknown ones included
         folder: Path,
         held_out: HeldOut | None = None,
         signals: Signals | None = None,
-        copy_bytes: int = 0,
+        copy_bytes: int = 0,  # CPU memory for copies, to write checkpoints in the background
         ranks: Ranks = SINGLE,
-        link_rate: float = 0.0,
+        link_rate: float = 0.0,  # bytes/s that the link carries at most; 0 if none is used
         timeline: Timeline | None = None,
-        digest: str = "",
+        digest: str = "",  # of the text's ids; a checkpoint of another text is refused
     ):
         self.loop = loop
         self.config = loop.config

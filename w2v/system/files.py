@@ -11,9 +11,7 @@ import json
 import logging
 import math
 import os
-import pickle
 import re
-import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,22 +19,7 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("w2v")
-# What damaged files make their readers raise; anything else is a bug.
-DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    pickle.PickleError,
-    struct.error,
-    zlib.error,
-)
+
 # Control characters but line feeds and tabs, line separators, and what turns the direction of text.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
@@ -217,12 +200,15 @@ def hash_file(path: Path, digest: Any) -> str:
 
 @contextlib.contextmanager
 def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]:
-    """Raise `DAMAGE` in the block as this kind: "problem (reason); remedy"."""
+    """Raise an error of the block as this kind: "problem (reason); remedy".
+
+    For blocks that read one file: damage makes readers raise almost anything.
+    """
     try:
         yield
-    except kind:
-        raise  # it has a message of its own
-    except DAMAGE as error:
+    except (kind, AssertionError):
+        raise  # it has a message of its own, or is a bug
+    except Exception as error:
         reason = one_line(f"{type(error).__name__}: {error}")[:200]
         raise kind(f"{problem} ({reason}); {remedy}") from error
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, one_line
+from w2v.system.files import atomic_path, hash_file, one_line, refused
 
 SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
 RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
@@ -102,20 +102,12 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     """
     import smart_open
 
-    try:
+    remedy = "is it whole, what its ending says, and the package for that installed?"
+    with refused(CorpusError, f"{path} cannot be read", remedy):
         file: Any
         with smart_open.open(path, "rb") as file:
             is_json = ".jsonl" in path.suffixes[-2:]
             yield BufferedReader(_JsonText(file, path, field)) if is_json else file
-    except CorpusError:
-        raise
-    except ImportError as error:
-        raise CorpusError(f"{path} needs the package {error.name}; install it or unpack") from None
-    except Exception as error:  # each decompressor has its own
-        reason = one_line(error) or type(error).__name__
-        raise CorpusError(
-            f"{path} cannot be read ({reason}); is it whole, and what its ending says?"
-        ) from None
 
 
 class _JsonText(RawIOBase):

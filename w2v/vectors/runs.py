@@ -139,10 +139,7 @@ def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and, if present, scores.json."""
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        try:
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from None
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         # A run that still trains, or was killed, may leave its last line half-written.
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         scores = folder / "scores.json"

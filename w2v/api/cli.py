@@ -47,8 +47,10 @@ def count(text: str) -> int:
     return int(text)
 
 
-def add_train(add: Callable[..., Any]) -> None:
-    """Add the options of train."""
+# The options of each command; `add` is add_argument of its parser.
+
+
+def _add_train(add: Callable[..., Any]) -> None:
     settings = "text to train on (- for standard input), configs, and keys that override them"
     metavar = "text | config | section.key=value"
     add("settings", nargs="*", metavar=metavar, help=settings)
@@ -64,48 +66,42 @@ def add_train(add: Callable[..., Any]) -> None:
     add("--help-config", action="store_true", help=keys)
 
 
-def add_run(add: Callable[..., Any]) -> None:
-    """Add the vectors that a command asks."""
+def _add_run(add: Callable[..., Any]) -> None:
     add("run", metavar="RUN", help=RUN)
 
 
-def add_sets(add: Callable[..., Any], does: str) -> None:
-    """Add the options of further evaluation data."""
+def _add_sets(add: Callable[..., Any], does: str) -> None:
     questions = f"{does} further files of analogies, beside Google's; also .gz"
     add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
     pairs = f"{does} further files of judged word pairs, beside WordSim-353 and SimLex-999"
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
 
 
-def add_score(add: Callable[..., Any]) -> None:
-    """Add the options of score."""
-    add_run(add)
-    add_sets(add, "score")
+def _add_score(add: Callable[..., Any]) -> None:
+    _add_run(add)
+    _add_sets(add, "score")
     first = "score the N most frequent words only (default: %(default)s)"
     add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
-def add_words(add: Callable[..., Any]) -> None:
-    """Add the options of nn and analogies."""
-    add_run(add)
+def _add_words(add: Callable[..., Any]) -> None:
+    _add_run(add)
     words = "words, or a b c, or king - man + woman (default: one question per line from stdin)"
     add("words", nargs="*", default=[], metavar="word", help=words)
     answers = "number of answers (default: %(default)s)"
     add("--topn", type=count, default=10, metavar="N", help=answers)
 
 
-def add_map(add: Callable[..., Any]) -> None:
-    """Add the options of map."""
-    add_run(add)
+def _add_map(add: Callable[..., Any]) -> None:
+    _add_run(add)
     words = "number of words (default: %(default)s)"
     add("--words", type=count, default=500, metavar="N", help=words)
     add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
 
 
-def add_export(add: Callable[..., Any]) -> None:
-    """Add the options of export."""
-    add_run(add)
+def _add_export(add: Callable[..., Any]) -> None:
+    _add_run(add)
     for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
         file = f"write vectors.{suffix}"
         add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
@@ -116,14 +112,12 @@ def add_export(add: Callable[..., Any]) -> None:
     add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
 
 
-def add_pictured(add: Callable[..., Any]) -> None:
-    """Add the options of plot and report."""
+def _add_pictured(add: Callable[..., Any]) -> None:
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
     add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
 
 
-def add_trainings(add: Callable[..., Any]) -> None:
-    """Add the options that compare and sweep share."""
+def _add_trainings(add: Callable[..., Any]) -> None:
     base = "config that all are laid over (default: %(default)s)"
     add("--base", default="text8", metavar="CONFIG", help=base)
     add("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default: 1")
@@ -131,46 +125,43 @@ def add_trainings(add: Callable[..., Any]) -> None:
     add("--to", type=Path, metavar="FOLDER", help="where the results go")
     corpora = "texts to train on; settings are ranked by their mean over all (default: the base's)"
     add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
-    add_sets(add, "rank by")
+    _add_sets(add, "rank by")
 
 
-def add_compare(add: Callable[..., Any]) -> None:
-    """Add the options of compare."""
+def _add_compare(add: Callable[..., Any]) -> None:
     what = "configs to train and compare; or run folders, which are not trained again"
     add("configs", nargs="+", metavar="CONFIG | RUN", help=what)
-    add_trainings(add)
+    _add_trainings(add)
 
 
-def add_sweep(add: Callable[..., Any]) -> None:
-    """Add the options of sweep."""
+def _add_sweep(add: Callable[..., Any]) -> None:
     names = "optimizers that have files in configs/optimizers; --set key=value,value is an axis"
     add("names", nargs="+", metavar="NAME", help=names)
-    add_trainings(add)
+    _add_trainings(add)
 
 
-def add_completion(add: Callable[..., Any]) -> None:
-    """Add the argument of completion."""
+def _add_completion(add: Callable[..., Any]) -> None:
     add("shell", choices=("bash", "zsh"), help="print: source <(w2v completion bash)")
 
 
 # What a command does, its options, and the function of w2v.api that runs it.
 COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
-    "train": ("train word vectors on a text", add_train, "train:run"),
-    "score": ("score analogies, WordSim-353 and SimLex-999", add_score, "commands:score"),
-    "nn": ("print the nearest neighbors of words", add_words, "commands:nn"),
-    "analogies": ("answer a b c, or king - man + woman", add_words, "commands:analogies"),
-    "export": ("write vectors in other formats", add_export, "commands:export_vectors"),
-    "map": ("draw the most frequent words: map.png", add_map, "commands:draw_map"),
-    "plot": ("draw curves of runs, finished or not: curves.png", add_pictured, "commands:plot"),
-    "report": ("write a page about runs: report.html", add_pictured, "commands:write_report"),
-    "card": ("write the model card of a run: README.md", add_run, "commands:write_card"),
+    "train": ("train word vectors on a text", _add_train, "train:run"),
+    "score": ("score analogies, WordSim-353 and SimLex-999", _add_score, "commands:score"),
+    "nn": ("print the nearest neighbors of words", _add_words, "commands:nn"),
+    "analogies": ("answer a b c, or king - man + woman", _add_words, "commands:analogies"),
+    "export": ("write vectors in other formats", _add_export, "commands:export_vectors"),
+    "map": ("draw the most frequent words: map.png", _add_map, "commands:draw_map"),
+    "plot": ("draw curves of runs, finished or not: curves.png", _add_pictured, "commands:plot"),
+    "report": ("write a page about runs: report.html", _add_pictured, "commands:write_report"),
+    "card": ("write the model card of a run: README.md", _add_run, "commands:write_card"),
     "compare": (
         "train configs with seeds, or take runs; print a table",
-        add_compare,
+        _add_compare,
         "compare:run",
     ),
-    "sweep": ("search for the best settings of optimizers", add_sweep, "sweep:run"),
-    "completion": ("print the completion of a shell", add_completion, "cli:print_completion"),
+    "sweep": ("search for the best settings of optimizers", _add_sweep, "sweep:run"),
+    "completion": ("print the completion of a shell", _add_completion, "cli:print_completion"),
 }
 OVERVIEW = """\
 usage: w2v COMMAND ...      w2v COMMAND --help      w2v --version

@@ -1,9 +1,9 @@
 """Encode text as word ids, on all cores.
 
-Threads take blocks of the text in turn. Each numbers the words that it meets in a table of its own
-and writes the numbers to a temporary file. Tables are merged by the hash of their words when they
-are large, and at the end; then frequent pairs of words may be joined (see `phrases`), the
-vocabulary is known, and threads replace numbers by ids.
+Threads take blocks of the text in turn. Each numbers the words that it meets in a table of its own;
+the numbers go to a temporary file. Tables are merged by the hash of their words when they are
+large, and at the end; then frequent pairs of words may be joined (see `phrases`), the vocabulary is
+known, and threads replace numbers by ids.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import codecs
 import logging
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryFile
 from threading import Lock
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from smart_open.compression import get_supported_extensions
@@ -32,7 +29,7 @@ from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
-from w2v.text.phrases import CodedText, Phrases, in_order, join_phrases
+from w2v.text.phrases import Block, CodedText, in_order, join_phrases
 from w2v.text.sources import CorpusError, opened
 from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
@@ -73,16 +70,27 @@ def encode_files(
     `CorpusError` for a file that is no text, and `VocabError`.
     """
     merged = Partitions()
-    blocks = _number_files(files, settings, workers, folder, merged)
-    joined = None
-    if settings.phrases:
-        joined, blocks = _join_phrases(blocks, merged, settings, workers, folder)
-    counts, firsts = (joined.counts, joined.firsts) if joined else merged.totals()
-    vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
+    text = CodedText(folder)
+    try:
+        numbered = _number_files(files, settings, workers, text, merged)
+        blocks = [(block.place, block.codes) for block in numbered]
+        counts, firsts = merged.totals()
+        joined_codes = np.empty(0, np.int32)
+        if settings.phrases:
+            text = _coded(text, blocks, workers, folder)
+            passes, threshold = settings.phrases, settings.phrases_threshold
+            joined = join_phrases(text, merged, passes, threshold, workers, folder)
+            text, counts, firsts, joined_codes = joined
+            all_codes = [np.arange(len(counts), dtype=np.int32)]
+            blocks = [(block, all_codes) for block in text.blocks]
+        vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
+    except BaseException:
+        text.file.close()
+        raise
     row_of = np.full(len(counts), -1, np.int32)
     row_of[kept] = np.arange(len(kept))
-    phrases = np.flatnonzero(np.isin(kept, joined.codes)).tolist() if joined else []
-    encoded = _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
+    phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
+    encoded = _encode_blocks(text, blocks, row_of, settings.max_sentence_length, workers)
     return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
 
 
@@ -99,24 +107,16 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
-class _Numbers(NamedTuple):
-    """Word numbers of a thread, in a file, and what they stand for."""
-
-    file: IO[bytes]
-    codes: list[np.ndarray]  # of the words of each merged table
+Codes = list[np.ndarray]  # the only one: of each number of a table; empty until that is merged
 
 
-class _Block(NamedTuple):
-    """A block of the text, numbered."""
+class _Numbered(NamedTuple):
+    """A block of the text whose words are numbered."""
 
-    place: int  # among the blocks
+    number: int  # among the blocks
     path: Path
-    numbers: _Numbers
-    table: int  # that the numbers refer to
-    offset: int  # in the file of numbers
-    tokens: int  # numbers and line ends
-    lines: int
-    tail: int  # words after the last line end
+    place: Block  # of the word numbers
+    codes: Codes  # that these stand for
     bad_bytes: int  # that are not UTF-8
     bad_line: int  # of the block, with the first of these
 
@@ -182,32 +182,26 @@ def _last_word(text: bytes, path: Path) -> bytes:
 
 
 def _number_files(
-    files: list[Path], settings: CorpusConfig, workers: int, folder: Path, merged: Partitions
-) -> list[_Block]:
+    files: list[Path], settings: CorpusConfig, workers: int, text: CodedText, merged: Partitions
+) -> list[_Numbered]:
     """Number and count all words; return the blocks of the text."""
     blocks = _Blocks(files, settings.field)
-    numbered: list[_Block] = []
-    files_of_numbers = [TemporaryFile(dir=folder) for _ in range(workers)]  # noqa: SIM115 - _close
-    numbers = [_Numbers(file, []) for file in files_of_numbers]
+    numbered: list[_Numbered] = []
     with ThreadPoolExecutor(workers) as pool:
-        threads = [
-            pool.submit(_number_blocks, blocks, settings, its_numbers, merged, numbered)
-            for its_numbers in numbers
-        ]
+        work = blocks, settings, text, merged, numbered
+        threads = [pool.submit(_number_blocks, *work) for _ in range(workers)]
         try:
             _show_progress(threads, blocks, files)
         finally:
             blocks.stopped = True  # after Ctrl-C
     if blocks.errors:
-        for its_numbers in numbers:
-            with suppress(OSError):  # a full disk
-                its_numbers.file.close()
         raise min(blocks.errors, key=lambda failed: failed[0])[1]
     numbered.sort()
     bad = [block for block in numbered if block.bad_bytes]
     if bad:
-        before = [block.lines for block in numbered if block.path == bad[0].path and block < bad[0]]
-        where = f"{bad[0].path} line {sum(before) + bad[0].bad_line}"
+        before = [block for block in numbered if block.path == bad[0].path and block < bad[0]]
+        line = sum(block.place.lines for block in before) + bad[0].bad_line
+        where = f"{bad[0].path} line {line}"
         count = sum(block.bad_bytes for block in bad)
         log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
     return numbered
@@ -216,37 +210,35 @@ def _number_files(
 def _number_blocks(
     blocks: _Blocks,
     settings: CorpusConfig,
-    numbers: _Numbers,
+    numbers: CodedText,
     merged: Partitions,
-    numbered: list[_Block],
+    numbered: list[_Numbered],
 ) -> None:
     """Number blocks of the text until it ends; run by each thread."""
-    place = 0
+    number = 0
     try:
         text = np.empty(BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING, np.uint8)
         word_numbers = np.empty(len(text), np.int32)  # each is of a byte at least
         table = WordTable()
+        codes: Codes = []
         while found := blocks.next(text):
-            place, path, size = found
+            number, path, size = found
             new, size, bad_bytes, bad_line = _clean(text, size, settings)
-            words = tokenize.number_words(new, size, place << 32, table, word_numbers)
+            words = tokenize.number_words(new, size, number << 32, table, word_numbers)
             if words.has_nul:
                 raise _binary_error(path, "it has a NUL byte")
             if words.longest > MAX_WORD_BYTES:
                 raise _long_word_error(path)
-            where = numbers, len(numbers.codes), numbers.file.tell(), len(words.numbers)
-            numbered.append(
-                _Block(place, path, *where, words.lines, words.tail, bad_bytes, bad_line)
-            )
-            numbers.file.write(words.numbers)
+            place = numbers.append(words.numbers)
+            numbered.append(_Numbered(number, path, place, codes, bad_bytes, bad_line))
             if table.size > TABLE_WORDS:
-                numbers.codes.append(merged.merge(table))
+                codes.append(merged.merge(table))
                 table = WordTable()
-            place = 0
-        numbers.codes.append(merged.merge(table))
-        numbers.file.flush()
+                codes = []
+            number = 0
+        codes.append(merged.merge(table))
     except Exception as error:
-        blocks.fail(place, error)
+        blocks.fail(number, error)
 
 
 def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, int, int]:
@@ -293,77 +285,53 @@ class _Rows(NamedTuple):
     raw_words: int
 
 
-def _join_phrases(
-    blocks: list[_Block], merged: Partitions, settings: CorpusConfig, workers: int, folder: Path
-) -> tuple[Phrases, list[_Block]]:
-    """Replace word numbers by codes, and join frequent pairs of words."""
+def _coded(
+    text: CodedText, blocks: list[tuple[Block, Codes]], workers: int, folder: Path
+) -> CodedText:
+    """Replace word numbers by codes, which are the same in all blocks."""
 
-    def coded(block: _Block) -> np.ndarray:
-        return block.numbers.codes[block.table][_numbers(block)]
+    def coded(block: Block, codes: Codes) -> np.ndarray:
+        return codes[0][text.read(*block[:2])]
 
-    text = CodedText(folder)
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for codes in in_order(pool, coded, zip(blocks), 2 * workers):
-                text.append(codes)
-    finally:
-        _close(blocks)
-    passes, threshold = settings.phrases, settings.phrases_threshold
-    joined = join_phrases(text, merged, passes, threshold, workers, folder)
-    numbers = _Numbers(joined.text.file, [np.arange(merged.codes, dtype=np.int32)])
-    offsets = accumulate((4 * size for size, _, _ in joined.text.blocks), initial=0)
-    parts = enumerate(zip(offsets, joined.text.blocks, strict=False))
-    return joined, [
-        _Block(place, Path(), numbers, 0, offset, *sizes, bad_bytes=0, bad_line=0)
-        for place, (offset, sizes) in parts
-    ]
+    new = CodedText(folder)
+    with ThreadPoolExecutor(workers) as pool:
+        for codes in in_order(pool, coded, blocks, 2 * workers):
+            new.append(codes)
+    text.file.close()
+    return new
 
 
 def _encode_blocks(
-    blocks: list[_Block], row_of: np.ndarray, max_length: int, workers: int
+    text: CodedText,
+    blocks: list[tuple[Block, Codes]],
+    row_of: np.ndarray,
+    max_length: int,
+    workers: int,
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
-    rows: dict[int, list[np.ndarray]] = {}
+    rows: dict[int, np.ndarray] = {}  # of each number of a table
 
-    def encode(block: _Block, words: int) -> _Rows:
-        numbers = _numbers(block)
+    def encode(block: Block, codes: Codes, words: int) -> _Rows:
+        numbers = text.read(*block[:2])
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
         ids, ended, last = tokenize.kept_sentences(
-            numbers, rows[id(block.numbers)][block.table], max_length, words, lengths
+            numbers, rows[id(codes)], max_length, words, lengths
         )
         return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
 
-    def with_words() -> Iterator[tuple[_Block, int]]:
+    def with_words() -> Iterator[tuple[Block, Codes, int]]:
         words = 0  # of the open sentence, before the block
-        for block in blocks:
-            yield block, words
+        for block, codes in blocks:
+            yield block, codes, words
             words = (block.tail if block.lines else words + block.tail) % max_length
 
     try:
         with ThreadPoolExecutor(workers) as pool:
-            for numbers in _files(blocks):
-                rows[id(numbers)] = list(pool.map(row_of.take, numbers.codes))
+            tables = {id(codes): codes[0] for _, codes in blocks}
+            rows.update(zip(tables, pool.map(row_of.take, tables.values()), strict=True))
             yield from _join_sentences(in_order(pool, encode, with_words(), 2 * workers))
     finally:
-        _close(blocks)
-
-
-def _numbers(block: _Block) -> np.ndarray:
-    """Read the word numbers of a block."""
-    numbers = np.empty(block.tokens, np.int32)
-    os.preadv(block.numbers.file.fileno(), [numbers], block.offset)
-    return numbers
-
-
-def _files(blocks: list[_Block]) -> Iterable[_Numbers]:
-    """Return the files of blocks, each once."""
-    return {id(block.numbers): block.numbers for block in blocks}.values()
-
-
-def _close(blocks: list[_Block]) -> None:
-    """Close, and so remove, the files of blocks."""
-    for numbers in _files(blocks):
-        numbers.file.close()
+        text.file.close()
 
 
 def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:

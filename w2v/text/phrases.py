@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,36 +41,53 @@ class Phrases(NamedTuple):
     codes: np.ndarray  # of joined words; some may have become parts of longer ones
 
 
-class CodedText:
-    """A text as codes of its words, int32, in a temporary file.
+class Block(NamedTuple):
+    """A block of a `CodedText`."""
 
-    LINE_END stands for a line feed.
+    first: int  # place of its first token
+    tokens: int  # words and line ends
+    lines: int
+    tail: int  # words after the last line end
+
+
+class CodedText:
+    """A text as numbers of its words, int32, in a temporary file.
+
+    LINE_END stands for a line feed. Several threads may append blocks.
     """
 
     def __init__(self, folder: Path):
         self.file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - its user closes it
-        self.blocks: list[tuple[int, int, int]] = []  # tokens, line ends, words after the last one
+        self.blocks: list[Block] = []
         self.tokens = 0
+        self._lock = Lock()
 
-    def append(self, codes: np.ndarray) -> None:
-        """Write a block of codes."""
+    def append(self, codes: np.ndarray) -> Block:
+        """Write a block."""
         ends = np.flatnonzero(codes == LINE_END)
         tail = len(codes) - (ends[-1] + 1 if len(ends) else 0)
-        self.blocks.append((len(codes), len(ends), tail))
-        self.tokens += len(codes)
         rest = memoryview(codes).cast("B")
-        while rest:  # a full disk takes a part, and raises at the next
-            rest = rest[self.file.write(rest) :]
+        with self._lock:
+            block = Block(self.tokens, len(codes), len(ends), tail)
+            self.blocks.append(block)
+            self.tokens += len(codes)
+            while rest:  # a full disk takes a part, and raises at the next
+                rest = rest[self.file.write(rest) :]
+        return block
 
-    def read(self, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the block of codes from `first` on, and the pairs they begin."""
-        codes = np.empty(min(TOKENS_AT_ONCE, self.tokens - first) + 1, np.int32)
-        codes[-1] = LINE_END  # unless there is one more
+    def read(self, first: int, tokens: int) -> np.ndarray:
+        """Return some tokens; those after the end are LINE_END."""
+        codes = np.full(tokens, LINE_END, np.int32)
         os.preadv(self.file.fileno(), [codes], first * codes.itemsize)
+        return codes
+
+    def pairs(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the TOKENS_AT_ONCE from `first` on, and the pairs they begin."""
+        codes = self.read(first, min(TOKENS_AT_ONCE, self.tokens - first) + 1)
         return codes[:-1], codes[:-1].astype(np.int64) << 32 | codes[1:]
 
     def starts(self) -> range:
-        """Return the first codes of the blocks to `read`."""
+        """Return the values of `first` for all `pairs`."""
         return range(0, self.tokens, TOKENS_AT_ONCE)
 
 
@@ -143,7 +161,7 @@ def _frequent_pairs(text: CodedText, part: int, parts: int) -> tuple[np.ndarray,
     """
     blocks = []
     for first in text.starts():
-        _, pairs = text.read(first)
+        _, pairs = text.pairs(first)
         mine = pairs[(_hash(pairs) % parts == part) & (pairs >= 0)]
         blocks.append(np.unique(mine, return_counts=True))
     pairs, counts = map(np.concatenate, zip(*blocks, strict=True))
@@ -184,7 +202,7 @@ def _join(
     """
 
     def joined_codes(first: int) -> tuple[np.ndarray, np.ndarray]:
-        block, found = text.read(first)
+        block, found = text.pairs(first)
         likely = np.flatnonzero(is_hash[_hash(found) % HASHES])  # few; the search takes 100 ns
         place = np.searchsorted(pairs, found[likely]).clip(max=len(pairs) - 1)
         joined = np.full(len(block), -1, np.int32)

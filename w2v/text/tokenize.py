@@ -85,8 +85,6 @@ class Numbered(NamedTuple):
     """Numbers of the words of a block, and what else is known of it."""
 
     numbers: np.ndarray  # int32 [T], LINE_END for a line feed
-    lines: int  # line ends
-    tail: int  # words after the last of these
     longest: int  # bytes of the longest word
     has_nul: bool
 
@@ -103,15 +101,15 @@ def number_words(
         table: The words so far.
         numbers: int32, filled; one for each byte is enough.
     """
-    state = np.zeros(5, np.int64)
+    state = np.zeros(3, np.int64)
     has_nul = False
     while state[0] < size and not has_nul:
         table.reserve(NEW_WORDS, size // 8 + NEW_WORDS)
         limit = table.size + NEW_WORDS
         arguments = text, size, first, *table.arrays, table.size, limit, state, numbers
         table.size, has_nul = _number(*arguments)
-    _, tokens, lines, after_line, longest = state.tolist()
-    return Numbered(numbers[:tokens], lines, tokens - after_line, longest, has_nul)
+    _, tokens, longest = state.tolist()
+    return Numbered(numbers[:tokens], longest, has_nul)
 
 
 class Partitions:
@@ -367,12 +365,12 @@ def _add(text, start, end, key, slot, number, chunks, starts, slots):
 def _number(text, size, first, chunks, starts, counts, firsts, slots, known, limit, state, numbers):
     """Number words up to the end, or until `limit` words are known.
 
-    `state` is changed: position in the text, words and line ends so far, line ends, the place
-    after the last of these, and the bytes of the longest word.
+    `state` is changed: position in the text, words and line ends so far, and the bytes of the
+    longest word.
 
     Returns the known words, and whether a NUL stopped it.
     """
-    i, token, lines, after_line, longest = state
+    i, token, longest = state
     kind = SPACE
     while i < size and known < limit and kind != NUL:
         end = i
@@ -401,14 +399,10 @@ def _number(text, size, first, chunks, starts, counts, firsts, slots, known, lim
         if kind == END:
             numbers[token] = LINE_END
             token += 1
-            lines += 1
-            after_line = token
         i = end + 1
     state[0] = i
     state[1] = token
-    state[2] = lines
-    state[3] = after_line
-    state[4] = longest
+    state[2] = longest
     return known, kind == NUL
 
 

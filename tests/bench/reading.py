@@ -45,7 +45,7 @@ def write_copies(corpus: Path, count: int, rename: bool, to: Path) -> None:
         renamed[rare] += f"x{place}"
         other = tokenize.WordTable()
         number(" ".join(renamed).encode(), other)  # in the same order
-        joined = tokenize._joined(numbers, other.chunks, other.starts)
+        joined = other.joined(numbers)
         return joined.tobytes().translate(bytes.maketrans(b"\n\1", b" \n"))
 
     with to.open("wb") as file, ThreadPoolExecutor(cores()) as pool:

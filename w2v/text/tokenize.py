@@ -35,9 +35,8 @@ NEW_WORDS = 1 << 12  # for which a table makes room at a time
 PARTITIONS = 64  # of all words, by hash; a power of two
 
 # Integers of 64 bits without a sign: numba makes floats of them where they meet others.
-ZERO, LOW_BYTE, LOW_HALF = map(np.uint64, (0, 0xFF, 0xFFFF_FFFF))
-PARTITION_BITS = np.uint64(PARTITIONS - 1)
-EIGHT, HALF, TOP = map(np.uint64, (8, 32, 56))  # shifts
+ZERO, LOW_HALF = map(np.uint64, (0, 0xFFFF_FFFF))
+HALF, TOP = map(np.uint64, (32, 56))  # shifts
 HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
 ABOVE_SPACE = np.uint64(0x2121_2121_2121_2121)
 FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2**64 / golden ratio
@@ -70,10 +69,18 @@ class WordTable:
 
     def words(self, numbers: np.ndarray) -> list[str]:
         """Return words by their numbers."""
-        if not len(numbers):
-            return []
-        text = _joined(numbers, self.chunks, self.starts)
-        return str(text[:-1].data, "utf-8").split("\n")
+        return str(self.joined(numbers).data, "utf-8").split("\n")[:-1]
+
+    def joined(self, numbers: np.ndarray) -> np.ndarray:
+        """Return words as bytes, each followed by a line feed."""
+        starts = self.starts[numbers]
+        sizes = self.starts[numbers + 1] - starts + 1  # one chunk more, for the line feed
+        ends = np.cumsum(sizes)
+        places = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
+        chunks = self.chunks.take(places, mode="clip")
+        chunks[ends - 1] = NEWLINE
+        text = chunks.view(np.uint8)
+        return text[text != 0]
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -130,7 +137,11 @@ class Partitions:
         One more, the last, is LINE_END: numbers[LINE_END] is replaced by itself.
         """
         codes = np.full(table.size + 1, LINE_END, np.int32)
-        order, bounds = _grouped(_partitions_of(table.slots, table.size))
+        keys, values = table.slots[table.slots[:, 1] > 0].T
+        partitions = np.empty(table.size, np.uint8)
+        hashes = (keys ^ keys >> HALF) * PARTITION_FACTOR >> TOP
+        partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
+        order, bounds = _grouped(partitions)
         offset = 37 * next(self._turns)  # so that threads which merge at once meet seldom
         for partition in (np.arange(PARTITIONS) + offset) % PARTITIONS:
             numbers = order[bounds[partition] : bounds[partition + 1]]
@@ -407,18 +418,6 @@ def _number(text, size, first, chunks, starts, counts, firsts, slots, known, lim
 
 
 @compiled
-def _partitions_of(slots, size):
-    """Return the partition of each word of a hash table."""
-    partitions = np.empty(size, np.uint8)
-    for row in range(len(slots)):
-        number = np.int64(slots[row, 1] & LOW_HALF) - 1
-        if number >= 0:
-            key = slots[row, 0]
-            partitions[number] = ((key ^ key >> HALF) * PARTITION_FACTOR >> TOP) & PARTITION_BITS
-    return partitions
-
-
-@compiled
 def _merge(
     numbers, chunks, starts, counts, firsts,
     to_chunks, to_starts, to_counts, to_firsts, to_slots, known, partition, codes,
@@ -441,26 +440,6 @@ def _merge(
         to_counts[number] += counts[source]
         codes[source] = number * PARTITIONS + partition
     return known
-
-
-@compiled
-def _joined(numbers, chunks, starts):
-    """Return words as bytes, each followed by a line feed."""
-    size = len(numbers)
-    for number in numbers:
-        size += 8 * (starts[number + 1] - starts[number])
-    text = np.empty(size, np.uint8)
-    out = 0
-    for number in numbers:
-        for place in range(starts[number], starts[number + 1]):
-            chunk = chunks[place]
-            while chunk:
-                text[out] = chunk & LOW_BYTE
-                out += 1
-                chunk >>= EIGHT
-        text[out] = NEWLINE
-        out += 1
-    return text[:out]
 
 
 @compiled

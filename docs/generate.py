@@ -7,6 +7,7 @@ The API page has the public classes and functions, with their signatures and doc
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -45,7 +46,7 @@ def api() -> str:
 
 def describe_class(cls: type, name: str) -> list[str]:
     """Document a class: heading, signature, docstrings, its own methods."""
-    parts = [f"## {name}", code(cls, cls.__name__), text(cls)]
+    parts = [f"## {name}", code(cls.__init__), text(cls)]
     # Methods of this package: those of gensim's class are in gensim's documentation.
     own = [base for base in cls.__mro__ if base.__module__.startswith("w2v.")]
     own = [base for base in own if base is cls or base.__name__ not in w2v.PUBLIC]
@@ -55,14 +56,14 @@ def describe_class(cls: type, name: str) -> list[str]:
         if key.startswith("_") or not inspect.isfunction(documented) or not documented.__doc__:
             continue
         parts += [f"### {cls.__name__}.{key}"]
-        parts += [] if isinstance(value, property) else [code(documented, key)]
+        parts += [] if isinstance(value, property) else [code(documented)]
         parts += [text(documented)]
     return parts
 
 
 def describe(function, name: str) -> list[str]:
     """Return the heading, signature and docstring of a function."""
-    return [f"### {name}", code(function, function.__name__), text(function)]
+    return [f"### {name}", code(function), text(function)]
 
 
 def unbound(value):
@@ -70,32 +71,12 @@ def unbound(value):
     return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
 
 
-def code(function, name: str) -> str:
-    """Return a signature, with a line for each argument if it is long."""
-    signature = inspect.signature(function)
-    listed = []
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in listed:
-            listed.append("*")
-        if parameter.name not in ("self", "cls"):
-            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-            listed.append(stars.get(parameter.kind, "") + argument(parameter))
-    returned = signature.return_annotation
-    after = "" if returned is signature.empty else f" -> {returned}"
-    line = f"{name}({', '.join(listed)}){after}"
-    if len(line) > 90:
-        line = "\n".join([f"{name}(", *(f"    {entry}," for entry in listed), f"){after}"])
-    return f"```python\n{line}\n```"
-
-
-def argument(parameter: inspect.Parameter) -> str:
-    """Return name, annotation and default as in the source."""
-    annotation, default = parameter.annotation, parameter.default
-    typed = "" if annotation is parameter.empty else f": {annotation}"
-    if default is parameter.empty:
-        return f"{parameter.name}{typed}"
-    default = f'"{default}"' if isinstance(default, str) else getattr(default, "__name__", default)
-    return f"{parameter.name}{typed} = {default}" if typed else f"{parameter.name}={default}"
+def code(function) -> str:
+    """Return a signature as it stands in the source."""
+    lines = inspect.cleandoc("\n" + inspect.getsource(function)).splitlines()
+    [definition] = ast.parse("\n".join(lines)).body
+    signature = "\n".join(lines[definition.lineno - 1 : definition.body[0].lineno - 1])
+    return f"```python\n{signature.removesuffix(':')}\n```"
 
 
 def text(documented) -> str:

@@ -95,7 +95,7 @@ def test_paused_time_does_not_count(path, clock):
     assert metrics.seconds == 5 and read(path)[0]["words_per_s"] == 20
 
 
-def test_time_that_is_left_is_estimated_from_the_steps_after_the_first(path, clock, caplog):
+def test_time_that_is_left_is_estimated_from_the_second_line_on(path, clock, caplog):
     with Metrics(path, total_words=3_000_000, log_seconds=12) as metrics:
         words = 0
         for seconds in (20, 0.5, 0.5, 0.5, 0.5, 10):

@@ -104,8 +104,6 @@ class Metrics:
         # Points in time.
         self._start = time.monotonic() - self.seconds
         self._logged = self._start + state.get("logged_seconds", 0.0)
-        self._warm: tuple[float, int] | None = None  # seconds and words of the first step
-
         self._board: Any = None
         if path and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -137,9 +135,6 @@ class Metrics:
         self.step += 1
         self.words = words
         self.bar.update(words - self.bar.n)
-        if self._warm is None:
-            # The first step may wait for compilation, so estimates begin after it.
-            self._warm = time.monotonic() - self._start, words
 
     def end_epoch(self, epoch: int) -> None:
         """Note the mean loss of the epoch; wait for the device."""
@@ -173,8 +168,8 @@ class Metrics:
         )
         if self.bar.disable:
             share, left = self.words / self._total_words, ""
-            if since_first_step := self._rate(now):
-                left = f"  {(self._total_words - self.words) / since_first_step:.0f} s left"
+            if self._logged_words:  # the first step may have waited for compilation
+                left = f"  {(self._total_words - self.words) / rate:.0f} s left"
             log.info(
                 f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
             )
@@ -240,10 +235,6 @@ class Metrics:
         if self._board is not None:
             self._board.close()
 
-    def _rate(self, now: float) -> float:
-        """Return the words a second since the first step; 0 before that."""
-        seconds, words = self._warm or (0.0, self.words)
-        return (self.words - words) / (now - self._start - seconds) if self.words > words else 0.0
 
     def _read(self, lr: float) -> None:
         """Update loss, link and bar."""

@@ -1,14 +1,16 @@
 """Word vectors with known answers to analogy questions."""
 
 import numpy as np
+from gensim.models import KeyedVectors
 
-from w2v.vectors import export
 
-
-def kv_of(words, vectors):
-    """Return KeyedVectors of words by falling count."""
-    counts = np.arange(len(words), 0, -1)
-    return export.keyed_vectors(words, counts, np.asarray(vectors, dtype=np.float32))
+def kv_of(words, vectors, counts=None):
+    """Return KeyedVectors of words, by default by falling count."""
+    kv = KeyedVectors(np.shape(vectors)[1])
+    kv.add_vectors(list(words), np.asarray(vectors, dtype=np.float32))
+    counts = np.arange(len(words), 0, -1) if counts is None else counts
+    kv.expandos["count"] = np.array(counts, np.int64)
+    return kv
 
 
 def write_questions(path, sections):

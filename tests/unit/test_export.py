@@ -23,7 +23,7 @@ WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
 @pytest.fixture
 def kv():
     vectors = np.random.default_rng(3).standard_normal((6, 5)).astype(np.float32)
-    return export.keyed_vectors(WORDS, np.array([90, 40, 40, 7, 6, 5]), vectors)
+    return kv_of(WORDS, vectors, [90, 40, 40, 7, 6, 5])
 
 
 @pytest.fixture
@@ -35,15 +35,6 @@ def save_apart(monkeypatch):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.is_file())
-
-
-def test_keyed_vectors_keep_order_counts_and_memory():
-    vectors = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
-    kv = export.keyed_vectors(WORDS, np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), vectors)
-    assert kv.index_to_key == WORDS and kv.get_vecattr("東京", "count") == 4
-    assert kv.vectors is vectors and np.array_equal(kv["paris"], vectors[2])
-    strided = vectors.astype(np.float64)[:, ::2]
-    assert export.keyed_vectors(WORDS, np.ones(6), strided).vectors.dtype == np.float32
 
 
 def test_gensim_loads_all_formats(kv, tmp_path):

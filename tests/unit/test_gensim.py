@@ -17,6 +17,7 @@ import pytest
 from gensim.models import word2vec
 
 from tests.support.pending import GENSIMS
+from tests.support.planted import kv_of
 from w2v import Word2Vec
 from w2v.vectors import export, load
 
@@ -108,7 +109,7 @@ def exported(vectors, path):
             blocks = iter(np.array_split(vectors_VD.astype(np.float32), 3))
             export.save_rows(words, counts, vectors_VD.shape[1], blocks, Path(folder), [kind])
         else:
-            export.save(export.keyed_vectors(words, counts, vectors_VD), folder, [kind])
+            export.save(kv_of(words, vectors_VD, counts), folder, [kind])
         return load.load(Path(folder, f"vectors.{kind}"))
 
 

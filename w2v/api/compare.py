@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
+from w2v.distributed.ranks import SINGLE
 from w2v.system import console
 from w2v.system.files import as_json, atomic_write
 from w2v.system.process import describe_environment
@@ -94,9 +95,11 @@ def train_and_score(
     try:
         with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()
+        table = trainer.loop.step.inputs
         if save:
-            export.save(trainer.vectors(), folder, ("kv",))
-        scores = evaluate.scores(vocab.words, trainer.loop.step.inputs["weight"], *further)
+            blocks = export.in_order(table, SINGLE)
+            export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
+        scores = evaluate.scores(vocab.words, table["weight"], *further)
         return evaluate.as_dict(*scores) | trainer.took()
     except (Diverged, evaluate.EvaluationError) as error:
         return {"diverged": str(error)}

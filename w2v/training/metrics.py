@@ -235,7 +235,6 @@ class Metrics:
         if self._board is not None:
             self._board.close()
 
-
     def _read(self, lr: float) -> None:
         """Update loss, link and bar."""
         loss, pairs = self._loss.read(), self._pairs.read()

@@ -238,11 +238,6 @@ class Trainer:
         if self._ranks.rank == 0:
             self._log_timeline()
 
-    def vectors(self) -> Any:
-        """Return the trained vectors as gensim KeyedVectors."""
-        weights = self._step.inputs["weight"].float().cpu().numpy()
-        return export.keyed_vectors(self.vocab.words, self.vocab.counts, weights)
-
     def took(self) -> dict[str, Any]:
         """Return losses, raw words, seconds, and memory of all ranks.
 

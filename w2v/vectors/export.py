@@ -46,31 +46,6 @@ PROJECTOR_CONFIG = """embeddings {
 """
 
 
-def keyed_vectors(words: Sequence[str], counts: np.ndarray, vectors: np.ndarray) -> KeyedVectors:
-    """Return gensim `KeyedVectors` of V words in this order, with counts.
-
-    vectors [V, D] become float32; contiguous float32 vectors are not copied.
-    """
-    from gensim.models import KeyedVectors
-
-    # KeyedVectors.add_vectors would copy the vectors.
-    kv = KeyedVectors(vectors.shape[1])
-    vars(kv).update(_attributes(words, counts, vectors.shape[1]))
-    kv.vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    return kv
-
-
-def _attributes(words: Sequence[str], counts: np.ndarray, dim: int) -> dict[str, Any]:
-    """Return the attributes of `KeyedVectors`, except for its vectors."""
-    return {
-        "vector_size": dim,
-        "index_to_key": list(words),
-        "key_to_index": {word: row for row, word in enumerate(words)},
-        "next_index": len(words),
-        "expandos": {"count": np.array(counts, np.int64)},
-    }
-
-
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
     """Yield the weights of a sharded table, in row order, on rank 0.
 
@@ -170,7 +145,7 @@ def save_rows(
                     vectors[first:end] = block_nD
                 first = end
             # The threads go on while the words are pickled.
-            _write_kv(new / "vectors.kv", _attributes(words, counts, dim), vectors)
+            _write_kv(new / "vectors.kv", words, counts, dim, vectors)
             sums = {name: file.checksum() for name, file in files.items()}
             sums["vectors.kv"] = hash_file(new / "vectors.kv", hashlib.sha256())
             (folder / SUMS).unlink(missing_ok=True)  # wrong until all files are in place
@@ -299,11 +274,17 @@ def _new_files(folder: Path) -> Iterator[Path]:
     sync(folder)
 
 
-def _write_kv(path: Path, attributes: dict[str, Any], vectors: np.ndarray | None) -> None:
+def _write_kv(
+    path: Path, words: Sequence[str], counts: np.ndarray, dim: int, vectors: np.ndarray | None
+) -> None:
     """Pickle `KeyedVectors` without gensim; vectors in a .npy file are None."""
     inline = {} if vectors is None else {"vectors": vectors}
     state = {
-        **attributes,
+        "vector_size": dim,
+        "index_to_key": list(words),
+        "key_to_index": {word: row for row, word in enumerate(words)},
+        "next_index": len(words),
+        "expandos": {"count": np.array(counts, np.int64)},
         **inline,
         "norms": None,
         "mapfile_path": None,

@@ -389,8 +389,7 @@ def describe_config() -> str:
 def find_config(name: str | Path) -> Path:
     """Return the file of a config: a path, or a name such as adam or text8.
 
-    Raises:
-        ConfigError: There is none; the message suggests the nearest.
+    Raises `ConfigError` if there is none, with the nearest.
     """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in YAML_SUFFIXES:

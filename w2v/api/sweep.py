@@ -100,16 +100,10 @@ def sweep(
     folder: Path,
     further: Further | tuple[()] = (),
 ) -> Config | None:
-    """Train what the folder lacks, and return the best config.
+    """Train what the folder lacks; return the best config, or None.
 
-    Args:
-        configs: What to train, by the name of its run; those of one run.name are ranked together.
-        seeds: Seeds of the best; the others get the first.
-        folder: For the folders of the runs.
-        further: Sets to score beside gensim's.
-
-    Returns:
-        None if all diverged.
+    Configs of one run.name are ranked together. The best gets all seeds, the others get the first.
+    None is best if all diverged.
     """
     trained = compare.train(configs, seeds[:1], folder, further, save=False)
     # More seeds may show that another point is best, which then needs all seeds too.

@@ -25,10 +25,8 @@ class Decision(NamedTuple):
 class Lockstep:
     """Keeps ranks at the same step.
 
-    Args:
-        ranks: All of them.
-        vote: This rank's wish when a batch is drawn. The highest status of all ranks, and rank 0's
-            wish to save, decide.
+    `vote` returns this rank's wish when a batch is drawn. The highest status of all ranks, and rank
+    0's wish to save, decide.
     """
 
     def __init__(self, ranks: Ranks, vote: Callable[[], Decision]):

@@ -72,13 +72,8 @@ class Choice(NamedTuple):
 def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
     """Choose batch size and the optimizer's settings, where they are `auto`.
 
-    Args:
-        config: The settings.
-        vocab: The words of the text.
-        kernels: As in the plan; if "sequential", each center is a step of its own.
-
-    Raises:
-        ConfigError: The learning rate is auto, and the optimizer has none.
+    `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
+    `ConfigError` if the learning rate is auto and the optimizer has none.
     """
     use = Use.of(config, vocab)
     sequential = kernels == "sequential"

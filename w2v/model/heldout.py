@@ -25,8 +25,7 @@ CPU = torch.device("cpu")
 def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
     """Return numbers of evenly spread sentences with about `words` words.
 
-    Raises:
-        ConfigError: That would be half the text or more.
+    Raises `ConfigError` if that would be half the text or more.
     """
     sentences, ids = len(offsets_S) - 1, int(offsets_S[-1])
     chosen = -(-words * sentences // ids)
@@ -42,10 +41,8 @@ def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
 class HeldOut:
     """Pairs of a text's held-out sentences, drawn once.
 
-    They are drawn on the CPU without a pool, so that they are the same on every machine.
-
-    Raises:
-        ConfigError: The sentences have no pair of words.
+    They are drawn on the CPU without a pool, so that they are the same on every machine. Raises
+    `ConfigError` if the sentences have no pair of words.
     """
 
     def __init__(self, text: TrainingText, model: ModelConfig, device: torch.device):
@@ -72,10 +69,7 @@ class HeldOut:
     def loss(self, input_VD: Tensor, output_VD: Tensor, ranks: Ranks = SINGLE) -> float:
         """Return the mean loss of a pair and its negatives.
 
-        Args:
-            input_VD: This rank's input vectors, on any device.
-            output_VD: This rank's output vectors, on any device.
-            ranks: The ranks that the vectors are divided between.
+        The vectors are those of this rank, on any device.
         """
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         pairs = torch.zeros((), dtype=torch.int64, device=self._device)

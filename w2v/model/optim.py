@@ -38,10 +38,8 @@ class RowOptimizer:
     once a table, as in SparseAdam; with `row` each row has its own, so that bias correction counts
     the steps of that row.
 
-    Attributes:
-        formula: Name of the formula in the fused kernels (cu/optim.cu, cpu_loops.py) that makes
-            the same step; empty where only torch has it.
-        occurrence_cap: See `OptimizerConfig`.
+    `formula` names the formula in the fused kernels (cu/optim.cu, cpu_loops.py) that makes the same
+    step; it is empty where only torch has it.
 
     Raises:
         ConfigError: The class does not exist, refuses its arguments, or is not row-separable.
@@ -106,10 +104,9 @@ class RowOptimizer:
         return Hyper(float(lr), *self._hyper[1:])
 
     def count_step(self, table: TableLike) -> tuple[float, int]:
-        """Count a step of the table.
+        """Count a step of the table; return its number, and a column.
 
-        Returns:
-            The step's number, and the column in which rows count their own steps, or -1.
+        In that column, rows count their own steps; it is -1 if they do not.
         """
         number = 0.0
         if (step := table.scalars.get("step")) is not None:
@@ -128,12 +125,8 @@ class RowOptimizer:
     ) -> None:
         """Step decoded records of a table in place, by the torch.optim class.
 
-        Args:
-            table: Says what the columns of a record are, and has the scalars of the state.
-            records_UR: Records of unique rows, float32 or float64.
-            grad_UD: Their gradients.
-            pairs_U: How many pairs each gradient sums, for `occurrence_cap`.
-            lr: Learning rate.
+        The records are of unique rows, float32 or float64. `pairs_U` counts the pairs that each
+        gradient sums, for `occurrence_cap`.
         """
         if cap := self.occurrence_cap:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
@@ -328,10 +321,8 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
         pair = accepted[key].default
         if isinstance(pair, tuple):
-            value, numbers = (
-                config.args[key],
-                "[" + ",".join(f"{number:g}" for number in pair) + "]",
-            )
+            value = config.args[key]
+            numbers = "[" + ",".join(f"{number:g}" for number in pair) + "]"
             if not isinstance(value, (list, tuple)) or len(value) != len(pair):
                 expected = f"must be {len(pair)} numbers, such as {numbers}"
                 raise ConfigError(f"optimizer.args.{key}={value} {expected}")

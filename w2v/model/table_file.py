@@ -25,8 +25,7 @@ def save(table: Table, path: Path) -> None:
 def load(table: Table, path: Path) -> None:
     """Fill the table from a file that `save` wrote.
 
-    Raises:
-        ValueError: The file's fields, shapes or dtype differ; the table is unchanged.
+    Raises `ValueError` if its fields, shapes or dtype differ; the table is then unchanged.
     """
     try:
         found = load_file(path)

@@ -97,17 +97,9 @@ def join_phrases(
     """Join pairs that score above the threshold, in some passes.
 
     Words are joined from the left, and each becomes part of one pair at most; a later pass may join
-    joined words. Other than in gensim, the count of a pair does not include words of the text that
-    are spelled like the joined pair.
-
-    Args:
-        text: Closed at the end, unless it is returned.
-        merged: Words by their codes; joined words are added.
-        passes: At most; it ends when there is nothing left to join.
-        threshold: Of the score (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words
-            and pairs.
-        workers: Threads.
-        folder: Where the new text is written.
+    joined words. The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and
+    pairs. Other than in gensim, n_ab does not include words of the text that are spelled like the
+    joined pair. Joined words are added to `merged`; the text is closed, unless it is returned.
     """
     counts, firsts = merged.totals()
     found = [np.empty(0, np.int32)]

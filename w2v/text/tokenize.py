@@ -101,12 +101,8 @@ def number_words(
 ) -> Numbered:
     """Number and count the words of a block; add new ones to the table.
 
-    Args:
-        text: uint8, see `padded`.
-        size: Bytes of the text.
-        first: Position of the first word; every word and line end takes one.
-        table: The words so far.
-        numbers: int32, filled; one for each byte is enough.
+    The text is uint8, see `padded`, with `size` bytes. `first` is the position of its first word;
+    every word and line end takes one. `numbers` is filled, int32; one for each byte is enough.
     """
     state = np.zeros(3, np.int64)
     has_nul = False
@@ -193,12 +189,8 @@ def padded(text: bytes) -> np.ndarray:
 def normalised(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
     """Replace characters by others; return the new text and its size.
 
-    The size is -1 if the text is not UTF-8 or a character has no replacement of its own.
-
-    Args:
-        text: As in `number_words`.
-        size: Bytes of the text.
-        becomes: int32, what each code point becomes; later ones stay. -1 has no replacement.
+    The size is -1 if the text is not UTF-8 or a character has no replacement of its own, which is
+    -1 in `becomes`, int32: what each code point becomes. Later ones stay.
     """
     new = np.empty(3 * size // 2 + PADDING, np.uint8)  # 2 bytes become at most 3
     size = _normalise(text, size, becomes, new)

@@ -120,12 +120,10 @@ class Checkpoints:
             )
 
     def save(self, state: dict[str, Any], copied: bool = True) -> None:
-        """Write the tables and rank 0's state.
+        """Write the tables and rank 0's state, which JSON can hold.
 
-        Args:
-            state: what JSON can hold; its "step" names the checkpoint.
-            copied: False if the tables stay as they are until `wait`: nothing is copied, and all is
-                written in the background.
+        `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
+        written in the background.
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
@@ -286,11 +284,7 @@ class Checkpoint:
 def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
     """Return the newest checkpoint in a folder, or None without any.
 
-    All ranks must share the folder.
-
-    Raises:
-        CheckpointError: if it cannot be used.
-        RanksDiffer: if the ranks do not see the same one.
+    Raises `CheckpointError` if it cannot be used, and `RanksDiffer` if ranks see different ones.
     """
     path = next(reversed(_saved(folder)), None)
     seen = {f"the newest checkpoint in {folder}": path.name if path else None}

@@ -40,16 +40,9 @@ def choose_paging(
 ) -> tuple[Paging, Tensor | None]:
     """Choose the most steps a page for which two pages fit into the cache.
 
-    Args:
-        batches: The first batches, of all ranks together.
-        kernels: Mark the rows that a batch touches.
-        rows: Rows of a whole table.
-        slots: Capacity of a rank's cache in rows.
-        world_size: Ranks that share the rows.
-        steps: Batches of a page, if configured.
-
-    Returns:
-        The paging, and the marks of two pages' rows, bool [2, V], if they fit.
+    The batches are the first ones, of all ranks together; `rows` are those of a whole table, and
+    `slots` the capacity of a rank's cache in rows. `steps` is given if configured. Returns also the
+    marks of two pages' rows, bool [2, V], if they fit.
     """
     chosen: tuple[Paging, Tensor | None] = Paging(steps or 1), None
     marks_TV: Tensor | None = None
@@ -74,12 +67,8 @@ def choose_lookahead(
     A row stays on the GPU between two uses at most a window apart. The text is read from its
     beginning forward, and from its end backward, as one epoch follows the other: a word last used
     `past` chunks ago, and used next in `future` chunks, stays if past + future is in the window.
-
-    Args:
-        ids_N: The text as word ids.
-        chunk_words: Words of a chunk.
-        page_marks_TV: Rows of the two pages at hand, which are on the GPU anyway.
-        slots: Capacity of the cache in rows.
+    The rows in `page_marks_TV`, of the two pages at hand, are on the GPU anyway. `slots` is the
+    capacity of the cache in rows.
     """
     device = page_marks_TV.device
     chunks = len(ids_N) // chunk_words

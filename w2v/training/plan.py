@@ -220,14 +220,8 @@ def make_plan(
 ) -> Plan:
     """Decide where and how to train.
 
-    Args:
-        config: The settings.
-        opened: The corpus, if it is open.
-        run: The folder of a run that is resumed, whose checkpoints will make room.
-        ranks: The processes that train together.
-
-    Raises:
-        ConfigError: The machine cannot do what the config asks for.
+    `opened` is the corpus, if it is open; `run` the folder of a run that is resumed, whose old
+    checkpoints will make room. Raises `ConfigError` if this machine cannot do what is asked for.
     """
     machine = Machine.here(ranks)
     device = choose_device(config, machine)

@@ -77,8 +77,7 @@ def _find_restarted(runs: str) -> Path | None:
 def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> Config:
     """Return the settings of the run, changed by config files and assignments.
 
-    Raises:
-        ConfigError: if there is a checkpoint and a setting differs that must not change.
+    Raises `ConfigError` if there is a checkpoint and a setting differs that must not change.
     """
     config = load_config([folder / "config.yaml", *files], assignments)
     if saved := checkpoint.latest(folder / "checkpoints"):

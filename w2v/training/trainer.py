@@ -102,9 +102,7 @@ class TrainingLoop:
     def check_finite(self, remedy: Callable[[], str], steps_before: int = 0) -> None:
         """Raise `Diverged` if loss or rows are not finite; wait for the device.
 
-        Args:
-            remedy: Says what the user can do.
-            steps_before: Steps of the run before this process.
+        `steps_before` are the steps of the run before this process.
         """
         if fault := int(self.step.state.fault):
             number = fault >> FAULT_BITS

@@ -73,7 +73,6 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
         if config.train.device != "cpu" and not launcher.started():
             open_gpu()
-        from w2v.text import open_together
         from w2v.training import plan, run_folder, trainer
     ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
@@ -85,7 +84,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     ranks.require_equal(plan.common_facts(config))
     timeline.begin("reading")
     checked = encoder is not None and encoder.exitcode == 0  # the checksums, by that process
-    opened = open_together(config, ranks, checked)
+    opened = plan.open_together(config, ranks, checked)
 
     # Plan, and check that it fits.
     timeline.begin("set-up")

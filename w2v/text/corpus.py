@@ -7,11 +7,10 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -148,21 +147,6 @@ def checksums(path: Path) -> list[int]:
     size = path.stat().st_size
     with ThreadPoolExecutor(cores()) as pool:
         return [size, *pool.map(crc32, range(0, size, PIECE_BYTES))]
-
-
-class Ranks(Protocol):
-    """What `open_together` needs of `w2v.distributed.ranks.Ranks`."""
-
-    rank: int
-
-    def reraise(self) -> AbstractContextManager[None]: ...
-
-
-def open_together(config: Config, ranks: Ranks, checked: bool = False) -> tuple[Vocab, Corpus]:
-    """Open the corpus on all ranks; rank 0 encodes it if necessary."""
-    with ranks.reraise():
-        opened = open_corpus(config, checked) if ranks.rank == 0 else None
-    return opened or open_corpus(config)  # the others find it in the cache
 
 
 def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:

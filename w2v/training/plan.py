@@ -36,7 +36,7 @@ from w2v.model.sampler import Sampler, TrainingText, noise_distribution, reach
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import cores, git_commit, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
-from w2v.text import open_together
+from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
 from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows, fitting_batch_size
@@ -203,6 +203,13 @@ def join_ranks(config: Config) -> Ranks:
     ranks = ProcessGroup(choose_device(config, Machine.here()).type)
     torch.set_num_threads(max(1, cores() // ranks.local_size))
     return ranks
+
+
+def open_together(config: Config, ranks: Ranks, checked: bool = False) -> tuple[Vocab, Corpus]:
+    """Open the corpus on all ranks; rank 0 encodes it if necessary."""
+    with ranks.reraise():
+        opened = open_corpus(config, checked) if ranks.rank == 0 else None
+    return opened or open_corpus(config)  # the others find it in the cache
 
 
 def common_facts(config: Config) -> dict[str, Any]:

@@ -193,29 +193,35 @@ def _join(
     Returns the text, and count and first position of each of `size` codes.
     """
 
-    def joined_codes(first: int) -> tuple[np.ndarray, np.ndarray]:
+    def join(first: int, is_taken: bool = False) -> tuple[np.ndarray, bool]:
+        """Return a block, and whether it takes the first word of the next one.
+
+        `is_taken` says so of its own first word.
+        """
         block, found = text.pairs(first)
         likely = np.flatnonzero(is_hash[_hash(found) % HASHES])  # few; the search takes 100 ns
         place = np.searchsorted(pairs, found[likely]).clip(max=len(pairs) - 1)
         joined = np.full(len(block), -1, np.int32)
         joined[likely] = np.where(pairs[place] == found[likely], codes[place], -1)
-        return block, joined
+        # Of pairs that overlap, every other one is joined: those at an odd distance from the word
+        # before, which begins no pair, or is taken itself.
+        places = np.arange(len(block), dtype=np.int32)
+        before = np.maximum.accumulate(np.where(joined < 0, places, 0 if is_taken else -1))
+        begins = (joined >= 0) & ((places - before) % 2 == 1)
+        is_second = np.append(is_taken, begins[:-1])
+        return np.where(begins, joined, block)[~is_second], begins[-1]
 
     is_hash = np.zeros(HASHES, bool)
     is_hash[_hash(pairs) % HASHES] = True
     new = CodedText(folder)
     counts = np.zeros(size, np.int64)
     firsts = np.full(size, -1, np.int64)
-    is_taken = False  # the first word of a block, as the last one of the block before took it
-    for block, joined in in_order(pool, joined_codes, zip(text.starts()), 2 * workers):
-        # Of pairs that overlap, every other one is joined: those at an odd distance from the word
-        # before, which begins no pair, or is taken itself.
-        places = np.arange(len(block))
-        before = np.maximum.accumulate(np.where(joined < 0, places, 0 if is_taken else -1))
-        begins = (joined >= 0) & ((places - before) % 2 == 1)
-        is_second = np.append(is_taken, begins[:-1])
-        is_taken = begins[-1]
-        block = np.where(begins, joined, block)[~is_second]
+    is_taken = False
+    blocks = in_order(pool, join, zip(text.starts()), 2 * workers)
+    for first, (block, takes_next) in zip(text.starts(), blocks, strict=True):
+        if is_taken:  # seldom, so each block is joined before this is known
+            block, takes_next = join(first, is_taken)
+        is_taken = takes_next
         words = block[block != LINE_END]
         np.add.at(counts, words, 1)
         fresh = np.flatnonzero(firsts[words] < 0)[::-1]  # the first of equal words is set last

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from w2v.system.files import atomic_write, printable, refused
 from w2v.text.vocab import HEADER
 from w2v.vectors.datasets import ASKED, title
@@ -26,8 +24,7 @@ def write(folder: Path) -> Path:
 
 def describe(run: Run) -> str:
     """Return the model card as Markdown."""
-    corpus, vocab, train = (run.config[section] for section in ("corpus", "vocab", "train"))
-    scores = run.scores
+    settings, scores = run.settings, run.scores
     with (run.folder / "vocab.tsv").open(encoding="utf-8", newline="\n") as file:
         header = HEADER.fullmatch(file.readline().rstrip("\n"))
         words, raw_words, raw_types = map(int, header.groups())
@@ -40,21 +37,22 @@ def describe(run: Run) -> str:
     # The parts of sentences that are not always there.
     binary = '  # or KeyedVectors.load_word2vec_format("vectors.bin", binary=True)'
     binary = binary if (run.folder / "vectors.bin").exists() else ""
-    case = ", lower-cased" if corpus["lowercase"] else ""
-    times = "once" if vocab["min_count"] == 1 else f"{vocab['min_count']} times"
-    limit = f", at most {vocab['max_final_vocab']:,}" if vocab["max_final_vocab"] else ""
+    case = ", lower-cased" if settings["corpus.lowercase"] else ""
+    least, most = settings["vocab.min_count"], settings["vocab.max_final_vocab"]
+    times = "once" if least == 1 else f"{least} times"
+    limit = f", at most {most:,}" if most else ""
     held_out = scores.get("held_out_loss")
     unseen = "" if held_out is None else f", {held_out:.4f} on held-out text"
     seconds = scores["seconds"]
     rate = f"{scores['words'] / seconds / 1e6:.3g} M words/s" if seconds else "no time"
     loss = "-" if scores["loss"] is None else f"{scores['loss']:.4f}"
-    path = printable(corpus["path"]).translate(MARKUP)
+    path = printable(settings["corpus.path"]).translate(MARKUP)
     # A run of an older version has no architecture.
-    model = "CBOW" if run.settings.get("model.architecture") == "cbow" else "skip-gram"
+    model = "CBOW" if settings.get("model.architecture") == "cbow" else "skip-gram"
     return f"""# Word vectors of {path}
 
-{words:,} words of {run.settings["model.vector_size"]} dimensions, trained by {model} with \
-negative sampling and {run.settings["optimizer.name"]}.
+{words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
+negative sampling and {settings["optimizer.name"]}.
 
 ```python
 from gensim.models import KeyedVectors
@@ -67,7 +65,8 @@ vectors.most_similar({example!r})
 |---|---|
 | text | {path}{case}: {raw_words:,} words, {raw_types:,} distinct |
 | vocabulary | {words:,} words that occur at least {times}{limit} |
-| training | {train["epochs"]} epochs, {scores["words"]:,} words in {seconds:.1f} s, {rate} |
+| training | {settings["train.epochs"]} epochs, \
+{scores["words"]:,} words in {seconds:.1f} s, {rate} |
 | loss | {loss} a positive pair{unseen} |
 | hardware | {environment["machine"].replace(" |", ",")} |
 | software | commit {environment["commit"]}, Python {environment["python"]}, \
@@ -84,7 +83,7 @@ torch {environment["torch"]} |
 `w2v train config.yaml` trains it again.
 
 ```yaml
-{yaml.safe_dump(run.config, sort_keys=False).rstrip()}
+{(run.folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
 ```
 """
 

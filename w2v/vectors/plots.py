@@ -66,7 +66,7 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     for number, panel in enumerate(shown, start=1):
         axis = figure.add_subplot(rows, columns, number)
         _draw_panel(axis, runs, *panel)
-    corpora = {str(run.config["corpus"]["path"]) for group in runs.values() for run in group}
+    corpora = {str(run.settings["corpus.path"]) for group in runs.values() for run in group}
     figure.suptitle(f"Training on {', '.join(sorted(corpora))}".replace("$", r"\$"))
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
     return _save(figure, file)

@@ -51,7 +51,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
             maps.append(_map(label, kv))
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
-    corpora = sorted({str(run.config["corpus"]["path"]) for run in shown.values()})
+    corpora = sorted({str(run.settings["corpus.path"]) for run in shown.values()})
     page = PAGE.substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
         comparison=_comparison(shown),

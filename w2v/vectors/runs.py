@@ -46,15 +46,9 @@ class Run:
     """What a run has written; scores are empty for an unfinished run."""
 
     folder: Path
-    config: dict[str, dict[str, Any]]
+    settings: dict[str, Any]  # the config by dotted name, such as "optimizer.lr"
     scores: dict[str, Any]
     metrics: list[dict[str, Any]]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The config by dotted name, such as "optimizer.lr"."""
-        sections = self.config.items()
-        return {f"{name}.{key}": keys[key] for name, keys in sections for key in keys}
 
     @property
     def diverged(self) -> bool:
@@ -145,7 +139,7 @@ def read(folder: Path) -> Run:
         scores = folder / "scores.json"
         return Run(
             folder,
-            {section: dict(keys) for section, keys in config.items()},
+            {f"{section}.{key}": keys[key] for section, keys in config.items() for key in keys},
             dict(json.loads(scores.read_text(encoding="utf-8"))) if scores.exists() else {},
             [dict(json.loads(line)) for line in lines],
         )

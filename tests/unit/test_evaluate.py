@@ -215,7 +215,7 @@ def test_further_files_are_scored_beside_gensims(tmp_path):
 def test_report_without_counted_questions_and_pairs_is_a_line():
     score = evaluate.AnalogyScore((evaluate.Section("family", 0, 0, 8),))
     pairs = [evaluate.SimilarityScore("wordsim353", None, 0, 1.0)]
-    sections, sums = evaluate.report(score, pairs)
+    sections, sums = evaluate.report(evaluate.Scores(score, pairs))
     assert not sections and sums.startswith("no scores: ")
 
 
@@ -227,7 +227,7 @@ def test_report_is_aligned_and_json_is_plain():
     ]
     score = evaluate.AnalogyScore(sections)
     header = "analogies     accuracy  correct  counted  skipped"
-    sections, sums = evaluate.report(score, similarities)
+    sections, sums = evaluate.report(evaluate.Scores(score, similarities))
     assert sections.splitlines() == [
         header,
         "family          75.0 %        3        4        1",
@@ -244,10 +244,11 @@ def test_report_is_aligned_and_json_is_plain():
         "SimLex-999           -        0  100.0 %",
     ]
     further = {"msr": evaluate.AnalogyScore([evaluate.Section("part", 1, 2, 3)])}
-    sections, sums = evaluate.report(score, similarities, further)
+    scores = evaluate.Scores(score, similarities, further)
+    sections, sums = evaluate.report(scores)
     assert sections.splitlines()[3] == "msr: part       50.0 %        1        2        3"
     assert sums.splitlines()[4:6] == ["msr             50.0 %        1        2        3", ""]
-    plain = json.loads(json.dumps(evaluate.as_dict(score, similarities, further), allow_nan=False))
+    plain = json.loads(json.dumps(evaluate.as_dict(scores), allow_nan=False))
     assert plain["questions"]["msr"]["total"]["counted"] == 2
     total = {"name": "total", "correct": 3, "counted": 4, "skipped": 8, "accuracy": 0.75}
     assert plain["analogies"]["total"] == total

@@ -24,9 +24,9 @@ def score(options: Namespace) -> None:
     further = options.questions, options.pairs
     scores = evaluate.scores(kv.index_to_key, kv.vectors, *further, options.restrict_vocab)
     if options.json:
-        print(json.dumps(evaluate.as_dict(*scores), indent=1))
+        print(json.dumps(evaluate.as_dict(scores), indent=1))
     else:
-        print(*filter(None, evaluate.report(*scores)), sep="\n\n")
+        print(*filter(None, evaluate.report(scores)), sep="\n\n")
 
 
 def nn(options: Namespace) -> int:

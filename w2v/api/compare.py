@@ -100,7 +100,7 @@ def train_and_score(
             blocks = export.in_order(table, SINGLE)
             export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
         scores = evaluate.scores(vocab.words, table["weight"], *further)
-        return evaluate.as_dict(*scores) | trainer.took()
+        return evaluate.as_dict(scores) | trainer.took()
     except (Diverged, evaluate.EvaluationError) as error:
         return {"diverged": str(error)}
 

@@ -412,16 +412,16 @@ class Trainer:
     def _report(self, scores: evaluate.Scores, weights_ND: Tensor, took: dict[str, Any]) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
-        last = {"analogies": scores[0].total.accuracy}
-        last |= {similarity.name: similarity.spearman for similarity in scores[1]}
+        last = {"analogies": scores.analogies.total.accuracy}
+        last |= {similarity.name: similarity.spearman for similarity in scores.similarities}
         self.metrics.send(held_out_loss=took["held_out_loss"], **last)
-        content = as_json(evaluate.as_dict(*scores) | took, indent=1)
+        content = as_json(evaluate.as_dict(scores) | took, indent=1)
         atomic_write(folder / "scores.json", content)
         card.write(folder)
         held_out = ""
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
-        sections, sums = evaluate.report(*scores)
+        sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
         vectors = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -145,7 +145,12 @@ def similarity(
     )
 
 
-Scores = tuple[AnalogyScore, list[SimilarityScore], dict[str, AnalogyScore]]
+class Scores(NamedTuple):
+    """Scores of Google's analogies, word pairs, and further analogies by file."""
+
+    analogies: AnalogyScore
+    similarities: Sequence[SimilarityScore]
+    further: Mapping[str, AnalogyScore] = {}
 
 
 def scores(
@@ -155,26 +160,19 @@ def scores(
     pairs: Sequence[str | Path] = (),
     restrict_vocab: int | None = ASKED,
 ) -> Scores:
-    """Score Google's analogies, word pairs, and further files of both.
-
-    Returns:
-        Google's score, the scores of word pairs, and those of further questions by file.
-    """
+    """Score Google's analogies, word pairs, and further files of both."""
     google, *further = (
         analogies(words, vectors, file, restrict_vocab) for file in (None, *questions)
     )
     sets = (*datasets.PAIR_SETS, *pairs)
     similarities = [similarity(words, vectors, name, restrict_vocab) for name in sets]
-    return google, similarities, dict(zip(map(datasets.set_name, questions), further, strict=True))
+    names = map(datasets.set_name, questions)
+    return Scores(google, similarities, dict(zip(names, further, strict=True)))
 
 
-def report(
-    score: AnalogyScore,
-    similarities: Sequence[SimilarityScore],
-    further: Mapping[str, AnalogyScore] | None = None,
-) -> tuple[str, str]:
+def report(scores: Scores) -> tuple[str, str]:
     """Format the scores as aligned tables: sections of analogies, and sums."""
-    further = further or {}
+    score, similarities, further = scores
     counted = sum(other.total.counted for other in (score, *further.values()))
     if not counted and not any(pairs.pairs for pairs in similarities):
         nothing = "no scores: no question of the analogies and no word pair is in the vocabulary"
@@ -202,18 +200,14 @@ def report(
     return "\n".join(table(sections)), "\n".join(lines)
 
 
-def as_dict(
-    score: AnalogyScore,
-    similarities: Sequence[SimilarityScore],
-    further: Mapping[str, AnalogyScore] | None = None,
-) -> dict[str, Any]:
+def as_dict(scores: Scores) -> dict[str, Any]:
     """Return the scores as plain values for JSON; shares are from 0 to 1.
 
     "questions" has those of further files of analogies by name.
     """
-    by_name = {pairs.name: asdict(pairs) for pairs in similarities}
-    plain = {"analogies": asdict(score), "similarity": by_name}
-    others = {name: asdict(other) for name, other in (further or {}).items()}
+    by_name = {pairs.name: asdict(pairs) for pairs in scores.similarities}
+    plain = {"analogies": asdict(scores.analogies), "similarity": by_name}
+    others = {name: asdict(other) for name, other in scores.further.items()}
     return plain | {"questions": others} if others else plain
 
 

@@ -155,13 +155,9 @@ def tokenize_mode(
         return settings.tokenize, ""
     with opened(files[0], settings.field) as file:
         tokens = file.read(SAMPLE_BYTES).decode(errors="replace").split()
-    ending = [token for token in tokens if not token[-1].isalnum() and len(token) > 1]
-    raw = [
-        token
-        for token in ending
-        if unicodedata.category(token[-1])[0] == "P" and any(map(str.isalnum, token))
-    ]
-    share = len(raw) / (len(tokens) or 1)
+    ending = [token for token in tokens if unicodedata.category(token[-1])[0] == "P"]
+    raw = sum(any(map(str.isalnum, token)) for token in ending)
+    share = raw / (len(tokens) or 1)
     if share <= RAW_SHARE:
         return "whitespace", ""
     return "words", f"{100 * share:.0f} % of the tokens end in punctuation: tokenize=words"

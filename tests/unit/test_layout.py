@@ -86,29 +86,30 @@ def read(path):
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_imports_go_one_way(path):
-    assert wrong_imports(read(path), path) == []
+def offenders(paths, check):
+    """Return what the check finds, by file."""
+    return {path: found for path in paths if (found := check(path))}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folder_has_few_entries(folder):
-    assert len(entries(ROOT / folder)) <= MAX_ENTRIES
+def test_imports_go_one_way():
+    assert offenders(MODULES, lambda path: wrong_imports(read(path), path)) == {}
 
 
-@pytest.mark.parametrize("path", PYTHON)
-def test_docstrings_start_with_a_short_line(path):
-    assert long_summaries(read(path)) == []
+def test_folders_have_few_entries():
+    crowded = {folder: entries(ROOT / folder) for folder in FOLDERS}
+    assert {folder: names for folder, names in crowded.items() if len(names) > MAX_ENTRIES} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_lines_are_short(path):
-    assert long_lines(read(path)) == []
+def test_docstrings_start_with_a_short_line():
+    assert offenders(PYTHON, lambda path: long_summaries(read(path))) == {}
 
 
-@pytest.mark.parametrize("path", TESTS)
-def test_no_test_imports_another(path):
-    assert imported_tests(read(path), path) == []
+def test_lines_are_short():
+    assert offenders(SOURCES, lambda path: long_lines(read(path))) == {}
+
+
+def test_no_test_imports_another():
+    assert offenders(TESTS, lambda path: imported_tests(read(path), path)) == {}
 
 
 def test_every_package_has_a_place_in_the_order():

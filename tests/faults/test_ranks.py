@@ -35,10 +35,13 @@ def device(request):
 
 
 @pytest.fixture(scope="module")
-def programs(device, tmp_path_factory):
-    running = Programs(tmp_path_factory.mktemp("programs"), gpus=device == "cuda")
-    yield running
-    running.close()
+def programs(programs, device, tmp_path_factory):
+    """The programs of all tests; with GPUs, others that see them."""
+    if device == "cpu":
+        yield programs
+        return
+    with contextlib.closing(Programs(tmp_path_factory.mktemp("programs"), gpus=True)) as seeing:
+        yield seeing
 
 
 @pytest.fixture(scope="module")

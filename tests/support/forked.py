@@ -1,6 +1,6 @@
-"""train.py and evaluate.py in forked processes with everything imported.
+"""train.py and evaluate.py in forked processes with everything loaded.
 
-So a run takes a third of a second. A process that takes minutes is ended by SIGALRM.
+So a run takes a tenth of a second. A process that takes minutes is ended by SIGALRM.
 
 With `ranks` torchrun's parts start train.py in processes that the forked one forks; or, as a
 forked process should not use CUDA, torchrun itself does, which takes ten seconds.
@@ -15,12 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # A forked process flushes its output and joins its threads, but does not tear down its modules.
 FORKING = """
-import gc, json, multiprocessing.synchronize, os, resource, signal, sys, threading, time, traceback
+import contextlib, gc, io, json, multiprocessing.synchronize, os, resource, signal, sys
+import tempfile, threading, time, traceback
+from pathlib import Path
 import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, train
-import torch, torch._dynamo, torch._inductor
+import torch, torch._dynamo, torch._inductor  # which deterministic runs import
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tests.support.tiny import tiny_arguments
 from w2v.api import commands
 from w2v.distributed import launcher as torchrun
 from w2v.text import encode
@@ -47,6 +50,10 @@ def spawned_ranks(ranks, restarts, arguments):
     run.run(run.parse_args([*options, train.__file__, *arguments]))
 
 torch.set_num_threads(1)
+if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+    # A run loads machine code and numba's types, which took each forked one a third of a second.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        assert train.main(tiny_arguments(Path(folder))) == 0
 gc.collect()
 gc.freeze()
 print("ready", flush=True)
@@ -90,16 +97,19 @@ class Programs:
     def __init__(self, folder, gpus=False):
         self.output, self._forked = folder / "output.txt", not gpus
         self._running = False
+        self._server = None  # until a program is started
+
+    def _start_server(self):
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        if not gpus:
+        if self._forked:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self._server = subprocess.Popen(
             [sys.executable, "-c", FORKING],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=folder,
+            cwd=self.output.parent,
             env=environment,
         )
         assert self._server.stdout.readline() == "ready\n"
@@ -111,6 +121,8 @@ class Programs:
             each for ${local_rank} in the arguments.
         limits: of `resource`, such as RLIMIT_FSIZE.
         """
+        if self._server is None:
+            self._start_server()
         if self._running:  # a test that failed did not wait for its program
             self.wait()
         forked = self._forked if forked is None else forked
@@ -135,5 +147,7 @@ class Programs:
 
     def close(self):
         """End the process that forks the others."""
+        if self._server is None:
+            return
         self._server.stdin.close()
         self._server.wait(30)

@@ -3,6 +3,7 @@
 Ranks are threads, which share a GPU where one is used, or processes, each with a GPU of its own.
 """
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -48,6 +49,7 @@ BACKENDS = pytest.mark.parametrize(
         pytest.param("reference", "cuda", marks=GPU),
         pytest.param("cuda", "cuda", marks=GPU),
     ],
+    scope="module",  # as that of processes on a device
 )
 # Largest difference by the tables' type: that of sums in another order.
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -149,22 +151,26 @@ def test_every_formula(name):
 
 
 def in_deterministic_mode(ranks, body):
-    """Return what a body returns in torch's deterministic mode."""
-    torch.use_deterministic_algorithms(True)
+    """Return what a body returns; on GPUs in torch's deterministic mode."""
+    if torch.cuda.is_available():  # else the call only imports torch's compiler
+        torch.use_deterministic_algorithms(True)
     return body(ranks)
+
+
+@pytest.fixture(scope="module")
+def pool(device):
+    """Two processes on the device."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    with contextlib.closing(Pool(2, device)) as processes:
+        yield processes
 
 
 @BACKENDS
 @pytest.mark.parametrize("engine, room", [("resident", 0), ("cache", 0.95)])
-def test_ranks_in_processes(kernels, device, engine, room):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+def test_ranks_in_processes(pool, kernels, device, engine, room):
     how = {"kernels": kernels, "engine": engine, "room": room, "cap": 8, "steps_per_page": 2}
-    pool = Pool(2, device)
-    try:
-        check(partial(pool.run, in_deterministic_mode), device, **how)
-    finally:
-        pool.close()
+    check(partial(pool.run, in_deterministic_mode), device, **how)
 
 
 def count_exchanges(ranks, **how):

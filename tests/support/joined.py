@@ -12,7 +12,7 @@ from w2v.distributed.ranks import ProcessGroup
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch", "w2v.training.trainer", "w2v.training.plan", "w2v.distributed.ranks"]
+    ["pytest", "torch", "w2v.training.trainer", "w2v.training.plan", "w2v.distributed.ranks"]
 )
 
 

@@ -81,7 +81,8 @@ sweep: $(INSTALLED) ## search the best settings of OPT: ARGS='section.key=value,
 	$(PY) -m w2v sweep $(OPT) --base $(CONFIG) --seeds $(SEEDS) \
 	  --set $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
 
-TEST_ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) \
+# Byte code is kept, or pytest would rewrite all assertions anew in each process.
+TEST_ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(JOBS) \
   --maxprocesses 8 --dist worksteal
 
 test: $(TOOLS) ## run the tests that need no GPU

@@ -1,6 +1,7 @@
 """Fixtures of all tests, and the reason to skip those that need a GPU."""
 
 import contextlib
+import gc
 from importlib.util import find_spec
 
 import pytest
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_tests and (reason := why_no_gpu()):
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what was imported: it took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def why_no_gpu() -> str | None:

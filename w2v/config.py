@@ -123,7 +123,7 @@ class VocabConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """What is learned: skip-gram or CBOW, with negative sampling."""
+    """What is learned: skip-gram or CBOW, and by which softmax."""
 
     architecture: Literal["skipgram", "cbow"] = key(
         "skipgram", "Predict a center from each context word (skipgram), or from all (cbow; CPU)."
@@ -132,7 +132,8 @@ class ModelConfig(Section):
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Draw each window from 1 to window; near words weigh more.")
-    negative: int = key(5, "Negative samples drawn for each center word.", at_least=1)
+    hs: bool = key(False, "Hierarchical softmax (CPU), alone with negative=0, or beside negatives.")
+    negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
         -1,
         "Draw negatives from a pool of this size (0: no pool; auto: where rows are paged).",
@@ -148,6 +149,8 @@ class ModelConfig(Section):
         steps = self.negative_pool_steps
         must_be = "1 without a pool to share; set model.negative_pool=65536"
         require(steps == 1 or self.negative_pool != 0, "model.negative_pool_steps", steps, must_be)
+        must_be = "at least 1 without model.hs=true"
+        require(self.hs or self.negative > 0, "model.negative", self.negative, must_be)
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,7 @@ TABLES = {
     ),
     "gensim": Table(
         ["tuning-2026-11-22", "tuning-2026-11-22-2"],
-        {
-            r"(wiki|books) (gensim alpha=\S+)": r"\1, \2",
-            r"(wiki|books) auto (\w+)": r"\1, \2",
-        },
+        {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+)": r"\1, \2"},
         [
             Column("seeds", "seeds", ".0f"),
             Column("Google", "google", ".1f %", 100),

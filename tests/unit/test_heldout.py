@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from w2v.config import ConfigError, ModelConfig
 from w2v.kernels.reference import expand
 from w2v.model import heldout
 from w2v.model.heldout import HeldOut
+from w2v.model.huffman import make_tree
 from w2v.model.sampler import Sampler, TrainingText
 
 CPU = torch.device("cpu")
@@ -65,11 +67,10 @@ def test_the_loss_is_the_mean_over_pairs_and_repeatable():
     logsigmoid = torch.nn.functional.logsigmoid
     total, pairs = 0.0, 0
     for written in map(expand, held._batches):
-        for contexts, mask, targets, counts in zip(*written, strict=True):
-            center, negatives = targets[0], targets[1:][counts[1:]]
+        for contexts, mask, targets, counts, labels in zip(*written, strict=True):
+            signs = torch.where(labels, 1, -1)[counts]
             for context in contexts[mask]:
-                total -= logsigmoid(input_VD[context] @ output_VD[center])
-                total -= logsigmoid(-(output_VD[negatives] @ input_VD[context])).sum()
+                total -= logsigmoid(signs * (output_VD[targets[counts]] @ input_VD[context])).sum()
                 pairs += 1
     loss = held.loss(input_VD, output_VD)
     assert pairs > 100
@@ -77,6 +78,19 @@ def test_the_loss_is_the_mean_over_pairs_and_repeatable():
     assert HeldOut(text, model, CPU).loss(input_VD, output_VD) == loss
     # Outputs of zero give log 2 for each of 1 + 3 targets, less negatives that are the center.
     assert 3.9 * math.log(2) < held.loss(input_VD, 0 * output_VD) <= 4 * math.log(2) * (1 + 1e-6)
+
+
+def test_the_loss_of_hierarchical_softmax_is_that_of_the_paths():
+    text = make_text([40] * 60, 100)
+    words, losses = len(text.ids_N), {}
+    zeros_VD = torch.zeros(2 * words - 1, 8)
+    for negative in (0, 3):
+        model = ModelConfig(hs=True, negative=negative)
+        tree = make_tree(np.arange(1, words + 1), first_row=words if negative else 0)
+        held = HeldOut(replace(text, tree=tree), model, CPU)
+        losses[negative] = held.loss(zeros_VD, zeros_VD) / math.log(2)
+    assert losses[0] == pytest.approx(tree.begin_V.diff().double().mean().item(), rel=0.05)
+    assert losses[3] - losses[0] == pytest.approx(4, rel=0.05)
 
 
 def test_the_loss_of_16_bit_vectors_is_computed_in_float32():

@@ -16,10 +16,13 @@ from w2v.kernels.reference import (
     expand,
     unique_rows,
 )
+from w2v.model.huffman import make_tree
 
 CPU = torch.device("cpu")
 ROWS, DIM = 10, 4
 OBJECTIVES = [Objective(), Objective(cbow=True, mean=True), Objective(cbow=True, mean=False)]
+NODES = 2 * ROWS  # the first row of inner nodes
+TREE = make_tree(range(1, ROWS + 1), NODES)
 EACH_OBJECTIVE = pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 
 
@@ -32,7 +35,8 @@ def random_problem(seed, B=6, C=4, K=3, U=5, V=7, D=4):
     targets = torch.randint(V, (B, K + 1), generator=g)
     context_mask = torch.rand(B, C, generator=g) < 0.6
     target_mask = torch.rand(B, K + 1, generator=g) < 0.8
-    return inputs, outputs, contexts, context_mask, targets, target_mask
+    labels = torch.rand(B, K + 1, generator=g) < 0.4
+    return inputs, outputs, contexts, context_mask, targets, target_mask, labels
 
 
 def one_pair(inputs, outputs, has_negative):
@@ -46,6 +50,7 @@ def one_pair(inputs, outputs, has_negative):
         one,
         torch.tensor([[0, 1]]),
         torch.tensor([[True, has_negative]]),
+        torch.tensor([[True, False]]),
     )
 
 
@@ -55,13 +60,13 @@ def with_gradients(inputs, outputs, *places, **how):
     return reference.gradients(inputs, outputs, Pairs(*places), grads, **how), *grads
 
 
-def counted(contexts, context_mask, targets, target_mask, cbow=False):
-    """Yield input rows, target number and output row of each counted pair."""
+def counted(contexts, context_mask, targets, target_mask, labels, cbow=False):
+    """Yield input rows, label and output row of each counted pair."""
     for b, t in itertools.product(range(len(targets)), range(targets.shape[1])):
         rows = contexts[b][context_mask[b]]
         if len(rows) and target_mask[b, t]:
             for inputs in rows[None] if cbow else rows[:, None]:
-                yield inputs, t, targets[b, t]
+                yield inputs, labels[b, t], targets[b, t]
 
 
 def predicting(vectors, objective):
@@ -74,10 +79,10 @@ def predicting(vectors, objective):
 def loss_by_pairs(inputs, outputs, *places, objective=OBJECTIVES[0]):
     """Return the loss as the papers write it, a sum over pairs."""
     logits = [
-        (t, predicting(inputs[i], objective) @ outputs[o])
-        for i, t, o in counted(*places, objective.cbow)
+        (label, predicting(inputs[i], objective) @ outputs[o])
+        for i, label, o in counted(*places, objective.cbow)
     ]
-    return -sum(F.logsigmoid(logit if t == 0 else -logit) for t, logit in logits)
+    return -sum(F.logsigmoid(logit if label else -logit) for label, logit in logits)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -156,7 +161,7 @@ def test_gradcheck():
 
         @staticmethod
         def backward(ctx, grad):
-            return *(grad * saved for saved in ctx.saved_tensors), None, None, None, None
+            return *(grad * saved for saved in ctx.saved_tensors), *[None] * 5
 
     inputs, outputs, *places = random_problem(11)
     vectors = inputs.requires_grad_(), outputs.requires_grad_()
@@ -207,6 +212,23 @@ def test_windows_stay_in_their_sentence_and_size():
     assert pairs.target_mask_BT.int().tolist() == expected
 
 
+def test_nodes_of_paths_are_targets_with_labels():
+    batch = make_pairs_batch()._replace(objective=Objective(tree=TREE))
+    both, alone = expand(batch), expand(batch._replace(negatives_BK=batch.negatives_BK[:, :0]))
+    assert torch.equal(both.targets_BT[:, 3:], alone.targets_BT)
+    assert torch.equal(both.targets_BT[:, :3], expand(make_pairs_batch()).targets_BT)
+    for center, word in enumerate(batch.words_n.tolist()[:5]):
+        path = slice(*TREE.begin_V[word : word + 2].tolist())
+        counted = alone.target_mask_BT[center]
+        if word == 8:  # it has no context words
+            assert not counted.any() and not both.target_mask_BT[center].any()
+            continue
+        assert torch.equal(alone.targets_BT[center, counted], TREE.nodes_P[path].long())
+        assert torch.equal(alone.labels_BT[center, counted], TREE.codes_P[path] == 0)
+    # Frequent words have short paths.
+    assert alone.target_mask_BT.sum(1).tolist() == [2, 4, 5, 0, 3]
+
+
 def test_unique_rows_are_those_of_counted_pairs():
     ids, mask = (
         torch.tensor([[9, 1], [7, 7], [3, 9]]),
@@ -228,23 +250,27 @@ def test_unique_rows_are_those_of_counted_pairs():
 
 def gradients(batch):
     """Return the gradients of a batch, and the random weights of both tables."""
-    kernels = ReferenceKernels(StepShape(ROWS, DIM, torch.float64, CPU))
+    kernels = ReferenceKernels(StepShape(NODES + ROWS, DIM, torch.float64, CPU))
     generator = torch.Generator().manual_seed(1)
-    weights_TVD = torch.randn(2, ROWS, DIM, generator=generator, dtype=torch.float64)
+    weights_TVD = torch.randn(2, NODES + ROWS, DIM, generator=generator, dtype=torch.float64)
     page = Page(*(View(weights_VD, None) for weights_VD in weights_TVD))
     return kernels.gradients(batch, page, kernels.unique_rows(batch), 0.0), weights_TVD
 
 
 @EACH_OBJECTIVE
-def test_gradients_of_a_batch_equal_autograd(objective):
-    batch = make_pairs_batch()._replace(objective=objective)
+@pytest.mark.parametrize("tree, negative", [(None, 2), (TREE, 2), (TREE, 0)])
+def test_gradients_of_a_batch_equal_autograd(objective, tree, negative):
+    batch = make_pairs_batch()
+    objective = objective._replace(tree=tree)
+    negatives_BK = batch.negatives_BK[:, :negative]
+    batch = batch._replace(objective=objective, negatives_BK=negatives_BK)
     grads, weights_TVD = gradients(batch)
     loss = loss_by_pairs(*weights_TVD.requires_grad_(), *expand(batch), objective=objective)
     (expected_TVD,) = torch.autograd.grad(loss, [weights_TVD])
     torch.testing.assert_close(grads.loss, loss.detach())
     assert grads.pairs == (4 if objective.cbow else 5)
     for table, expected_VD in zip(grads[:2], expected_TVD, strict=True):
-        found_VD = torch.zeros(ROWS, DIM, dtype=torch.float64)
+        found_VD = torch.zeros_like(expected_VD)
         found_VD[table.rows_U] = table.grad_UD
         torch.testing.assert_close(found_VD, expected_VD)
 

@@ -72,7 +72,7 @@ def centers(batches):
 def is_equal(batches, others):
     """Whether the batches are equal in every field."""
     return len(batches) == len(others) and all(
-        a is b or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
         for batch, other in zip(batches, others, strict=True)
         for a, b in zip(batch, other, strict=True)
     )

@@ -96,10 +96,11 @@ def train_and_score(
         with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
+        words = len(vocab.words)
         if save:
-            blocks = export.in_order(table, SINGLE)
+            blocks = export.in_order(table, SINGLE, words)
             export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
-        scores = evaluate.scores(vocab.words, table["weight"], *further)
+        scores = evaluate.scores(vocab.words, table["weight"][:words], *further)
         return evaluate.as_dict(scores) | trainer.took()
     except (Diverged, evaluate.EvaluationError) as error:
         return {"diverged": str(error)}

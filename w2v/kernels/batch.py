@@ -39,11 +39,39 @@ class Ahead(NamedTuple):
     next: int  # the first piece after the batch
 
 
-class Objective(NamedTuple):
-    """What predicts a center: each of its context words, or all together.
+class Tree(NamedTuple):
+    """Huffman tree of V words: the path of each from the root, in inner nodes.
 
-    cbow: whether it is the sum of their vectors, or the mean (Mikolov et al. 2013, arXiv
-        1301.3781); mean: which of the two.
+    P nodes of all paths together. A path's last node is the parent of its word.
+    """
+
+    begin_V: Tensor  # int64 [V + 1], where the path of each word begins, and P
+    nodes_P: Tensor  # int32, rows of the output table
+    codes_P: Tensor  # uint8, the branch that leads on to the word; its label is 1 - code
+    depth: int  # the length of the longest path
+
+    def to(self, device: torch.device) -> Tree:
+        """Return the tree on a device."""
+        begin_V, nodes_P, codes_P = (part.to(device) for part in self[:3])
+        return Tree(begin_V, nodes_P, codes_P, self.depth)
+
+
+def table_rows(words: int, hs: bool, negative: int) -> int:
+    """Return the rows that a table needs.
+
+    Inner nodes are rows of the output table, after those of the words if it has these too. Both
+    tables have one shape, so the last rows of the input table are then never used.
+    """
+    return 2 * words - 1 if hs and negative else words
+
+
+class Objective(NamedTuple):
+    """What predicts a center, and by which targets.
+
+    cbow: whether it is predicted by the sum or mean of its context words' vectors, not by each of
+        them (Mikolov et al. 2013, arXiv 1301.3781); mean: which of the two.
+    tree: of hierarchical softmax. The nodes of a center's path are targets, each labelled by the
+        branch to take; beside the center and its negatives, if there are negatives.
 
     gensim's gradients of CBOW, which are not the derivatives: those of the predicting vector go to
     each context word, whole for a mean, and divided by the number of context words for a sum.
@@ -51,6 +79,11 @@ class Objective(NamedTuple):
 
     cbow: bool = False
     mean: bool = True
+    tree: Tree | None = None
+
+    def to(self, device: torch.device) -> Objective:
+        """Return the objective with its tree on a device."""
+        return self._replace(tree=self.tree and self.tree.to(device))
 
 
 SKIPGRAM = Objective()
@@ -63,7 +96,7 @@ class Batch(NamedTuple):
     sentences_n: Tensor  # int32, the sentence of each word
     first: int  # the centers are words_n[first : first + B]; context words may lie outside
     windows_B: Tensor  # int32, from 1 to `window`
-    negatives_BK: Tensor  # int32; a negative that is the center itself does not count
+    negatives_BK: Tensor  # int32; a negative that is the center itself does not count; K = 0: hs
     window: int
     epochs_done: float  # passes over the corpus that are done after this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
@@ -75,13 +108,16 @@ class Batch(NamedTuple):
 class Pairs(NamedTuple):
     """A batch written out: context words and targets of each center.
 
-    Shapes: C context positions, T = 1 + K targets, the center itself first.
+    Shapes: C context positions, T targets: the center itself and its K negatives, unless K is 0;
+    then the nodes of its path, if there is a tree.
     """
 
     contexts_BC: Tensor
     context_mask_BC: Tensor  # False where the window is smaller or leaves the sentence
     targets_BT: Tensor
-    target_mask_BT: Tensor  # False for a negative that is the center, or without context words
+    target_mask_BT: Tensor  # False for a negative that is the center, past the end of a path, or
+    # without context words
+    labels_BT: Tensor  # bool
 
 
 class View(NamedTuple):

@@ -265,7 +265,7 @@ def gradients(
     """
     is_sgd = rates is not None
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
-    cbow, mean = batch.objective
+    cbow, mean, _ = batch.objective
     kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window

@@ -1,7 +1,7 @@
 """The arithmetic of a step in plain torch: the specification of kernels.
 
-Shapes: B centers, C = 2 * window context positions, K negatives, T = 1 + K targets (the center,
-then its negatives), V rows of a table, U unique rows, D dimensions, M requested rows, N ranks.
+Shapes: B centers, C = 2 * window context positions, K negatives, T targets (see `Pairs`), V rows of
+a table, U unique rows, D dimensions, M requested rows, N ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from w2v.kernels.batch import (
     StepShape,
     StepState,
     TableGrads,
+    Tree,
     Update,
     View,
 )
@@ -125,13 +126,32 @@ def expand(batch: Batch) -> Pairs:
     in_window_BC = offsets_C.abs() <= batch.windows_B[:, None]
     context_mask_BC = in_window_BC & inside_BC & same_sentence_BC
 
-    centers_B1 = words_n[centers].long()[:, None]
-    negatives_BK = batch.negatives_BK.long()
-    has_context_B1 = context_mask_BC.any(dim=1, keepdim=True)
-    # A negative that is the center itself does not count, nor does a center without context.
-    counts_BT = torch.cat([torch.ones_like(has_context_B1), negatives_BK != centers_B1], dim=1)
+    targets = []
+    if batch.negatives_BK.shape[1] or not batch.objective.tree:
+        targets.append(_sampled(words_n[centers].long()[:, None], batch.negatives_BK.long()))
+    if batch.objective.tree:
+        targets.append(_path(words_n[centers].long()[:, None], batch.objective.tree))
+    targets_BT, counts_BT, labels_BT = (torch.cat(parts, 1) for parts in zip(*targets, strict=True))
+    # A center without context words has no pairs.
+    counts_BT &= context_mask_BC.any(dim=1, keepdim=True)
+    return Pairs(words_n[at_BC].long(), context_mask_BC, targets_BT, counts_BT, labels_BT)
+
+
+def _sampled(centers_B1: Tensor, negatives_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return centers and negatives, whether each counts, and labels."""
     targets_BT = torch.cat([centers_B1, negatives_BK], dim=1)
-    return Pairs(words_n[at_BC].long(), context_mask_BC, targets_BT, counts_BT & has_context_B1)
+    labels_BT = torch.zeros_like(targets_BT, dtype=torch.bool)
+    labels_BT[:, 0] = True
+    # A negative that is the center itself does not count.
+    return targets_BT, labels_BT | (targets_BT != centers_B1), labels_BT
+
+
+def _path(centers_B1: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the nodes of the centers' paths, whether each counts, and labels."""
+    at_BL = tree.begin_V[centers_B1] + torch.arange(tree.depth, device=centers_B1.device)
+    counts_BL = at_BL < tree.begin_V[centers_B1 + 1]
+    at_BL = torch.where(counts_BL, at_BL, 0)
+    return tree.nodes_P[at_BL].long(), counts_BL, tree.codes_P[at_BL] == 0
 
 
 def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
@@ -168,12 +188,12 @@ def gradients(
     scale: Tensor | None = None,
     objective: Objective = SKIPGRAM,
 ) -> Tensor:
-    """Return the summed loss of negative sampling; add its gradients.
+    """Return the summed loss of the pairs; add its gradients.
 
-    For a predicting vector x, its center's vector y_0 and negatives y_k the loss is
-    -log s(x.y_0) - sum_k log s(-x.y_k), with s the logistic function; its gradient along a logit
-    is s(logit) - label (Mikolov et al. 2013, arXiv 1310.4546). The contexts of a window share the
-    center's negatives, so the logits of a center are one small matrix product (Ji et al. 2016,
+    For a predicting vector x and a target's vector y the loss is -log s(x.y) if the target's label
+    is 1, and -log s(-x.y) if it is 0, with s the logistic function; its gradient along the logit
+    x.y is s(x.y) - label (Mikolov et al. 2013, arXiv 1310.4546). The contexts of a window share the
+    center's targets, so the logits of a center are one small matrix product (Ji et al. 2016,
     arXiv 1604.04661). CBOW has one predicting vector a center, and one row of that product.
 
     Args:
@@ -187,7 +207,7 @@ def gradients(
             float16 would lose.
         objective: What x is: the vector of a context word, or a sum or mean of them.
     """
-    contexts_BC, context_mask_BC, targets_BT, target_mask_BT = places
+    contexts_BC, context_mask_BC, targets_BT, target_mask_BT, labels_BT = places
     (B, C), T = context_mask_BC.shape, target_mask_BT.shape[1]
     D = input_UD.shape[1]  # view() cannot find it where a rank's batch is empty
     if not len(input_UD):  # no center has a context word
@@ -206,12 +226,11 @@ def gradients(
     counted_BHT = predicts_BH[:, :, None] & target_mask_BT[:, None, :]
     logits_BHT = torch.bmm(predicting_BHD, target_BTD.transpose(1, 2)).to(input_UD.dtype)
 
-    # The loss is softplus of the logits, negated for the positive pair.
-    signed_BHT = torch.cat([-logits_BHT[:, :, :1], logits_BHT[:, :, 1:]], dim=2)
+    # The loss is softplus of the logits, negated where the label is 1.
+    labels_B1T = labels_BT[:, None, :]
+    signed_BHT = torch.where(labels_B1T, -logits_BHT, logits_BHT)
     loss = torch.where(counted_BHT, F.softplus(signed_BHT), 0).sum(dtype=torch.float64)
-    error_BHT = logits_BHT.sigmoid()
-    error_BHT[:, :, 0] -= 1
-    error_BHT = torch.where(counted_BHT, error_BHT, 0)
+    error_BHT = torch.where(counted_BHT, logits_BHT.sigmoid() - labels_B1T.to(logits_BHT), 0)
     error_BHT = (error_BHT if scale is None else error_BHT * scale).to(product)
 
     grad_context_BCD = torch.bmm(error_BHT, target_BTD)
@@ -297,22 +316,21 @@ class ReferenceKernels(ShardKernels):
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         pairs = expand(batch)
         marks_TV[0] |= marks(*pairs[:2], self.shape.rows)
-        marks_TV[1] |= marks(*pairs[2:], self.shape.rows)
+        marks_TV[1] |= marks(*pairs[2:4], self.shape.rows)
 
     def unique_rows(self, batch: Batch) -> Grads:
         pairs = expand(batch)
         inputs = unique_rows(*pairs[:2], self.shape.rows)
-        outputs = unique_rows(*pairs[2:], self.shape.rows)
+        outputs = unique_rows(*pairs[2:4], self.shape.rows)
         return self._zero_grads(inputs, outputs)._replace(expanded=pairs)
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         inputs, outputs, loss, pairs, expanded = rows
-        contexts_BC, context_mask_BC, targets_BT, target_mask_BT = expanded or expand(batch)
-        places = Pairs(
-            torch.where(context_mask_BC, inputs.number_V[contexts_BC], 0).long(),
-            context_mask_BC,
-            torch.where(target_mask_BT, outputs.number_V[targets_BT], 0).long(),
-            target_mask_BT,
+        places = expanded or expand(batch)
+        contexts_BC, context_mask_BC, targets_BT, target_mask_BT, _ = places
+        places = places._replace(
+            contexts_BC=torch.where(context_mask_BC, inputs.number_V[contexts_BC], 0).long(),
+            targets_BT=torch.where(target_mask_BT, outputs.number_V[targets_BT], 0).long(),
         )
         weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
         scale = self._loss_scale.scale if self._loss_scale else None

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from w2v.config import ConfigError, ModelConfig
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import Batch, Page, StepShape, View
+from w2v.kernels.batch import Batch, Objective, Page, StepShape, View, table_rows
 from w2v.kernels.reference import ReferenceKernels, expand
 from w2v.model.sampler import Sampler, TrainingText
 
 BATCH_SIZE = 1024  # centers, which bounds the memory for their rows
 SEED = 0
 CPU = torch.device("cpu")
+NONE = np.zeros(0, np.int64)
 
 
 def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
@@ -49,7 +50,7 @@ class HeldOut:
         spans = [text.offsets_S[number : number + 2] for number in text.held_out]
         sentences = [text.ids_N[begin:end] for begin, end in spans]
         offsets = np.cumsum([0, *map(len, sentences)])
-        sample = TrainingText(np.concatenate(sentences), offsets, text.keep_V, text.noise_V)
+        sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=NONE)
         model = replace(model, negative_pool=0, negative_pool_steps=1)
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Subsampling may leave no two words beside each other.
@@ -60,9 +61,10 @@ class HeldOut:
             )
         # Only the draws are on the CPU; the loss is computed on the device.
         self._device = device
-        self._words = len(text.keep_V)
+        self._rows = table_rows(len(text.keep_V), model.hs, model.negative)
+        moved = (Tensor, Objective)
         self._batches = [
-            Batch._make(part.to(device) if isinstance(part, Tensor) else part for part in batch)
+            Batch._make(part.to(device) if isinstance(part, moved) else part for part in batch)
             for batch in drawn
         ]
 
@@ -73,7 +75,7 @@ class HeldOut:
         """
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         pairs = torch.zeros((), dtype=torch.int64, device=self._device)
-        shape = StepShape(self._words, input_VD.shape[1], torch.float32, self._device)
+        shape = StepShape(self._rows, input_VD.shape[1], torch.float32, self._device)
         kernels = ReferenceKernels(shape)
         # The sums stay on the device, to wait for it only once.
         for batch in self._batches:

@@ -23,7 +23,16 @@ from torch import Tensor
 
 from w2v.config import ModelConfig
 from w2v.kernels import reference
-from w2v.kernels.batch import CHUNK_BATCHES, Ahead, Batch, Draw, Objective, Position, Subsample
+from w2v.kernels.batch import (
+    CHUNK_BATCHES,
+    Ahead,
+    Batch,
+    Draw,
+    Objective,
+    Position,
+    Subsample,
+    Tree,
+)
 
 Span = tuple[int, int]  # sentences [first, last)
 WIDE_WINDOW = 64  # above which a window may exceed most sentences
@@ -40,6 +49,7 @@ class TrainingText:
         keep_V: Probability that subsampling keeps an occurrence of each word.
         noise_V: Probability of each word to be drawn as a negative.
         held_out: Sorted numbers of sentences that are not trained on.
+        tree: Of hierarchical softmax.
     """
 
     ids_N: np.ndarray | Tensor
@@ -47,6 +57,7 @@ class TrainingText:
     keep_V: np.ndarray
     noise_V: np.ndarray
     held_out: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    tree: Tree | None = None
 
     def count_words(self, span: Span) -> int:
         """Return the number of words of a span."""
@@ -86,7 +97,8 @@ class Sampler:
         self.position = Position()
         self.text = text
         self._model = model
-        self._objective = Objective(model.architecture == "cbow", model.cbow_mean)
+        objective = Objective(model.architecture == "cbow", model.cbow_mean, text.tree)
+        self._objective = objective.to(device)
         self._reach = reach(model.window, text.offsets_S)
         self._global_batch_size = batch_size
         self._seed = seed

@@ -117,18 +117,24 @@ class Table:
         return self.rows * self.width * self.dtype.itemsize
 
     def initialise(
-        self, values: Init, device: torch.device | None = None, threads: int = 1, first_row: int = 0
+        self,
+        values: Init,
+        device: torch.device | None = None,
+        threads: int = 1,
+        first_row: int = 0,
+        last_row: int | None = None,
     ) -> None:
-        """Set the weights from `first_row` on, a chunk of rows at a time.
+        """Set the weights of rows [first_row, last_row), a chunk at a time.
 
         `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
         So many threads call it at once.
         """
         device = device or self.records_VR.device
         chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)
+        end = self.rows if last_row is None else last_row
 
         def fill(start: int) -> None:
-            rows = torch.arange(start, min(start + chunk_rows, self.rows), device=device)
+            rows = torch.arange(start, min(start + chunk_rows, end), device=device)
             weights = values(rows)
             expected = [len(rows), self.dim]
             if (shape := list(weights.shape)) != expected:
@@ -136,7 +142,7 @@ class Table:
             self["weight"][start : start + len(rows)].copy_(weights)
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, range(first_row, self.rows, chunk_rows)))
+            list(pool.map(fill, range(first_row, end, chunk_rows)))
 
     def decode(self, records_UR: Tensor) -> Tensor:
         """Return records in the dtype of steps: float32, or float64 as stored."""

@@ -20,7 +20,7 @@ import torch
 
 from w2v.config import ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import CHUNK_BATCHES
+from w2v.kernels.batch import CHUNK_BATCHES, table_rows
 from w2v.model.table import FILE_BYTES, RowState, pinning_is_limited, record_width
 from w2v.system.files import one_line
 from w2v.system.process import cores
@@ -33,6 +33,7 @@ PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
 COMPILER_BYTES = 140 << 20  # CPU memory of numba while it compiles kernels
 CUDA_BYTES = 800 << 20  # CPU memory of CUDA's context and libraries
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
+PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
 RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
 
@@ -122,7 +123,7 @@ class Job:
     Bytes are those of one rank, but for the disk, which all ranks share.
     """
 
-    words: int  # of the vocabulary: rows of a table, on all ranks
+    words: int  # of the vocabulary
     vector_size: int
     states: States
     engine: str  # resident, mapped or staged
@@ -137,6 +138,7 @@ class Job:
     has_formula: bool = True  # kernels step rows in place, without copies for torch.optim
     threads: int = 1
     pool: int = 0
+    hs: bool = False
     ns_exponent: float = 0.75
     ranks: int = 1
     cache_bytes: int | None = None  # of rows that are kept on the GPU; None: all that is left there
@@ -149,7 +151,18 @@ class Job:
     @property
     def rows(self) -> int:
         """Rows of each table on the rank that holds the most."""
-        return -(-self.words // self.ranks)
+        return -(-self.all_rows // self.ranks)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of each table on all ranks."""
+        return table_rows(self.words, self.hs, self.negative)
+
+    @property
+    def path_lengths(self) -> np.ndarray:
+        """The expected length of each word's path: the bits of an ideal code."""
+        counts_V = np.maximum(self.counts_V[: self.words], 1)
+        return np.log2(counts_V.sum() / counts_V) + 1
 
     @property
     def record_bytes(self) -> int:
@@ -187,8 +200,12 @@ class Job:
             program += COMPILER_BYTES + CUBLAS_BYTES
         needs = {"program": program}
         if not self.in_files and not (self.on_gpu and self.engine == "resident"):
-            needs["tables"] = self.table_bytes
+            # A CPU provides no memory for the rows of the input table that no word uses.
+            unused = 0 if self.on_gpu else self.rows - -(-self.words // self.ranks)
+            needs["tables"] = self.table_bytes - unused * self.record_bytes
         needs["vocabulary"] = WORD_BYTES * self.words
+        if self.hs:
+            needs["vocabulary"] += PATH_BYTES * int(self.path_lengths.sum())
         # Large vectors are exported block by block; only those that are scored are copied.
         needs["vectors"] = min(EXPORT_BYTES, 8 * self.words * self.vector_size)
         if self.on_gpu or self.ranks > 1:
@@ -229,7 +246,8 @@ class Job:
         else:  # products of all pairs
             stay += POOL_BYTES * self.pool
             drawing = max(drawing, POOL_DRAW_BYTES * self.pool)
-            step += 8 * centers * (2 * self.window + 1 + self.negative) * dim
+            targets = 1 + self.negative + (int(self.path_lengths.max()) if self.hs else 0)
+            step += 8 * centers * (2 * self.window + targets) * dim
         if self.kernels == "reference" or not self.has_formula:
             # torch steps copies of a table's rows.
             step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
@@ -247,7 +265,12 @@ class Job:
 
         # Subsampling makes centers flatter, much as the exponent does negatives.
         inputs = different(0.75, centers + 2 * self.window)
-        outputs = inputs + different(self.ns_exponent, min(drawn, self.pool or drawn))
+        outputs = 0
+        if self.negative:
+            outputs = inputs + different(self.ns_exponent, min(drawn, self.pool or drawn))
+        if self.hs and inputs:
+            # Paths to n of V words share the nodes above the level of n nodes.
+            outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))
         return inputs, min(self.rows, outputs)
 
     def _locked_needs(self) -> dict[str, int]:
@@ -278,7 +301,7 @@ class Job:
         kept = 3 if self.checkpoints else 1
         vectors = 4 * self.words * self.vector_size
         needs = {
-            "checkpoints": kept * 2 * self.words * self._record_bytes(aligned=True),
+            "checkpoints": kept * 2 * self.all_rows * self._record_bytes(aligned=True),
             "vectors": 2 * vectors + 32 * self.words,  # vectors.kv and vectors.bin
         }
         return needs | ({"tables": self.ranks * self.table_bytes} if self.in_files else {})

@@ -25,7 +25,7 @@ from w2v.distributed import launcher
 from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
-from w2v.kernels.batch import CHUNK_BATCHES, StepShape, StepState
+from w2v.kernels.batch import CHUNK_BATCHES, StepShape, StepState, table_rows
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
@@ -57,7 +57,7 @@ LINKS: dict[str, tuple[type[Link], Storage]] = {
 }
 FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
-MOST_WORDS = 2**31 - 1  # ids are int32
+MOST_ROWS = 2**31 - 1  # ids are int32
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
 IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
 PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
@@ -135,7 +135,7 @@ class Plan:
     def shape(self) -> StepShape:
         """Shape of the whole tables."""
         return StepShape(
-            rows=len(self.vocab.words),
+            rows=rows_of(self.config, self.vocab),
             dim=self.config.model.vector_size,
             dtype=row_type(self.config),
             device=self.device,
@@ -143,16 +143,21 @@ class Plan:
             world_size=self.ranks.size,
         )
 
-    @property
+    @cached_property
     def text(self) -> TrainingText:
         """The text and the distributions that batches are drawn from."""
-        config, counts_V = self.config, self.vocab.counts
+        model, counts_V, tree = self.config.model, self.vocab.counts, None
+        if model.hs:
+            from w2v.model.huffman import make_tree  # numba takes half a second
+
+            tree = make_tree(counts_V, first_row=len(counts_V) if model.negative else 0)
         return TrainingText(
             ids_N=self.corpus.ids,
             offsets_S=self.corpus.offsets,
-            keep_V=self.vocab.keep_probabilities(config.model.sample),
-            noise_V=noise_distribution(counts_V, config.model.ns_exponent),
-            held_out=heldout.choose(self.corpus.offsets, config.train.held_out_words),
+            keep_V=self.vocab.keep_probabilities(model.sample),
+            noise_V=noise_distribution(counts_V, model.ns_exponent),
+            held_out=heldout.choose(self.corpus.offsets, self.config.train.held_out_words),
+            tree=tree,
         )
 
     @cached_property
@@ -168,8 +173,9 @@ class Plan:
         paging, marks_TV = choose_paging(
             sampler.epoch(), kernels, self.shape.rows, self.slots, size, transfer.steps_per_page
         )
-        # Several ranks do not look ahead: each would need the others' text.
-        if not transfer.lookahead or size > 1 or marks_TV is None:
+        # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
+        # softmax, as the text does not name its nodes.
+        if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:
             return paging
         words = CHUNK_BATCHES * batch_size
         chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
@@ -234,14 +240,14 @@ def make_plan(
     device = choose_device(config, machine)
     optimizer = RowOptimizer(config.optimizer)  # refuses what cannot be paged, before it reads
     vocab, corpus = opened or open_together(config, ranks)
-    if len(vocab.words) > MOST_WORDS:
+    if (rows := rows_of(config, vocab)) > MOST_ROWS:
+        most = MOST_ROWS * len(vocab.words) // rows
         raise ConfigError(
-            f"{len(vocab.words):,} words are more than the {MOST_WORDS:,} rows that a table may "
-            f"have; set vocab.max_final_vocab={MOST_WORDS} or raise "
+            f"{len(vocab.words):,} words need {rows:,} rows, more than the {MOST_ROWS:,} that a "
+            f"table may have; set vocab.max_final_vocab={most} or raise "
             f"vocab.min_count={config.vocab.min_count}"
         )
-    words = ranks.shard_rows(len(vocab.words))
-    if not words:
+    if not ranks.shard_rows(len(vocab.words)):
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
@@ -263,7 +269,7 @@ def make_plan(
     budget = replace(budget, job=replace(job, engine=engine))
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
-    is_paged = engine in LINKS and slots < 2 * ranks.shard_rows(len(vocab.words))
+    is_paged = engine in LINKS and slots < 2 * budget.job.rows
     config, shared = auto.share_negatives(config, is_paged)
     if is_paged and slots:
         size, steps = config.train.batch_size, max(1, config.transfer.steps_per_page)
@@ -323,6 +329,7 @@ def make_budget(
         batch_size=config.train.batch_size,
         window=reach(model.window, corpus.offsets),
         negative=model.negative,
+        hs=model.hs,
         counts_V=vocab.counts,
         text_words=len(corpus.ids),
         centers=auto.Use.of(config, vocab).centers / config.train.epochs,
@@ -425,7 +432,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     """Return this rank's rows of both tables, initialised."""
     size, ranks, dtype = plan.config.model.vector_size, plan.ranks, row_type(plan.config)
     states = plan.optimizer.states(size)
-    rows = ranks.shard_rows(len(plan.vocab.words))
+    rows = ranks.shard_rows(plan.shape.rows)
     padded = is_aligned(plan.device, dtype)
     storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
     if plan.engine in LINKS:
@@ -457,7 +464,11 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     )
     values = uniform(size, 0.5 / size, plan.config.train.seed)
     threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
-    inputs.initialise(lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads)
+    # Memory of rows that no word uses is not touched, so a CPU does not provide it.
+    words = ranks.shard_rows(len(plan.vocab.words))
+    inputs.initialise(
+        lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads, last_row=words
+    )
     return inputs, outputs
 
 
@@ -505,13 +516,24 @@ def expected_uses(plan: Plan) -> Tensor:
     """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
     model, vocab, ranks = plan.config.model, plan.vocab, plan.ranks
     kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
-    noise_V = np.zeros_like(kept_V)
-    if not plan.paging.lookahead:
+    words = len(kept_V)
+    uses_TV = np.zeros((2, plan.shape.rows))
+    uses_TV[0, :words] = kept_V
+    if model.negative:
+        uses_TV[1, :words] = kept_V
+    if model.negative and not plan.paging.lookahead:
         # With lookahead, both rows of a word move together, and negatives are not foreseen.
         noise_V = noise_distribution(vocab.counts, model.ns_exponent)
-        noise_V *= model.negative * kept_V.sum()
-    uses_TV = np.stack([kept_V, kept_V + noise_V])
+        uses_TV[1, :words] += noise_V * (model.negative * kept_V.sum())
+    if tree := plan.text.tree:  # a node is used by all words below it
+        uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
+        uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
+
+
+def rows_of(config: Config, vocab: Vocab) -> int:
+    """Return the rows of each table, on all ranks."""
+    return table_rows(len(vocab.words), config.model.hs, config.model.negative)
 
 
 def row_type(config: Config) -> torch.dtype:
@@ -576,8 +598,11 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
 
 def cpu_only(config: Config) -> str:
     """Return the setting for which there are no CUDA kernels, or ""."""
-    architecture = config.model.architecture
-    return "" if architecture == "skipgram" else f"model.architecture={architecture}"
+    model = config.model
+    architecture = (
+        "" if model.architecture == "skipgram" else f"model.architecture={model.architecture}"
+    )
+    return ", ".join(filter(None, (architecture, "model.hs=true" if model.hs else "")))
 
 
 def is_aligned(device: torch.device, dtype: torch.dtype) -> bool:
@@ -679,6 +704,8 @@ def choose_kernels(
             obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
         elif train.precision != "float32":
             obstacle = f"train.precision={train.precision} is plain torch's on the CPU"
+        elif config.model.hs:
+            obstacle = "model.hs=true is plain torch's"
         fused = "sequential" if optimizer.is_plain_sgd else "cpu"
     else:
         if not machine.cuda_cupy:

@@ -324,7 +324,7 @@ class Trainer:
             f"trained {self._total_words:,} words in {seconds:.1f} s, {rate:.3f} M words/s, "
             f"loss {self.metrics.epoch_loss:.4f} in the last epoch"
         )
-        untrained = math.log(2) * (1 + self.config.model.negative)
+        untrained = self._untrained_loss()
         if math.isnan(self.metrics.loss):
             log.warning("no word had another beside it: there was nothing to train on")
         elif self.metrics.loss > untrained:
@@ -344,6 +344,15 @@ class Trainer:
             )
 
     # What the phases report.
+
+    def _untrained_loss(self) -> float:
+        """Return the mean loss of a pair where each target has probability 1/2."""
+        model, tree = self.config.model, self.loop.sampler.text.tree
+        targets = 1.0 + model.negative if model.negative else 0.0
+        if tree:
+            kept_V = self.vocab.counts * self.vocab.keep_probabilities(model.sample)
+            targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
+        return math.log(2) * targets
 
     def _rank_traffic(self) -> str:
         """Return what has gone over this rank's link and to other ranks."""
@@ -378,10 +387,10 @@ class Trainer:
 
     def _asked(self) -> Tensor:
         """Return the vectors that questions ask for, on rank 0: [N, D]."""
-        inputs = self._step.inputs
+        inputs, asked = self._step.inputs, min(ASKED, len(self.vocab.words))
         if self._ranks.size == 1:
-            return inputs["weight"][:ASKED].to(self._step.state.fault.device)
-        blocks = list(export.in_order(inputs, self._ranks, ASKED))
+            return inputs["weight"][:asked].to(self._step.state.fault.device)
+        blocks = list(export.in_order(inputs, self._ranks, asked))
         return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
 
     def _held_out_loss(self) -> float | None:
@@ -394,7 +403,7 @@ class Trainer:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs, folder = self._step.inputs, self.folder
         weights_ND = self._asked()
-        blocks = export.in_order(inputs, self._ranks)
+        blocks = export.in_order(inputs, self._ranks, len(self.vocab.words))
         with self._ranks.reraise():
             if self._ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block

@@ -29,6 +29,7 @@ from w2v.kernels.batch import (
     View,
 )
 from w2v.kernels.reference import ReferenceKernels
+from w2v.system.simd import LANES
 
 
 class Threads:
@@ -45,6 +46,11 @@ class Threads:
         return list(self._pool.map(function, range(parts or self.count)))
 
 
+def padded(dim: int) -> int:
+    """Return a number of dimensions rounded up to whole vectors."""
+    return -(-dim // LANES) * LANES
+
+
 def share(part: int, parts: int, count: int) -> tuple[int, int]:
     """Return the edges [begin, end) of one of equal parts of range(count)."""
     return count * part // parts, count * (part + 1) // parts
@@ -54,15 +60,16 @@ class ThreadGrads:
     """Unique rows of one table by thread, with a gradient for each.
 
     number_nV: int32, the number of each row, or -1; rows_nU: int32, the row of each number;
-    grad_nUD: its gradient; pairs_nU: int32, how many pairs it sums; count_n: unique rows.
+    grad_nUP: its gradient; pairs_nU: int32, how many pairs it sums; count_n: unique rows.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
         most = min(rows, most)
+        self.dim = dim
         self.number_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
         # np.empty takes memory only where it is written.
-        self.grad_nUD = np.empty((threads, most, dim), np.float32)
+        self.grad_nUP = np.empty((threads, most, padded(dim)), np.float32)
         self.pairs_nU = np.empty((threads, most), np.int32)
         self.count_n = np.zeros(threads, np.int64)
 
@@ -70,7 +77,7 @@ class ThreadGrads:
         return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], rows)
 
     def of_thread(self, thread: int) -> tuple[np.ndarray, ...]:
-        arrays = self.number_nV, self.rows_nU, self.grad_nUD, self.pairs_nU
+        arrays = self.number_nV, self.rows_nU, self.grad_nUP, self.pairs_nU
         return *(array[thread] for array in arrays), self.count_n[thread : thread + 1]
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,11 +87,12 @@ class ThreadGrads:
             parts = zip(array_nU, self.count_n, strict=True)
             return torch.from_numpy(np.concatenate([part[:count] for part, count in parts]))
 
-        rows, grads, pairs = map(all_threads, (self.rows_nU, self.grad_nUD, self.pairs_nU))
+        rows, grads, pairs = map(all_threads, (self.rows_nU, self.grad_nUP, self.pairs_nU))
         rows_U, places = torch.unique(rows.long(), return_inverse=True)
         self.number_nV[:, rows_U.numpy()] = -1
         self.count_n[:] = 0
-        grad_UD = grads.new_zeros(len(rows_U), grads.shape[1]).index_add_(0, places, grads)
+        grads = grads[:, : self.dim]
+        grad_UD = grads.new_zeros(len(rows_U), self.dim).index_add_(0, places, grads)
         return rows_U, grad_UD, torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
 
 
@@ -301,9 +309,9 @@ def step_rows(
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = getattr(cpu_loops, optimizer.formula.upper())
-    arrays = grads.number_nV, grads.rows_nU, grads.grad_nUD, grads.pairs_nU, grads.count_n
+    arrays = grads.number_nV, grads.rows_nU, grads.grad_nUP, grads.pairs_nU, grads.count_n
     cap = optimizer.occurrence_cap
-    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays, cap
+    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays, cap, grads.dim
     faults = threads.run(lambda thread: cpu_loops.step_rows(thread, threads.count, *arguments))
     grads.count_n[:] = 0
     return not any(faults)

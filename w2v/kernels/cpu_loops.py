@@ -17,16 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core.cgutils import get_item_pointer
-from numba.extending import intrinsic
-
+from w2v.system import simd
 from w2v.system.jit import compiled as jit
+from w2v.system.simd import LANES
 
-LANES = 16  # float32 numbers of the widest vectors, and of a cache line
-TARGETS_PER_PASS = 3  # dot products computed while a context row is read once
-PREFETCH = 2  # centers by which rows are fetched into the CPU's cache early
+PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
@@ -36,33 +31,10 @@ compiled = jit(**FAST)
 inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
 
-@intrinsic
-def _prefetch(typing_context, matrix, row, column):
-    """Fetch the cache line of matrix[row, column], to be written."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        array = context.make_array(kind)(context, builder, arguments[0])
-        address = builder.bitcast(
-            get_item_pointer(context, builder, kind, array, arguments[1:]),
-            ir.IntType(8).as_pointer(),
-        )
-        int32 = ir.IntType(32)
-        prefetch = ir.FunctionType(ir.VoidType(), [address.type, int32, int32, int32])
-        write, all_caches, data = (ir.Constant(int32, value) for value in (1, 3, 1))
-        builder.call(
-            builder.module.declare_intrinsic("llvm.prefetch", [address.type], prefetch),
-            [address, write, all_caches, data],
-        )
-        return context.get_dummy_value()
-
-    return types.void(matrix, types.intp, types.intp), generate
-
-
 @compiled
 def _prefetch_row(matrix, row, dim):
     for d in range(0, dim, LANES):
-        _prefetch(matrix, row, d)
+        simd.prefetch(matrix, row, d)
 
 
 @compiled
@@ -101,118 +73,43 @@ def _window(sentences_n, at, reach):
 
 
 @compiled
-def _add(row, values_CP, place, scale, dim, pairs, unique):
-    """Add scale * values_CP[place] to the gradient of a row, a sum over pairs.
+def _add(row, values_NP, place, scale, dim, pairs, unique):
+    """Add scale * values_NP[place] to the gradient of a row, a sum over pairs.
 
     A row that the thread has not touched yet is added to its unique rows.
     """
-    index_V, rows_U, grad_UD, pairs_U, count_1 = unique
+    index_V, rows_U, grad_UP, pairs_U, count_1 = unique
     index = index_V[row]
     if index >= 0:
         pairs_U[index] += pairs
-        for d in range(dim):
-            grad_UD[index, d] += scale * values_CP[place, d]
+        simd.blend(one, grad_UP, index, scale, values_NP, place, dim)
         return
     index = count_1[0]
     count_1[0] += 1
     index_V[row] = index
     rows_U[index] = row
     pairs_U[index] = pairs
-    for d in range(dim):
-        grad_UD[index, d] = scale * values_CP[place, d]
+    simd.blend(0, grad_UP, index, scale, values_NP, place, dim)
 
 
 @inlined
-def _subtract(records_VR, row, values_CP, place, scale, dim):
-    for d in range(dim):
-        records_VR[row, d] -= scale * values_CP[place, d]
+def _add_loss(loss, product, contexts, logits_N, factors_N, counts_T):
+    """Return the sum of losses and a product of factors, with those of a center.
 
-
-@inlined
-def _load_targets(center, word, negatives_BK, dim, output_VR, buffers, cbow):
-    """Load a center and its negatives; return how many targets count."""
-    ids_T, counts_T, _, target_TP, grad_target_TP = buffers
-    counted = 0
-    for t in range(len(ids_T)):
-        target = word if t == 0 else negatives_BK[center, t - 1]
-        counts = t == 0 or target != word  # a negative that equals the center does not
-        ids_T[t] = target
-        counts_T[t] = one if counts else zero
-        counted += counts
-        for d in range(dim):
-            target_TP[t, d] = output_VR[target, d]
-        if not cbow:
-            for d in range(target_TP.shape[1]):
-                grad_target_TP[t, d] = zero
-    return counted
-
-
-@inlined
-def _logits(n, place, context_CP, target_TP, logits_N):
-    """Compute the logits of a context row, from number n on."""
-    padded_targets, padded = target_TP.shape
-    for t in range(0, padded_targets, TARGETS_PER_PASS):
-        dot0 = dot1 = dot2 = zero
-        for d in range(padded):
-            x = context_CP[place, d]
-            dot0 += x * target_TP[t, d]
-            dot1 += x * target_TP[t + 1, d]
-            dot2 += x * target_TP[t + 2, d]
-        logits_N[n + t] = dot0
-        logits_N[n + t + 1] = dot1
-        logits_N[n + t + 2] = dot2
-
-
-@inlined
-def _load_sum(words_n, left, right, at, dim, input_VR, scale, context_CP):
-    """Load the scaled sum of the context words into the first context row."""
-    for d in range(dim):
-        context_CP[0, d] = zero
-    for c in range(left, right):
-        if c == at:
-            continue
-        word = words_n[c]
-        for d in range(dim):
-            context_CP[0, d] += input_VR[word, d]
-    for d in range(dim):
-        context_CP[0, d] *= scale
-
-
-@inlined
-def _add_loss(loss, count, targets, logits_N, factors_N, counts_T):
-    """Return `loss` plus the loss of a center: softplus of its logits."""
-    product = 1.0
-    for n in range(0, count, len(counts_T)):
-        loss -= logits_N[n]  # softplus(-x) of the positive pair is softplus(x) - x
-        for t in range(targets):
-            # softplus(x) is max(0, x) + log(1 + exp(-|x|)); the logarithm is taken of a product.
-            loss += 0.5 * counts_T[t] * (abs(logits_N[n + t]) + logits_N[n + t])
-            product *= factors_N[n + t] if counts_T[t] > 0 else one
-            if product > 1e300:
-                loss += math.log(product)
-                product = 1.0
-    return loss + math.log(product)
-
-
-@inlined
-def _gradients(n, place, grad_place, lr, errors_N, context_CP, buffers, cbow):
-    """Write the gradient of a context row; add to those of the targets.
-
-    All gradients are times lr. n: the first of its logits, that of the center. CBOW has one context
-    row: the gradients of its targets are that row times `error_T`, and not computed here.
+    The loss is softplus(-x) = softplus(x) - x of the positive pair and softplus(x) = max(0, x) +
+    log(1 + exp(-|x|)) of the others. The logarithms are taken of a product.
     """
-    _, counts_T, error_T, target_TP, grad_target_TP = buffers
-    padded_targets, padded = target_TP.shape
-    errors_N[n] -= one  # the label of the center; negatives have 0
-    for t in range(padded_targets):
-        error_T[t] = errors_N[n + t] * counts_T[t] * lr
-    for d in range(padded):
-        x, grad = context_CP[place, d], zero
-        for t in range(padded_targets):
-            grad += error_T[t] * target_TP[t, d]
-            if not cbow:
-                grad_target_TP[t, d] += error_T[t] * x
-        context_CP[grad_place, d] = grad
+    targets = len(counts_T)
+    for c in range(contexts):
+        n = c * targets
+        loss -= logits_N[n]
+        for t in range(targets):
+            loss += counts_T[t] * max(logits_N[n + t], zero)
+            product *= np.float64(factors_N[n + t]) if counts_T[t] > 0 else 1.0
+        if product > 1e200:
+            loss += math.log(product)
+            product = 1.0
+    return loss, product
 
 
 @functools.cache
@@ -230,7 +127,6 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     of the thread's unique rows. Gradients of context words are first summed in a ring, until
     the windows have passed the word: a word is in many windows, one after another.
     """
-    padded_targets = -(-targets // TARGETS_PER_PASS) * TARGETS_PER_PASS
 
     @compiled
     def loop(
@@ -250,27 +146,27 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
         factors_V,
         *unique,
     ):
-        # For each table, the thread's index_V, rows_U, grad_UD, pairs_U and count_1.
+        # For each table, the thread's index_V, rows_U, grad_UP, pairs_U and count_1.
         unique_in, unique_out = unique[:5], unique[5:]
         index_out, _, grad_out, _, _ = unique_out
         padded = (dim + LANES - 1) // LANES * LANES
-        # Targets that pad T, and negatives that equal the center, have counts_T = 0.
+        # Negatives that equal the center have counts_T = 0.
         ids_T = np.zeros(targets, np.int64)
-        counts_T = np.zeros(padded_targets, np.float32)
-        error_T = np.zeros(padded_targets, np.float32)
-        target_TP = np.zeros((padded_targets, padded), np.float32)
-        grad_target_TP = np.zeros((padded_targets, padded), np.float32)
-        buffers = ids_T, counts_T, error_T, target_TP, grad_target_TP
-        # Word c of the text has place c % places among the contexts and in the ring.
+        counts_T = np.ones(targets, np.float32)
+        target_TP = np.zeros((targets, padded), np.float32)
+        grad_target_TP = np.zeros((targets, padded), np.float32)
+        most = 1 if cbow else 2 * window
+        context_CP = np.zeros((most, padded), np.float32)
+        grad_CP = np.zeros((most, padded), np.float32)
+        logits_N = np.zeros(most * targets, np.float32)
+        errors_N = np.zeros(most * targets, np.float32)
+        factors_N = np.zeros(most * targets, np.float32)
+        bits_N = factors_N.view(np.int32)
+        # Word c of the text has place c % places in the ring.
         places = 2 * window + 1
-        context_CP = np.zeros((places, padded), np.float32)  # rows, then their gradients
         ring_CP = np.zeros((places, padded), np.float32)
         ring_pairs_C = np.zeros(places, np.int64)
-        logits_N = np.zeros(places * padded_targets, np.float32)
-        errors_N = np.zeros(places * padded_targets, np.float32)
-        factors_N = np.zeros(places * padded_targets, np.float32)
-        bits_N = factors_N.view(np.int32)
-        loss, pairs = 0.0, 0
+        loss, product, pairs = 0.0, 1.0, 0
 
         for center in range(begin, end):
             at = first + center
@@ -286,74 +182,77 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
                     _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim)
 
             # Take the word from the ring that the windows have passed.
-            passed = at - window - 1
-            place = passed % places
-            if passed >= 0 and ring_pairs_C[place]:
-                _add(words_n[passed], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
-                ring_pairs_C[place] = 0
+            if not in_place:
+                passed = at - window - 1
+                place = passed % places
+                if passed >= 0 and ring_pairs_C[place]:
+                    _add(words_n[passed], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
+                    ring_pairs_C[place] = 0
 
             left, right = _window(sentences_n, at, windows_B[center])
-            contexts = right - left - 1
-            if contexts < 1:
+            words = right - left - 1
+            if words < 1:
                 continue
-            predictions = 1 if cbow else contexts
-            pairs += predictions
-            counted = _load_targets(
-                center, words_n[at], negatives_BK, dim, output_VR, buffers, cbow
-            )
-            n = 0
-            share = one / np.float32(contexts)
+            contexts = 1 if cbow else words
+            pairs += contexts
+
+            # Load the rows, and compute the logits of all pairs.
+            counted = 0
+            for t in range(targets):
+                target = words_n[at] if t == 0 else negatives_BK[center, t - 1]
+                counts = t == 0 or target != words_n[at]
+                ids_T[t] = target
+                counts_T[t] = one if counts else zero
+                counted += counts
+                simd.blend(0, target_TP, t, one, output_VR, target, dim)
+            share = one / np.float32(words)
             if cbow:
                 scale = share if mean else one
-                _load_sum(words_n, left, right, at, dim, input_VR, scale, context_CP)
-                _logits(0, 0, context_CP, target_TP, logits_N)
-                n = padded_targets
-            else:
-                for c in range(left, right):
-                    if c == at:
-                        continue
-                    place, word = c % places, words_n[c]
-                    for d in range(dim):
-                        context_CP[place, d] = input_VR[word, d]
-                    _logits(n, place, context_CP, target_TP, logits_N)
-                    n += padded_targets
-            _sigmoids(n, logits_N, errors_N, factors_N, bits_N)
-            loss = _add_loss(loss, n, targets, logits_N, factors_N, counts_T)
-
-            # Each context's gradient goes to its row, or to the ring.
-            n = 0
-            scale = one
-            if cbow:
-                _gradients(0, 0, 1, lr, errors_N, context_CP, buffers, cbow)
-                scale = one if mean else share  # see `Objective`
+                context_CP[0] = zero
             for c in range(left, right):
                 if c == at:
                     continue
-                place = c % places
-                grad_place = 1 if cbow else place
-                if not cbow:
-                    _gradients(n, place, place, lr, errors_N, context_CP, buffers, cbow)
-                    n += padded_targets
+                if cbow:
+                    simd.blend(one, context_CP, 0, scale, input_VR, words_n[c], dim)
+                else:
+                    n = c - left - (c > at)
+                    simd.blend(0, context_CP, n, one, input_VR, words_n[c], dim)
+                    simd.dots(context_CP, n, target_TP, targets, logits_N, n * targets)
+            if cbow:
+                simd.dots(context_CP, 0, target_TP, targets, logits_N, 0)
+
+            # Their errors, losses and gradients.
+            _sigmoids(contexts * targets, logits_N, errors_N, factors_N, bits_N)
+            loss, product = _add_loss(loss, product, contexts, logits_N, factors_N, counts_T)
+            for n in range(contexts):
+                errors_N[n * targets] -= one  # the label of the center; negatives have 0
+                for t in range(targets):
+                    errors_N[n * targets + t] *= counts_T[t] * lr
+            simd.pair_gradients(
+                errors_N, contexts, targets, context_CP, grad_CP, target_TP, grad_target_TP
+            )
+
+            # Each context's gradient goes to its row, or to the ring.
+            scale = share if cbow and not mean else one  # see `Objective`
+            for c in range(left, right):
+                if c == at:
+                    continue
+                n = 0 if cbow else c - left - (c > at)
                 if in_place:
                     factor = scale * factors_V[min(words_n[c], len(factors_V) - 1)]
-                    _subtract(input_VR, words_n[c], context_CP, grad_place, factor, dim)
+                    simd.blend(one, input_VR, words_n[c], -factor, grad_CP, n, dim)
                     continue
+                place = c % places
                 keep = one if ring_pairs_C[place] else zero  # zero for what an earlier word left
                 ring_pairs_C[place] += counted
-                for d in range(padded):
-                    grad = scale * context_CP[grad_place, d]
-                    ring_CP[place, d] = keep * ring_CP[place, d] + grad
+                simd.blend(keep, ring_CP, place, scale, grad_CP, n, padded)
             for t in range(targets):
                 if counts_T[t] == 0:
                     continue
-                if cbow and in_place:
-                    _subtract(output_VR, ids_T[t], context_CP, 0, error_T[t], dim)
-                elif cbow:
-                    _add(ids_T[t], context_CP, 0, error_T[t], dim, predictions, unique_out)
-                elif in_place:
-                    _subtract(output_VR, ids_T[t], grad_target_TP, t, one, dim)
+                if in_place:
+                    simd.blend(one, output_VR, ids_T[t], -one, grad_target_TP, t, dim)
                 else:
-                    _add(ids_T[t], grad_target_TP, t, one, dim, predictions, unique_out)
+                    _add(ids_T[t], grad_target_TP, t, one, dim, contexts, unique_out)
 
         # Empty the ring.
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
@@ -361,13 +260,13 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             if ring_pairs_C[place]:
                 _add(words_n[c], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
                 ring_pairs_C[place] = 0
-        return loss, pairs
+        return loss + math.log(product), pairs
 
     return loop
 
 
 @inlined
-def _sum_gradients(n, u, row, index_nV, grad_nUD, pairs_nU, count_n, cap, grad_D):
+def _sum_gradients(n, u, row, index_nV, grad_nUP, pairs_nU, count_n, cap, grad_D):
     """Sum the gradients of a row over the threads from `n` on.
 
     The sum goes to `grad_D`, scaled by cap / pairs if it sums more than `cap` pairs and cap is not
@@ -377,14 +276,14 @@ def _sum_gradients(n, u, row, index_nV, grad_nUD, pairs_nU, count_n, cap, grad_D
     index_nV[n, row] = -1
     pairs = pairs_nU[n, u]
     for d in range(dim):
-        grad_D[d] = grad_nUD[n, u, d]
+        grad_D[d] = grad_nUP[n, u, d]
     for other in range(n + 1, len(count_n)):
         index = index_nV[other, row]
         if index >= 0:
             index_nV[other, row] = -1
             pairs += pairs_nU[other, index]
             for d in range(dim):
-                grad_D[d] += grad_nUD[other, index, d]
+                grad_D[d] += grad_nUP[other, index, d]
     if 0 < cap < pairs:
         scale = np.float32(cap / pairs)
         for d in range(dim):
@@ -401,10 +300,11 @@ def step_rows(
     constants,
     index_nV,
     rows_nU,
-    grad_nUD,
+    grad_nUP,
     pairs_nU,
     count_n,
     cap,
+    dim,
 ):
     """Step the unique rows of which thread `owner` is the owner.
 
@@ -417,7 +317,6 @@ def step_rows(
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1 = np.float32(beta1), np.float32(rest1)
     beta2, rest2 = np.float32(beta2), np.float32(rest2)
-    dim = grad_nUD.shape[2]
     first, second = dim, 2 * dim  # columns where a record's states begin
     width = records_VR.shape[1]
     grad_D = np.empty(dim, np.float32)
@@ -428,7 +327,7 @@ def step_rows(
             row = rows_nU[n, u]
             if row // ROWS_PER_OWNER % owners != owner or index_nV[n, row] < 0:
                 continue
-            _sum_gradients(n, u, row, index_nV, grad_nUD, pairs_nU, count_n, cap, grad_D)
+            _sum_gradients(n, u, row, index_nV, grad_nUP, pairs_nU, count_n, cap, grad_D)
             for r in range(width):
                 before_R[r] = records_VR[row, r]
 

@@ -106,7 +106,7 @@ def test_rows_of_the_lookahead_window_fit_into_their_share_of_the_cache(text, ba
 
 def misses(text, lookahead, slots, pages):
     """Return how many rows a cache reads for so many pages, once it is full."""
-    tables = [Table(name, ROWS, 1, {}, {}, "cpu", aligned=False) for name in ("input", "output")]
+    tables = [Table(name, ROWS, 1, {}, {}, "cpu", alignment=4) for name in ("input", "output")]
     cache = TorchCache(Link(), tables, slots, CPU)
     sampler = Sampler(text, MODEL, CENTERS, 1, CPU, lookahead=lookahead)
     batches = (batch for _ in range(9) for batch in sampler.epoch())

@@ -68,7 +68,7 @@ def test_any_layout_and_dtype(tmp_path, what, saved, now):
 
 
 def test_files_do_not_depend_on_padding_or_strides_in_memory(tmp_path):
-    padded, packed, interleaved = (make_tables(aligned=aligned) for aligned in (True, False, True))
+    padded, packed, interleaved = (make_tables(alignment=size) for size in (128, 4, 128))
     # Pinned tables may have their rows side by side in one memory.
     records_TVR = torch.stack([table.records_VR for table in interleaved], dim=1).transpose(0, 1)
     for table, table.records_VR in zip(interleaved, records_TVR, strict=True):
@@ -79,8 +79,8 @@ def test_files_do_not_depend_on_padding_or_strides_in_memory(tmp_path):
         folder.mkdir()
         entries = write(SINGLE, folder, tables)
         contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
-        assert_read(SINGLE, folder, entries, 1, aligned=False)
-        assert_read(SINGLE, folder, entries, 1, aligned=True)
+        assert_read(SINGLE, folder, entries, 1, alignment=4)
+        assert_read(SINGLE, folder, entries, 1, alignment=128)
     assert contents[0] == contents[1] == contents[2]
 
 

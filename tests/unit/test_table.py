@@ -31,7 +31,7 @@ def test_record_holds_weight_then_states_in_whole_cache_lines():
     }
     assert record_width(100, STATES) == 320
     assert [record_width(dim, {}) for dim in (1, 32, 33)] == [32, 32, 64]
-    assert record_width(100, STATES, aligned=False) == 301
+    assert record_width(100, STATES, alignment=4) == 301
 
 
 def test_each_table_has_its_own_initial_values():

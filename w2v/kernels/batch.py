@@ -21,6 +21,8 @@ Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
 CHUNK_BATCHES = 32  # about: a chunk of text has as many raw words as this many batches have centers
+FEWER_BATCHES = 8  # but only so many, where batches are large
+LARGE_BATCH = 1 << 16
 
 
 class Position(NamedTuple):
@@ -30,6 +32,11 @@ class Position(NamedTuple):
     chunk: int = 0
     batch: int = 0
     drawn: int = 0  # batches of the epoch before it
+
+
+def chunk_words(batch_size: int) -> int:
+    """Return about how many raw words a chunk of text has."""
+    return max(CHUNK_BATCHES * min(batch_size, LARGE_BATCH), FEWER_BATCHES * batch_size)
 
 
 class Ahead(NamedTuple):

@@ -39,11 +39,11 @@ class Threads:
         self.count = count
         self._pool = ThreadPoolExecutor(count)
 
-    def run(self, function: Callable[[int], Any], parts: int = 0) -> list[Any]:
-        """Call the function with each of range(parts), by default once a thread."""
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Call the function with the number of each thread."""
         if self.count == 1:
-            return [function(part) for part in range(parts or 1)]
-        return list(self._pool.map(function, range(parts or self.count)))
+            return [function(0)]
+        return list(self._pool.map(function, range(self.count)))
 
 
 def padded(dim: int) -> int:
@@ -272,25 +272,28 @@ def gradients(
     Returns the summed loss (float64) and the number of positive pairs (int64).
     """
     is_sgd = rates is not None
+    records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
+    if is_sgd and records[0].shape[1] == padded(dim):
+        dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
     cbow, mean, _ = batch.objective
     kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
-    records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
     scales = np.float32(lr), mean, factors_V
     no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
 
-    # Parts of SGD belong to no thread: a thread that is done early takes another part.
-    parts = 4 * threads.count if is_sgd and threads.count > 1 else threads.count
+    centers = len(batch.windows_B)
+    taken_1 = np.zeros(1, np.int64)
 
-    def run_part(thread: int) -> tuple[float, int]:
+    def run_share(thread: int) -> tuple[float, int]:
         inputs = grads.inputs.of_thread(thread) if grads else no_rows
         outputs = grads.outputs.of_thread(thread) if grads else no_rows
-        edges = share(thread, parts, len(batch.windows_B))
-        return kernel(dim, *text, *drawn, *edges, *records, *scales, *inputs, *outputs)
+        # Centers of SGD belong to no thread: one that is done early takes more of them.
+        edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
+        return kernel(*edges, dim, *text, *drawn, *records, *scales, *inputs, *outputs)
 
-    losses, pairs = zip(*threads.run(run_part, parts), strict=True)
+    losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
 
 

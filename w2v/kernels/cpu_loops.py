@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from w2v.system import simd
 from w2v.system.jit import compiled as jit
 from w2v.system.simd import LANES
 
+BLOCK = 512  # centers that a thread of sequential SGD takes at a time
 PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
@@ -121,15 +123,19 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     within those over the dimensions. To compile those in too gains 3 to 9 %, and takes 3 s for each
     vector size.
 
-    The function returns the summed loss and the number of positive pairs. With `in_place`, each
-    center's gradients, times lr, are subtracted from the rows at once; those of input rows are also
-    scaled by `factors_V`: a factor for each row, or one for all. Otherwise they are added to those
-    of the thread's unique rows. Gradients of context words are first summed in a ring, until
-    the windows have passed the word: a word is in many windows, one after another.
+    The function returns the summed loss and the number of positive pairs. It gets the edges of the
+    thread's centers. With `in_place` it gets a counter of the centers that any thread has taken,
+    and their number; each center's gradients, times lr, are subtracted from the rows at once; those
+    of input rows are also scaled by `factors_V`: a factor for each row, or one for all. Otherwise
+    they are added to those of the thread's unique rows. Gradients of context words are first
+    summed in a ring, until the windows have passed the word: a word is in many windows, one after
+    another.
     """
 
     @compiled
     def loop(
+        begin,
+        end,
         dim,
         words_n,
         sentences_n,
@@ -137,8 +143,6 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
         windows_B,
         negatives_BK,
         window,
-        begin,
-        end,
         input_VR,
         output_VR,
         lr,
@@ -262,7 +266,19 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
                 ring_pairs_C[place] = 0
         return loss + math.log(product), pairs
 
-    return loop
+    @compiled
+    def shared_loop(taken_1, centers, *arguments):
+        """Run the loop over blocks of centers, whichever no thread has taken yet."""
+        loss, pairs = 0.0, 0
+        while True:
+            begin = simd.fetch_add(taken_1, 0, BLOCK)
+            if begin >= centers:
+                return loss, pairs
+            block_loss, block_pairs = loop(begin, min(begin + BLOCK, centers), *arguments)
+            loss += block_loss
+            pairs += block_pairs
+
+    return shared_loop if in_place else loop
 
 
 @inlined

@@ -16,6 +16,8 @@ from w2v.text.vocab import Vocab
 
 LARGEST = 65_536  # centers of a step; with more, a GPU gains little
 REPEATS = 32  # how often a batch has the word of one of its centers, at most
+LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
+SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
 STEPS = 700  # optimizer steps of a run
 SGD_STEPS = 10_000  # of SGD, whose steps are as long as the sum of a row's gradients
 # Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
@@ -125,9 +127,11 @@ def batch_size(name: str, use: Use, sequential: bool = False) -> int:
     same word at most about REPEATS times: its gradients are taken at one point, where a step for
     each would see what the others have done.
     """
-    steps = SGD_STEPS if name in SUMMED and not sequential else STEPS
-    once = REPEATS / use.repeat if use.repeat and not sequential else math.inf
-    size = min(use.centers / steps, once, LARGEST)
+    if sequential:
+        size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
+    else:
+        once = REPEATS / use.repeat if use.repeat else math.inf
+        size = min(use.centers / (SGD_STEPS if name in SUMMED else STEPS), once, LARGEST)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 

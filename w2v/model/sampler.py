@@ -23,16 +23,7 @@ from torch import Tensor
 
 from w2v.config import ModelConfig
 from w2v.kernels import reference
-from w2v.kernels.batch import (
-    CHUNK_BATCHES,
-    Ahead,
-    Batch,
-    Draw,
-    Objective,
-    Position,
-    Subsample,
-    Tree,
-)
+from w2v.kernels.batch import Ahead, Batch, Draw, Objective, Position, Subsample, Tree, chunk_words
 
 Span = tuple[int, int]  # sentences [first, last)
 WIDE_WINDOW = 64  # above which a window may exceed most sentences
@@ -234,7 +225,7 @@ class Sampler:
             offsets = self.text.offsets_S[first : last + 1]
             # Where chunks of equal length would start. A long sentence may hold several of them:
             # the equal starts then give fewer and longer chunks.
-            full = np.arange(offsets[0], offsets[-1], CHUNK_BATCHES * self._batch_size)
+            full = np.arange(offsets[0], offsets[-1], chunk_words(self._batch_size))
             starts = first + np.searchsorted(offsets[:-1], full)
             starts = starts[np.diff(starts, prepend=-1) > 0]  # np.unique imports numpy.ma: 0.1 s
             chunks += pairwise([*starts[starts < last].tolist(), last])

@@ -24,6 +24,7 @@ from w2v.kernels.random import mix, shift_right, splitmix64
 from w2v.model.row_file import NPY_TYPES, RowFile
 
 ALIGNMENT = 128  # bytes that a GPU reads from host memory at a time
+CPU_ALIGNMENT = 64  # bytes of a cache line, and of the widest vectors
 FILE_BYTES = 1 << 30  # records in one file of a checkpoint, at most
 # Elements initialised at a time: many on a GPU, for few launches; few on a CPU, to stay in cache.
 INIT_CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}
@@ -60,7 +61,7 @@ class Table:
         dtype: float64, float32, bfloat16 or float16. float16 cannot hold squared gradients below
             6e-8, so optimizers that keep them need bfloat16.
         path: The file of storage="mmap".
-        aligned: Whether to pad records to 128 bytes, as a GPU needs them.
+        alignment: Bytes of which a record has a multiple; a GPU needs 128.
         pinned_VR: Memory from `side_by_side` for storage="pinned"; by default it is allocated.
 
     Raises `ValueError` for an unusable argument or file, `MemoryError` where memory cannot be
@@ -77,7 +78,7 @@ class Table:
         storage: Storage,
         dtype: torch.dtype = torch.float32,
         path: str | Path | None = None,
-        aligned: bool = True,
+        alignment: int = ALIGNMENT,
         pinned_VR: Tensor | None = None,
     ):
         check_table(rows, dim, states, storage, dtype, path)
@@ -87,7 +88,7 @@ class Table:
         self.storage = storage
         self.dtype = dtype
         self.columns = record_columns(dim, states)
-        self.width = record_width(dim, states, dtype.itemsize, aligned)
+        self.width = record_width(dim, states, dtype.itemsize, alignment)
         self.scalars = {key: value.clone() for key, value in scalars.items()}
         if dtype == torch.bfloat16:  # the number of writes seeds the stochastic rounding
             self.scalars["writes"] = torch.zeros((), dtype=torch.int64)
@@ -235,17 +236,17 @@ def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]
 
 
 def record_width(
-    dim: int, states: Mapping[str, RowState], element_size: int = 4, aligned: bool = True
+    dim: int, states: Mapping[str, RowState], element_size: int = 4, alignment: int = ALIGNMENT
 ) -> int:
     """Return the number of elements of a record."""
     elements = dim + sum(state.width for state in states.values())
-    return padded(elements, element_size) if aligned else elements
+    return padded(elements, element_size, alignment)
 
 
-def padded(elements: int, element_size: int) -> int:
-    """Round a number of elements up to a multiple of 128 bytes."""
-    per_line = ALIGNMENT // element_size
-    return -(-elements // per_line) * per_line
+def padded(elements: int, element_size: int, alignment: int = ALIGNMENT) -> int:
+    """Round a number of elements up to a multiple of `alignment` bytes."""
+    unit = alignment // element_size
+    return -(-elements // unit) * unit
 
 
 def uniform(dim: int, bound: float, seed: int) -> Init:

@@ -147,6 +147,17 @@ def prefetch(typing, matrix, row, column):
     return types.void(matrix, types.intp, types.intp), generate
 
 
+@intrinsic
+def fetch_add(typing, numbers_N, place, number):
+    """Add to an integer of an array, which threads share; return what it was before."""
+
+    def generate(context, builder, signature, arguments):
+        numbers, place, number = Code(context, builder, signature, arguments).arguments
+        return builder.atomic_rmw("add", numbers.address(place), number, "monotonic")
+
+    return types.int64(numbers_N, types.intp, types.int64), generate
+
+
 @intrinsic(prefer_literal=True)
 def blend(typing, keep, rows, row, scale, others, other, dim):
     """Set rows[row, :dim] to keep * rows[row, :dim] + scale * others[other, :dim].
@@ -208,9 +219,7 @@ def dots(typing, context_CP, place, target_TP, targets, product_N, n):
 
 
 @intrinsic(prefer_literal=True)
-def pair_gradients(
-    typing, error_N, contexts, targets, context_CP, grad_CP, target_TP, grad_TP
-):
+def pair_gradients(typing, error_N, contexts, targets, context_CP, grad_CP, target_TP, grad_TP):
     """Set the gradients of both rows of all pairs, sums of rows times errors.
 
     grad_CP[c] is the sum of error_N[c * T + t] * target_TP[t] over t, and grad_TP[t] that of
@@ -240,7 +249,5 @@ def pair_gradients(
                     target_grads.store(builder.load(total), INT64(t), column)
         return context.get_dummy_value()
 
-    signature = types.void(
-        error_N, types.int64, targets, context_CP, grad_CP, target_TP, grad_TP
-    )
+    signature = types.void(error_N, types.int64, targets, context_CP, grad_CP, target_TP, grad_TP)
     return signature, generate

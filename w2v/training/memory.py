@@ -20,8 +20,8 @@ import torch
 
 from w2v.config import ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import CHUNK_BATCHES, table_rows
-from w2v.model.table import FILE_BYTES, RowState, pinning_is_limited, record_width
+from w2v.kernels.batch import chunk_words, table_rows
+from w2v.model.table import ALIGNMENT, FILE_BYTES, RowState, pinning_is_limited, record_width
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
@@ -146,7 +146,7 @@ class Job:
     checkpoints: bool = True  # whether any are written before the last one
     element_size: int = 4
     in_files: bool = False  # whether the tables are in files
-    aligned: bool = True  # whether records are padded, see `Table`
+    alignment: int = ALIGNMENT  # bytes that records are padded to, see `Table`
 
     @property
     def rows(self) -> int:
@@ -166,7 +166,7 @@ class Job:
 
     @property
     def record_bytes(self) -> int:
-        return self._record_bytes(self.aligned)
+        return self._record_bytes(self.alignment)
 
     @property
     def table_bytes(self) -> int:
@@ -178,9 +178,9 @@ class Job:
         """Bytes of a cache slot."""
         return self.record_bytes + MOVE_BYTES + self.record_bytes // UNUSED_PART
 
-    def _record_bytes(self, aligned: bool) -> int:
+    def _record_bytes(self, alignment: int) -> int:
         states = self.states(self.vector_size)
-        width = record_width(self.vector_size, states, self.element_size, aligned)
+        width = record_width(self.vector_size, states, self.element_size, alignment)
         return width * self.element_size
 
     def needs(self) -> dict[str, dict[str, int]]:
@@ -220,7 +220,7 @@ class Job:
         batch_size = -(-self.batch_size // self.ranks)
         centers = min(batch_size, int(self.centers))
         drawn = centers * self.negative
-        chunk = min(CHUNK_BATCHES * batch_size, self.text_words)
+        chunk = min(chunk_words(batch_size), self.text_words)
         # The next batch is drawn while this one is still there.
         batches = 2 if self.centers > centers else 1
         stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn
@@ -301,7 +301,7 @@ class Job:
         kept = 3 if self.checkpoints else 1
         vectors = 4 * self.words * self.vector_size
         needs = {
-            "checkpoints": kept * 2 * self.all_rows * self._record_bytes(aligned=True),
+            "checkpoints": kept * 2 * self.all_rows * self._record_bytes(ALIGNMENT),
             "vectors": 2 * vectors + 32 * self.words,  # vectors.kv and vectors.bin
         }
         return needs | ({"tables": self.ranks * self.table_bytes} if self.in_files else {})

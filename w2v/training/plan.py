@@ -25,7 +25,7 @@ from w2v.distributed import launcher
 from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
-from w2v.kernels.batch import CHUNK_BATCHES, StepShape, StepState, table_rows
+from w2v.kernels.batch import StepShape, StepState, chunk_words, table_rows
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
@@ -33,7 +33,15 @@ from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText, noise_distribution, reach
-from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
+from w2v.model.table import (
+    ALIGNMENT,
+    CPU_ALIGNMENT,
+    Storage,
+    Table,
+    record_width,
+    side_by_side,
+    uniform,
+)
 from w2v.system.process import cores, git_commit, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
@@ -177,7 +185,7 @@ class Plan:
         # softmax, as the text does not name its nodes.
         if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:
             return paging
-        words = CHUNK_BATCHES * batch_size
+        words = chunk_words(batch_size)
         chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
@@ -194,7 +202,7 @@ class Plan:
             return ""
         words = f"; cache of {self.slots:,} rows there, steps_per_page={self.paging.steps}"
         if self.paging.lookahead:
-            window = self.paging.lookahead * CHUNK_BATCHES * self.config.train.batch_size
+            window = self.paging.lookahead * chunk_words(self.config.train.batch_size)
             words += f", lookahead window of {window:,} words"
         return words
 
@@ -343,7 +351,7 @@ def make_budget(
         checkpoints=config.run.checkpoint_minutes > 0,
         element_size=dtype.itemsize,
         in_files=bool(config.transfer.table_dir),
-        aligned=is_aligned(device, dtype),
+        alignment=record_alignment(device, dtype),
     )
     job = replace(job, cache_bytes=config.transfer.gpu_bytes_of(job.table_bytes))
     # A resumed run removes its old checkpoints as it writes new ones.
@@ -433,7 +441,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     size, ranks, dtype = plan.config.model.vector_size, plan.ranks, row_type(plan.config)
     states = plan.optimizer.states(size)
     rows = ranks.shard_rows(plan.shape.rows)
-    padded = is_aligned(plan.device, dtype)
+    alignment = record_alignment(plan.device, dtype)
     storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
     if plan.engine in LINKS:
         _, storage = LINKS[plan.engine]
@@ -445,7 +453,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     pinned: list[Tensor | None] = [None, None]
     if storage == "pinned" and plan.paging.lookahead:
         # Both rows of a word then move at much the same time, so they lie side by side.
-        width = record_width(size, states, dtype.itemsize, padded)
+        width = record_width(size, states, dtype.itemsize, alignment)
         pinned = list(side_by_side(2, rows, width, dtype).unbind())
     inputs, outputs = (
         Table(
@@ -457,7 +465,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
             storage,
             dtype,
             path=file,
-            aligned=padded,
+            alignment=alignment,
             pinned_VR=memory_VR,
         )
         for name, file, memory_VR in zip(("input", "output"), files, pinned, strict=True)
@@ -605,9 +613,9 @@ def cpu_only(config: Config) -> str:
     return ", ".join(filter(None, (architecture, "model.hs=true" if model.hs else "")))
 
 
-def is_aligned(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether records are padded: for a GPU, and for 16-bit elements."""
-    return device.type != "cpu" or dtype != torch.float32
+def record_alignment(device: torch.device, dtype: torch.dtype) -> int:
+    """Return the bytes that records are padded to."""
+    return CPU_ALIGNMENT if device.type == "cpu" and dtype == torch.float32 else ALIGNMENT
 
 
 def choose_engine(

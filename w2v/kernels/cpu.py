@@ -59,8 +59,10 @@ def share(part: int, parts: int, count: int) -> tuple[int, int]:
 class ThreadGrads:
     """Unique rows of one table by thread, with a gradient for each.
 
-    number_nV: int32, the number of each row, or -1; rows_nU: int32, the row of each number;
-    grad_nUP: its gradient; pairs_nU: int32, how many pairs it sums; count_n: unique rows.
+    number_nV: int32, the number of each row, or -1, while a thread adds gradients; rows_nU: int32,
+    the row of each number; grad_NP: its gradient, of all threads together; pairs_nU: int32, how
+    many pairs it sums; count_n: unique rows; order_nU: int32, numbers sorted by the thread that
+    owns the row, those of owner o from starts_nO[n, o] on; first_V: int32 -1, for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
@@ -69,16 +71,27 @@ class ThreadGrads:
         self.number_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
         # np.empty takes memory only where it is written.
-        self.grad_nUP = np.empty((threads, most, padded(dim)), np.float32)
+        self.grad_NP = np.empty((threads * most, padded(dim)), np.float32)
         self.pairs_nU = np.empty((threads, most), np.int32)
         self.count_n = np.zeros(threads, np.int64)
+        self.order_nU = np.empty((threads, most), np.int32)
+        self.starts_nO = np.zeros((threads, threads + 1), np.int64)
+        self.first_V = np.full(rows, -1, np.int32)
 
     def has_room(self, rows: int) -> bool:
         return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], rows)
 
     def of_thread(self, thread: int) -> tuple[np.ndarray, ...]:
-        arrays = self.number_nV, self.rows_nU, self.grad_nUP, self.pairs_nU
-        return *(array[thread] for array in arrays), self.count_n[thread : thread + 1]
+        count_1 = self.count_n[thread : thread + 1]
+        arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
+        return *(array[thread] for array in arrays), count_1
+
+    def owned(self, thread: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.order_nU[thread], self.starts_nO[thread]
+
+    @property
+    def _grad_nUP(self) -> np.ndarray:
+        return self.grad_NP.reshape(*self.rows_nU.shape, padded(self.dim))
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sorted unique rows, gradients and pairs; reset."""
@@ -87,10 +100,8 @@ class ThreadGrads:
             parts = zip(array_nU, self.count_n, strict=True)
             return torch.from_numpy(np.concatenate([part[:count] for part, count in parts]))
 
-        rows, grads, pairs = map(all_threads, (self.rows_nU, self.grad_nUP, self.pairs_nU))
+        rows, grads, pairs = map(all_threads, (self.rows_nU, self._grad_nUP, self.pairs_nU))
         rows_U, places = torch.unique(rows.long(), return_inverse=True)
-        self.number_nV[:, rows_U.numpy()] = -1
-        self.count_n[:] = 0
         grads = grads[:, : self.dim]
         grad_UD = grads.new_zeros(len(rows_U), self.dim).index_add_(0, places, grads)
         return rows_U, grad_UD, torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
@@ -194,8 +205,8 @@ class CpuKernels:
         optimizer, tables, lr = update
         for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
             if state.fault:
-                its.take()
-            elif optimizer.formula:
+                return
+            if optimizer.formula:
                 is_finite = step_rows(self.threads, optimizer, table, view, its, lr)
                 note_fault(state, 2 << number, is_finite)
             else:
@@ -281,17 +292,19 @@ def gradients(
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
     scales = np.float32(lr), mean, factors_V
-    no_rows = ThreadGrads(0, 0, dim, 1).of_thread(0)
+    no_rows = ThreadGrads(0, 0, dim, 1)
+    its = (grads.inputs, grads.outputs) if grads else (no_rows, no_rows)
 
     centers = len(batch.windows_B)
     taken_1 = np.zeros(1, np.int64)
 
     def run_share(thread: int) -> tuple[float, int]:
-        inputs = grads.inputs.of_thread(thread) if grads else no_rows
-        outputs = grads.outputs.of_thread(thread) if grads else no_rows
+        own = 0 if is_sgd else thread
+        unique = [*its[0].of_thread(own), *its[1].of_thread(own)]
+        unique += [*its[0].owned(own), *its[1].owned(own)]
         # Centers of SGD belong to no thread: one that is done early takes more of them.
         edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-        return kernel(*edges, dim, *text, *drawn, *records, *scales, *inputs, *outputs)
+        return kernel(*edges, dim, *text, *drawn, *records, *scales, *unique)
 
     losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
@@ -312,9 +325,9 @@ def step_rows(
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = getattr(cpu_loops, optimizer.formula.upper())
-    arrays = grads.number_nV, grads.rows_nU, grads.grad_nUP, grads.pairs_nU, grads.count_n
-    cap = optimizer.occurrence_cap
-    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays, cap, grads.dim
-    faults = threads.run(lambda thread: cpu_loops.step_rows(thread, threads.count, *arguments))
-    grads.count_n[:] = 0
+    owned = grads.order_nU, grads.starts_nO, grads.first_V
+    arrays = grads.rows_nU, grads.grad_NP, grads.pairs_nU, *owned
+    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays
+    ends = optimizer.occurrence_cap, grads.dim
+    faults = threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments, *ends))
     return not any(faults)

@@ -24,6 +24,7 @@ from w2v.system.simd import LANES
 
 BLOCK = 512  # centers that a thread of sequential SGD takes at a time
 PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
+ROWS_AHEAD = 4  # rows that an owner fetches early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
@@ -127,9 +128,8 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     thread's centers. With `in_place` it gets a counter of the centers that any thread has taken,
     and their number; each center's gradients, times lr, are subtracted from the rows at once; those
     of input rows are also scaled by `factors_V`: a factor for each row, or one for all. Otherwise
-    they are added to those of the thread's unique rows. Gradients of context words are first
-    summed in a ring, until the windows have passed the word: a word is in many windows, one after
-    another.
+    they are added to those of the thread's unique rows. Gradients of context words are first summed
+    in a ring, until the windows have passed the word: a word is in many windows, one after another.
     """
 
     @compiled
@@ -150,8 +150,11 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
         factors_V,
         *unique,
     ):
-        # For each table, the thread's index_V, rows_U, grad_UP, pairs_U and count_1.
-        unique_in, unique_out = unique[:5], unique[5:]
+        # For each table, the thread's index_V, rows_U, grad_UP, pairs_U and count_1; and of each
+        # order_U and starts_O.
+        unique_in, unique_out, owned = unique[:5], unique[5:10], unique[10:]
+        if not in_place:
+            unique_in[4][0] = unique_out[4][0] = 0
         index_out, _, grad_out, _, _ = unique_out
         padded = (dim + LANES - 1) // LANES * LANES
         # Negatives that equal the center have counts_T = 0.
@@ -264,6 +267,9 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             if ring_pairs_C[place]:
                 _add(words_n[c], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
                 ring_pairs_C[place] = 0
+        if not in_place:
+            _sort_by_owner(unique_in, *owned[:2])
+            _sort_by_owner(unique_out, *owned[2:])
         return loss + math.log(product), pairs
 
     @compiled
@@ -281,53 +287,74 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     return shared_loop if in_place else loop
 
 
-@inlined
-def _sum_gradients(n, u, row, index_nV, grad_nUP, pairs_nU, count_n, cap, grad_D):
-    """Sum the gradients of a row over the threads from `n` on.
+@compiled
+def _sort_by_owner(unique, order_U, starts_O):
+    """Sort the thread's unique rows by owner, and forget their indices.
 
-    The sum goes to `grad_D`, scaled by cap / pairs if it sums more than `cap` pairs and cap is not
-    0. The row's indices are reset to -1.
+    order_U: their indices, those of owner o from starts_O[o] to starts_O[o + 1].
     """
-    dim = len(grad_D)
-    index_nV[n, row] = -1
-    pairs = pairs_nU[n, u]
-    for d in range(dim):
-        grad_D[d] = grad_nUP[n, u, d]
-    for other in range(n + 1, len(count_n)):
-        index = index_nV[other, row]
-        if index >= 0:
-            index_nV[other, row] = -1
-            pairs += pairs_nU[other, index]
-            for d in range(dim):
-                grad_D[d] += grad_nUP[other, index, d]
-    if 0 < cap < pairs:
-        scale = np.float32(cap / pairs)
-        for d in range(dim):
-            grad_D[d] *= scale
+    index_V, rows_U, _, _, count_1 = unique
+    owners = len(starts_O) - 1
+    starts_O[:] = 0
+    for u in range(count_1[0]):
+        starts_O[rows_U[u] // ROWS_PER_OWNER % owners + 1] += 1
+        index_V[rows_U[u]] = -1
+    for owner in range(owners):
+        starts_O[owner + 1] += starts_O[owner]
+    next_O = starts_O.copy()
+    for u in range(count_1[0]):
+        owner = rows_U[u] // ROWS_PER_OWNER % owners
+        order_U[next_O[owner]] = u
+        next_O[owner] += 1
+
+
+@compiled
+def _sum_threads(owner, rows_nU, grad_NP, pairs_nU, order_nU, starts_nO, first_V, dim):
+    """Sum the gradients of an owner's rows over the threads, in their order.
+
+    The sum of a row stands where the first thread has its gradient, which is number first_V[row] of
+    `grad_NP`, the gradients of all threads.
+    """
+    threads, most = rows_nU.shape
+    pairs_N = pairs_nU.reshape(-1)
+    for n in range(threads):
+        end = starts_nO[n, owner + 1]
+        for i in range(starts_nO[n, owner], end):
+            if i + ROWS_AHEAD < end:
+                _prefetch_row(grad_NP, n * most + order_nU[n, i + ROWS_AHEAD], dim)
+            number = n * most + order_nU[n, i]
+            row = rows_nU[n, order_nU[n, i]]
+            first = first_V[row]
+            if first < 0:
+                first_V[row] = number
+            else:
+                simd.blend(one, grad_NP, first, one, grad_NP, number, dim)
+                pairs_N[first] += pairs_N[number]
 
 
 @compiled
 def step_rows(
     owner,
-    owners,
     formula,
     records_VR,
     step_column,
     constants,
-    index_nV,
     rows_nU,
-    grad_nUP,
+    grad_NP,
     pairs_nU,
-    count_n,
+    order_nU,
+    starts_nO,
+    first_V,
     cap,
     dim,
 ):
     """Step the unique rows of which thread `owner` is the owner.
 
-    The formulas are those of optim.cu. A row is stepped where the first thread that touched it
-    lists it, with the gradients of all threads, summed in their order; its indices are reset to
-    -1. A row that would not stay finite is left as it was; returns the number of such rows.
+    The formulas are those of optim.cu. A row is stepped with the sum of the gradients of all
+    threads, scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that
+    would not stay finite is left as it was; returns the number of such rows.
     """
+    _sum_threads(owner, rows_nU, grad_NP, pairs_nU, order_nU, starts_nO, first_V, dim)
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
@@ -338,12 +365,20 @@ def step_rows(
     grad_D = np.empty(dim, np.float32)
     before_R = np.empty_like(records_VR[0])
     faults = 0
-    for n in range(len(count_n)):
-        for u in range(count_n[n]):
+    threads, most = rows_nU.shape
+    for n in range(threads):
+        end = starts_nO[n, owner + 1]
+        for i in range(starts_nO[n, owner], end):
+            if i + ROWS_AHEAD < end:
+                _prefetch_row(records_VR, rows_nU[n, order_nU[n, i + ROWS_AHEAD]], width)
+            u = order_nU[n, i]
             row = rows_nU[n, u]
-            if row // ROWS_PER_OWNER % owners != owner or index_nV[n, row] < 0:
+            if first_V[row] != n * most + u:
                 continue
-            _sum_gradients(n, u, row, index_nV, grad_nUP, pairs_nU, count_n, cap, grad_D)
+            first_V[row] = -1
+            scale = np.float32(cap / pairs_nU[n, u]) if 0 < cap < pairs_nU[n, u] else one
+            for d in range(dim):
+                grad_D[d] = scale * grad_NP[n * most + u, d]
             for r in range(width):
                 before_R[r] = records_VR[row, r]
 

@@ -126,7 +126,7 @@ class ModelConfig(Section):
     """What is learned: skip-gram or CBOW, and by which softmax."""
 
     architecture: Literal["skipgram", "cbow"] = key(
-        "skipgram", "Predict a center from each context word (skipgram), or from all (cbow; CPU)."
+        "skipgram", "Predict a center from each context word (skipgram), or from all (cbow)."
     )
     cbow_mean: bool = key(True, "CBOW predicts from the mean of the context words, or their sum.")
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)

@@ -31,7 +31,7 @@ STAGES = {
     "moves": ("exchange", "gather_records", "scatter_records"),
     "claim": ("unique_rows",),
     "lend": ("gather_weights", "index_borrowed"),
-    "skip-gram": ("skipgram",),
+    "skip-gram": ("skipgram", "cbow"),
     "collect": ("collect", "write_headers"),
     "optimizer": ("step",),
     "network": (),

@@ -43,6 +43,7 @@ from w2v.model.table import padded
 
 SOURCES = Path(launch.__file__).parent / "cu"
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
+GRADIENT_MACROS = "DIM WINDOW TARGETS ELEMENT COUNTED CBOW MEAN".split()
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
@@ -51,9 +52,17 @@ VARIANTS = [
     ("shard.cu", {"RANKS": 1, "HEADER_ROWS": 1, "ELEMENT": 0, "WIDE": 4}),
     ("shard.cu", {"RANKS": 4, "HEADER_ROWS": 6, "ELEMENT": 1, "WIDE": 1}),
     ("shard.cu", {"RANKS": 1000, "HEADER_ROWS": 1, "ELEMENT": 2, "WIDE": 4}),
-    ("sgns.cu", {"DIM": 128, "WINDOW": 5, "TARGETS": 6, "ELEMENT": 0, "COUNTED": 0}),
-    ("sgns.cu", {"DIM": 33, "WINDOW": 20, "TARGETS": 65, "ELEMENT": 1, "COUNTED": 1}),
-    ("sgns.cu", {"DIM": 1024, "WINDOW": 1, "TARGETS": 2, "ELEMENT": 2, "COUNTED": 0}),
+    *(
+        ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
+        for values in (
+            (128, 5, 6, 0, 0, 0, 0),
+            (33, 20, 65, 1, 1, 0, 0),
+            (1024, 1, 2, 2, 0, 0, 0),
+            (128, 5, 6, 0, 0, 1, 1),
+            (33, 20, 65, 1, 1, 1, 0),
+            (1024, 1, 2, 2, 0, 1, 1),
+        )
+    ),
     *(
         ("optim.cu", {"STEP": name, "STATES": states, "ELEMENT": n % 3, "WIDE": (4, 1)[n % 2]})
         for n, (name, states) in enumerate(FORMULAS.items())
@@ -189,7 +198,7 @@ def test_gradients_on_the_cpu(
 
 
 @pytest.mark.gpu
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 300),
@@ -198,9 +207,11 @@ def test_gradients_on_the_cpu(
     rows=st.integers(1, 200),
     dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
     dtype=st.sampled_from(list(cuda.ELEMENTS)),
+    objective=st.sampled_from([Objective(), CBOW_MEAN, CBOW_SUM]),
 )
-def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype):
-    check_gradients("cuda", *problem(seed, centers, window, negative, rows, dim), dtype)
+def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective):
+    batch, weights_TVD = problem(seed, centers, window, negative, rows, dim)
+    check_gradients("cuda", batch._replace(objective=objective), weights_TVD, dtype)
 
 
 EDGES = {
@@ -210,6 +221,7 @@ EDGES = {
     "large logits": {"spread": 20.0},
     "one center": {"centers": 1},
     "two centers": {"centers": 2},
+    "wide windows": {"window": 80, "sentence": 200},
 }
 
 
@@ -220,6 +232,8 @@ EDGES = {
         ("cpu", 3, Objective()),
         ("cpu", 3, CBOW_MEAN),
         pytest.param("cuda", 1, Objective(), marks=GPU),
+        pytest.param("cuda", 1, CBOW_MEAN, marks=GPU),
+        pytest.param("cuda", 1, CBOW_SUM, marks=GPU),
     ],
     ids=str,
 )
@@ -228,6 +242,14 @@ def test_gradients_at_the_edges(kernels, edge, threads, objective):
     size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100}
     batch, weights_TVD = problem(**(size | edge))
     check_gradients(kernels, batch._replace(objective=objective), weights_TVD, threads=threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN], ids=str)
+def test_gradients_of_a_large_batch(objective):
+    """Each warp and each block takes several centers."""
+    batch, weights_TVD = problem(1, 100_000, 5, 5, 20_000, 16)
+    check_gradients("cuda", batch._replace(objective=objective), weights_TVD)
 
 
 # Optimizers.
@@ -404,12 +426,14 @@ def test_training_on_the_cpu(architecture, name, cap):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["skipgram", "cbow"])
 @pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW"])
 @pytest.mark.parametrize(
     "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 450, 3)]
 )
-def test_training_on_a_gpu(name, engine, slots, steps_per_page):
-    check_training("cuda", name, engine=engine, slots=slots, steps_per_page=steps_per_page)
+def test_training_on_a_gpu(architecture, name, engine, slots, steps_per_page):
+    how = {"engine": engine, "slots": slots, "steps_per_page": steps_per_page}
+    check_training("cuda", name, architecture=architecture, **how)
 
 
 def sampler_of_random_words(model, words, batch_size):

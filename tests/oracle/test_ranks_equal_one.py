@@ -134,8 +134,6 @@ CASES = {
 @BACKENDS
 @pytest.mark.parametrize("size, how", CASES.values(), ids=CASES)
 def test_ranks_in_threads(kernels, device, size, how):
-    if kernels == "cuda" and "objective" in how:
-        pytest.skip("there are no CUDA kernels for CBOW")
     check(threads(size), kernels=kernels, device=device, **how)
 
 

@@ -99,15 +99,15 @@ def test_device():
         choose_device(wanted, replace(CPU_ONLY, cuda_torch="13.0"))
 
 
-def test_cbow_is_trained_on_the_cpu():
-    cbow = configured("model.architecture=cbow")
-    assert choose_device(cbow, WITH_GPU).type == "cpu"
-    assert choose_engine(cbow, WITH_GPU, CPU, HUGE) == (
+def test_hierarchical_softmax_is_trained_on_the_cpu():
+    hs = configured("model.hs=true")
+    assert choose_device(hs, WITH_GPU).type == "cpu"
+    assert choose_engine(hs, WITH_GPU, CPU, HUGE) == (
         "resident",
-        "the CPU computes where the tables are; the GPU has no kernels for model.architecture=cbow",
+        "the CPU computes where the tables are; the GPU has no kernels for model.hs=true",
     )
-    with pytest.raises(ConfigError, match="train.device=cuda .*cbow; set train.device=cpu"):
-        choose_device(configured("model.architecture=cbow", "train.device=cuda"), WITH_GPU)
+    with pytest.raises(ConfigError, match="train.device=cuda .*hs=true; set train.device=cpu"):
+        choose_device(configured("model.hs=true", "train.device=cuda"), WITH_GPU)
 
 
 def test_cupy_for_another_cuda_version_is_warned_of(caplog):

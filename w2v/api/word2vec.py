@@ -80,7 +80,7 @@ class Word2Vec(word2vec.Word2Vec):
     Args:
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
         min_alpha: Learning rate at the end of training, 0 by default.
-        sg: 1 for skip-gram, which is the default here; 0 for CBOW, on the CPU alone.
+        sg: 1 for skip-gram, which is the default here; 0 for CBOW.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. By default

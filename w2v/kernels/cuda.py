@@ -79,8 +79,11 @@ class CudaKernels(Kernels):
         blocks = blocks_for(32 * batch.windows_B.shape[0])
         inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
         sums = rows.loss, rows.pairs
+        cbow, mean, _ = batch.objective
+        macros |= {"CBOW": int(cbow), "MEAN": int(mean)}
+        kernel = "cbow" if cbow else "skipgram"
         text = _text(batch)
-        launch("sgns.cu", "skipgram", macros, blocks, *text, *inputs, *outputs, row_width, *sums)
+        launch("gradients.cu", kernel, macros, blocks, *text, *inputs, *outputs, row_width, *sums)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:

@@ -118,7 +118,7 @@ class Plan:
             f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
             f"kernels   {self._kernels_in_words()}, precision {config.train.precision}"
-            f"{', ' * bool(cpu_only(config))}{cpu_only(config)}",
+            f"{self._model_in_words()}",
             f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
             f"memory    {self.budget.totals}",
         ]
@@ -196,6 +196,10 @@ class Plan:
             "sequential": "compiled by numba, each center a step of its own",
             "cuda": "fused",
         }[self.kernels]
+
+    def _model_in_words(self) -> str:
+        model = self.config.model
+        return ", CBOW" * (model.architecture == "cbow") + ", hierarchical softmax" * model.hs
 
     def _paging_in_words(self) -> str:
         if self.engine not in LINKS:
@@ -606,11 +610,7 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
 
 def cpu_only(config: Config) -> str:
     """Return the setting for which there are no CUDA kernels, or ""."""
-    model = config.model
-    architecture = (
-        "" if model.architecture == "skipgram" else f"model.architecture={model.architecture}"
-    )
-    return ", ".join(filter(None, (architecture, "model.hs=true" if model.hs else "")))
+    return "model.hs=true" if config.model.hs else ""
 
 
 def record_alignment(device: torch.device, dtype: torch.dtype) -> int:

@@ -1,0 +1,392 @@
+// Skip-gram and CBOW with negative sampling on records in place: the loss and both gradients, as in
+// reference.py::gradients.
+//
+// One warp takes a center, and keeps a group of its targets (the center, then its negatives) in
+// registers.
+//
+// Macros: DIM, dimensions; WINDOW and TARGETS as in batch.cuh; ELEMENT of the records; COUNTED, 1
+// to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from the mean of
+// the context rows, 0 from their sum.
+
+#include "batch.cuh"
+#include "common.cuh"
+#include "element.cuh"
+#include "unique.cuh"
+
+#if DIM % 4 == 0
+#define LANES_WIDE 4
+#else
+#define LANES_WIDE 1
+#endif
+
+constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
+constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
+constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in one lane
+// Targets in registers at a time, a power of two; and how many of them exist.
+constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
+constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;
+
+struct SharedRow {  // a row in shared memory
+    Floats<LANES_WIDE> packs[VECTORS];
+};
+
+struct Row {  // one lane's elements of a row
+    float at[LANE_ELEMENTS];
+
+    __device__ void load(const Element* row, int lane) {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+            Pack<LANES_WIDE> pack = {};
+            if (i < VECTORS) pack = Pack<LANES_WIDE>::load(row, i);
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] = pack.at[h];
+        }
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] = 0;
+    }
+
+    __device__ void scale(float factor) {
+#pragma unroll
+        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] *= factor;
+    }
+
+    __device__ void add_scaled(const Row& other, float scale) {
+#pragma unroll
+        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] += scale * other.at[h];
+    }
+
+    __device__ float partial_dot(const Row& other) const {
+        float sum = 0;
+#pragma unroll
+        for (int h = 0; h < LANE_ELEMENTS; h++) sum += at[h] * other.at[h];
+        return sum;
+    }
+
+    __device__ void store(SharedRow& row, int lane) const {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+            if (i >= VECTORS) continue;
+            Floats<LANES_WIDE> pack;
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) pack.at[h] = at[v * LANES_WIDE + h];
+            row.packs[i] = pack;
+        }
+    }
+
+    __device__ void add(const SharedRow& row, int lane) {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+            if (i >= VECTORS) continue;
+            const Floats<LANES_WIDE> pack = row.packs[i];
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] += pack.at[h];
+        }
+    }
+
+    // Add to a row in memory, atomically, as other warps may add to it too.
+    __device__ void add_to(float* row, int lane) const {
+#pragma unroll
+        for (int v = 0; v < PER_LANE; v++) {
+            const int i = lane + 32 * v;
+            if (i >= VECTORS) continue;
+            const float* from = at + LANES_WIDE * v;
+#if LANES_WIDE == 4 && __CUDA_ARCH__ >= 900
+            atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
+#else
+#pragma unroll
+            for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, from[h]);
+#endif
+        }
+    }
+};
+
+// Sum GROUP numbers over the warp; lane l returns the sum of number l / (32 / GROUP). Each exchange
+// halves how many numbers a lane still sums.
+__device__ float sum_over_warp(float* number, int lane) {
+    int distance = 16;
+#pragma unroll
+    for (int left = GROUP; left > 1; left /= 2, distance /= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int n = 0; n < left / 2; n++) {
+            const float keep = upper ? number[n + left / 2] : number[n];
+            const float give = upper ? number[n] : number[n + left / 2];
+            number[n] = keep + __shfl_xor_sync(ALL, give, distance);
+        }
+    }
+    float sum = number[0];
+    for (; distance; distance /= 2) sum += __shfl_xor_sync(ALL, sum, distance);
+    return sum;
+}
+
+// Return the gradient of a pair's loss along its logit, sigmoid - label; 0 unless the pair counts.
+// The loss is softplus(signed_logit), which `leader` adds to lane_loss.
+__device__ float pair_error(
+    float logit, float label, bool counts, bool leader, double& lane_loss) {
+    const float signed_logit = label ? -logit : logit;
+    const float e = __expf(-fabsf(logit));
+    const float sigmoid = (logit >= 0 ? 1 : e) / (1 + e);
+    const float error = counts ? sigmoid - label : 0;
+    if (leader && counts) lane_loss += fmaxf(signed_logit, 0) + log1pf(e);
+    return error;
+}
+
+// Add what the lanes of a warp have summed: the loss, and the number of positive pairs.
+__device__ void add_sums(
+    double lane_loss, long long lane_pairs, int lane, double* loss, long long* pairs) {
+    for (int distance = 16; distance; distance /= 2) {
+        lane_loss += __shfl_xor_sync(ALL, lane_loss, distance);
+        lane_pairs += __shfl_xor_sync(ALL, lane_pairs, distance);
+    }
+    if (lane == 0 && lane_pairs) {
+        atomicAdd(loss, lane_loss);
+        atomicAdd((unsigned long long*)pairs, (unsigned long long)lane_pairs);
+    }
+}
+
+#if !CBOW
+// A warp goes through the context words with each group of targets. So a context row is read once
+// per group, and the gradient of a target is added to memory once per center.
+//
+// Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
+// also the number of pairs that each gradient sums.
+extern "C" __global__ void skipgram(
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
+    long long* pairs) {
+    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
+    const int lane = threadIdx.x % 32;
+    const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
+    const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
+    const long long step = warps();
+    double lane_loss = 0;
+    long long lane_pairs = 0;
+
+    for (long long center = warp_id(); center < centers; center += step) {
+        if (!batch.has_context(center)) continue;
+        for (int start = 0; start < TARGETS; start += GROUP) {
+            // Lane t looks up target t, and all lanes load it. For a missing target they load the
+            // center's row, whose error is then 0.
+            const bool has_target = start + lane < TARGETS && lane < GROUP;
+            const int target_row = has_target ? batch.target(center, start + lane) : -1;
+            const int read_row = target_row < 0 ? words[first + center] : target_row;
+            const long long my_slot = slot_out ? slot_out[read_row] : read_row;
+            const long long my_index = target_row < 0 ? -1 : index_out[target_row];
+            Row target[TAKEN], grad_target[TAKEN];
+#pragma unroll
+            for (int t = 0; t < TAKEN; t++) {
+                const long long slot = __shfl_sync(ALL, my_slot, t);
+                target[t].load(records_out + slot * row_width, lane);
+                grad_target[t].clear();
+            }
+            const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
+#if COUNTED
+            const int targets = __popc(__ballot_sync(ALL, my_index >= 0));
+            int contexts = 0;
+#endif
+            const float label = start + member == 0;
+
+            // The lanes look up 32 context words at once; the warp then takes one after another.
+            for (int base = 0; base < 2 * WINDOW; base += 32) {
+                const int o = base + lane;
+                const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
+                const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
+                const long long word_index = word < 0 ? 0 : index_in[word];
+                lane_pairs += start == 0 && word >= 0;
+#if COUNTED
+                contexts += __popc(__ballot_sync(ALL, word >= 0));
+                if (word >= 0) atomicAdd(pairs_in + word_index, targets);
+#endif
+                for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
+                    const int source = __ffs(left) - 1;
+                    Row context, grad_context;
+                    const long long slot = __shfl_sync(ALL, word_slot, source);
+                    context.load(records_in + slot * row_width, lane);
+                    grad_context.clear();
+                    float dots[GROUP];
+#pragma unroll
+                    for (int t = 0; t < GROUP; t++)
+                        dots[t] = t < TAKEN ? context.partial_dot(target[t]) : 0;
+                    const float logit = sum_over_warp(dots, lane);
+
+                    const float error = pair_error(logit, label, counts, leader, lane_loss);
+#pragma unroll
+                    for (int t = 0; t < TAKEN; t++) {
+                        const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
+                        grad_context.add_scaled(target[t], scale);
+                        grad_target[t].add_scaled(context, scale);
+                    }
+                    const long long index = __shfl_sync(ALL, word_index, source);
+                    grad_context.add_to(grads_in + index * DIM, lane);
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < TAKEN; t++) {
+                const long long index = __shfl_sync(ALL, my_index, t);
+                if (index >= 0) grad_target[t].add_to(grads_out + index * DIM, lane);
+            }
+#if COUNTED
+            if (my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
+#endif
+        }
+    }
+
+    add_sums(lane_loss, lane_pairs, lane, loss, pairs);
+}
+#else
+constexpr int FITTING = 24576 / (4 * DIM);  // centers whose gradients fit into shared memory
+constexpr int TILE = FITTING > 32 ? 32 : FITTING > 1 ? FITTING : 1;  // at most the lanes of a warp
+constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loaded together
+
+// A block takes a tile of consecutive centers. A warp sums the context rows of a center in
+// registers, and then goes through the targets. The gradient of that sum stays in shared memory: a
+// context word is in the windows of many centers of the tile, so its gradient is summed there, and
+// added to memory once for each tile.
+//
+// Add the loss, the number of centers with context words, and the gradients of the unique rows; if
+// COUNTED, also the number of pairs that each gradient sums.
+extern "C" __global__ void cbow(
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
+    long long* pairs) {
+    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
+    __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
+#if COUNTED
+    __shared__ int targets_of[TILE];  // number of targets of each center
+    int counted = 0;
+#endif
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block_warps = blockDim.x / 32;
+    const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
+    const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
+    double lane_loss = 0;
+    long long lane_pairs = 0;
+
+    for (long long tile = (long long)blockIdx.x * TILE; tile < centers;
+         tile += (long long)gridDim.x * TILE) {
+        const int tile_centers = min((long long)TILE, centers - tile);
+        for (int n = warp; n < tile_centers; n += block_warps) {
+            const long long center = tile + n;
+            if (!batch.has_context(center)) continue;  // no position below is in its window
+            // Lane t looks up target t, and all lanes load it, as above.
+            Row target[TAKEN];
+            long long my_index;
+            const auto load_targets = [&](int start) {
+                const bool has_target = start + lane < TARGETS && lane < GROUP;
+                const int target_row = has_target ? batch.target(center, start + lane) : -1;
+                const int read_row = target_row < 0 ? words[first + center] : target_row;
+                const long long my_slot = slot_out ? slot_out[read_row] : read_row;
+                my_index = target_row < 0 ? -1 : index_out[target_row];
+#pragma unroll
+                for (int t = 0; t < TAKEN; t++) {
+                    const long long slot = __shfl_sync(ALL, my_slot, t);
+                    target[t].load(records_out + slot * row_width, lane);
+                }
+            };
+            load_targets(0);  // before the context rows, so that all are on their way together
+
+            Row predicting, grad;
+            predicting.clear();
+            grad.clear();
+            int contexts = 0;
+            for (int base = 0; base < 2 * WINDOW; base += 32) {
+                const int o = base + lane;
+                const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
+                const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
+                unsigned left = __ballot_sync(ALL, word >= 0);
+                contexts += __popc(left);
+                while (left) {
+                    Row row[AT_ONCE];
+#pragma unroll
+                    for (int r = 0; r < AT_ONCE; r++) {
+                        row[r].clear();
+                        if (!left) continue;
+                        const long long slot = __shfl_sync(ALL, word_slot, __ffs(left) - 1);
+                        row[r].load(records_in + slot * row_width, lane);
+                        left &= left - 1;
+                    }
+#pragma unroll
+                    for (int r = 0; r < AT_ONCE; r++) predicting.add_scaled(row[r], 1);
+                }
+            }
+            if (MEAN) predicting.scale(1.0f / contexts);
+            lane_pairs += lane == 0;
+
+#if COUNTED
+            counted = 0;
+#endif
+            for (int start = 0;;) {
+                const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
+                float dots[GROUP];
+#pragma unroll
+                for (int t = 0; t < GROUP; t++)
+                    dots[t] = t < TAKEN ? predicting.partial_dot(target[t]) : 0;
+                const float logit = sum_over_warp(dots, lane);
+                const float label = start + member == 0;
+                const float error = pair_error(logit, label, counts, leader, lane_loss);
+#pragma unroll
+                for (int t = 0; t < TAKEN; t++) {
+                    const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
+                    const long long index = __shfl_sync(ALL, my_index, t);
+                    grad.add_scaled(target[t], scale);
+                    if (index < 0) continue;
+                    Row grad_target = predicting;
+                    grad_target.scale(scale);
+                    grad_target.add_to(grads_out + index * DIM, lane);
+                }
+#if COUNTED
+                counted += __popc(__ballot_sync(ALL, my_index >= 0));
+                if (my_index >= 0) atomicAdd(pairs_out + my_index, 1);
+#endif
+                start += GROUP;
+                if (start >= TARGETS) break;
+                load_targets(start);
+            }
+            if (!MEAN) grad.scale(1.0f / contexts);  // see `Objective`
+            grad.store(grad_of[n], lane);
+#if COUNTED
+            if (lane == 0) targets_of[n] = counted;
+#endif
+        }
+        __syncthreads();
+
+        // One warp takes a position of the text; its lanes find the centers that see it.
+        const long long tile_at = first + tile;
+        const bool has_center = lane < tile_centers;
+        const int window = has_center ? windows[tile + lane] : 0;
+        const int sentence = has_center ? sentences[tile_at + lane] : 0;
+        const long long end = min(length, tile_at + tile_centers + WINDOW);
+        for (long long base = max(0ll, tile_at - WINDOW) + warp; base < end;
+             base += 32 * block_warps) {
+            // The lanes look up 32 positions at once; the warp then takes one after another.
+            const long long my_at = base + lane * block_warps;
+            const int my_sentence = my_at < end ? sentences[my_at] : 0;
+            const long long my_index = my_at < end ? index_in[words[my_at]] : -1;
+            for (int source = 0; source < 32; source++) {
+                const long long at = base + source * block_warps;
+                if (at >= end) break;
+                const int distance = abs((int)(at - tile_at) - lane);
+                const int its_sentence = __shfl_sync(ALL, my_sentence, source);
+                const long long index = __shfl_sync(ALL, my_index, source);
+                const bool is_context =
+                    has_center && distance > 0 && distance <= window && its_sentence == sentence;
+                unsigned left = __ballot_sync(ALL, is_context);
+                if (!left) continue;
+#if COUNTED
+                const int pairs_here = __reduce_add_sync(ALL, is_context ? targets_of[lane] : 0);
+                if (lane == 0) atomicAdd(pairs_in + index, pairs_here);
+#endif
+                Row grad;
+                grad.clear();
+                for (; left; left &= left - 1) grad.add(grad_of[__ffs(left) - 1], lane);
+                grad.add_to(grads_in + index * DIM, lane);
+            }
+        }
+        __syncthreads();  // before the next tile's gradients take the place of these
+    }
+    add_sums(lane_loss, lane_pairs, lane, loss, pairs);
+}
+#endif

@@ -325,7 +325,7 @@ def test_words_with_marks_are_shown_as_text(tmp_path, capsys):
     [run] = (tmp_path / "<i>" / "runs").iterdir()
     assert evaluate.main(["nn", str(run), "b"]) == 0
     assert evaluate.main(["nn", str(run), "a\x1b"]) == 2
-    assert evaluate.main(["export", str(run), "--safetensors", "--projector", "5"]) == 0
+    assert evaluate.main(["export", str(run), "--safetensors"]) == 0
     console = "".join(capsys.readouterr())
     vocab = (run / "vocab.tsv").read_text()  # has the words themselves
     card = (run / "README.md").read_text()

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -138,13 +137,6 @@ def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
     # Without --to, the folder of the file that is read.
     assert evaluate.main(["export", str(out / "vectors.txt"), "--kv"]) == 0
     assert load(out).index_to_key == WORDS
-
-
-def test_projector_files_hold_the_most_frequent_words(kv, tmp_path):
-    tensor, metadata, config = export.save_projector(kv, tmp_path, 3)
-    assert re.findall('path: "(.*)"', config.read_text()) == [tensor.name, metadata.name]
-    assert metadata.read_text() == "word\tcount\nthe\t90\nZürich\t40\nparis\t40\n"
-    np.testing.assert_allclose(np.loadtxt(tensor), kv.vectors[:3], rtol=1e-5)
 
 
 def test_safetensors_hold_the_vectors_and_a_table_the_words(kv, tmp_path):

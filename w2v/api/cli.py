@@ -107,8 +107,7 @@ def _add_export(add: Callable[..., Any]) -> None:
         add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
     tensors = "write vectors.safetensors, and vectors.tsv with the words"
     add("--safetensors", action="store_true", help=tensors)
-    projector = "write the N most frequent words for TensorBoard's projector (at most 100,000)"
-    add("--projector", type=count, metavar="N", help=projector)
+
     add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
 
 

@@ -61,8 +61,8 @@ def analogies(options: Namespace) -> int:
 
 def export_vectors(options: Namespace) -> None:
     """Write the vectors in other formats, and print the paths of the files."""
-    if not (options.formats or options.safetensors or options.projector):
-        remedy = "add --kv, --bin, --text, --safetensors or --projector N"
+    if not (options.formats or options.safetensors):
+        remedy = "add --kv, --bin, --text or --safetensors"
         raise VectorsError(f"export has nothing to write; {remedy}")
     path = find(options.run)
     kv = load(path)
@@ -71,8 +71,7 @@ def export_vectors(options: Namespace) -> None:
         written = export.save(kv, folder, options.formats) if options.formats else []
         if options.safetensors:
             written += export.save_safetensors(kv, folder)
-        if options.projector:
-            written += export.save_projector(kv, folder, options.projector)
+
     print(*written, sep="\n")
 
 

@@ -38,12 +38,6 @@ LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of 
 BLOCK_BYTES = 4 << 20  # of vectors on their way from the tables to the files
 BLOCKS_AHEAD = 8  # blocks that wait for the thread of a file
 EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: small vectors twice, or blocks of 2 files
-PROJECTOR_CONFIG = """embeddings {
-  tensor_name: "word vectors"
-  tensor_path: "tensor.tsv"
-  metadata_path: "metadata.tsv"
-}
-"""
 
 
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
@@ -197,24 +191,17 @@ def save(
     return [Path(folder, f"vectors.{name}") for name in formats]
 
 
-def save_projector(kv: KeyedVectors, folder: str | Path, words: int) -> list[Path]:
-    """Write the first `words` vectors for TensorBoard's projector."""
-    names = ("tensor.tsv", "metadata.tsv", "projector_config.pbtxt")
-    # TensorBoard reads the .pbtxt; projector.tensorflow.org takes the two tables.
-    with _new_files(Path(folder)) as new:
-        np.savetxt(new / names[0], kv.vectors[:words], "%.6g", "\t")
-        (new / names[1]).write_text("word\tcount\n" + _word_counts(kv, words), encoding="utf-8")
-        (new / names[2]).write_text(PROJECTOR_CONFIG)
-    return [Path(folder, name) for name in names]
-
-
 def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
     """Write vectors.safetensors ("vectors" [V, D]) and vectors.tsv (words)."""
     from safetensors.numpy import save_file
 
     names = ("vectors.safetensors", "vectors.tsv")
+    _check_words(kv.index_to_key)
+    counts = kv.expandos.get("count", [0] * len(kv))
+    rows = zip(map(printable, kv.index_to_key), counts, strict=True)
     with _new_files(Path(folder)) as new:
-        (new / names[1]).write_text(_word_counts(kv), encoding="utf-8")
+        lines = "".join(f"{word}\t{count}\n" for word, count in rows)
+        (new / names[1]).write_text(lines, encoding="utf-8")
         save_file({"vectors": np.ascontiguousarray(kv.vectors)}, new / names[0])
         apply_umask(new / names[0])
     return [Path(folder, name) for name in names]
@@ -238,16 +225,6 @@ def _check_words(words: Sequence[str]) -> None:
             raise VectorsError(
                 f"the word {word!r} is empty or holds white space, which only .kv can store; use kv"
             )
-
-
-def _word_counts(kv: KeyedVectors, words: int | None = None) -> str:
-    """Return lines "word<tab>count" of the first words; 0 if unknown."""
-    shown = kv.index_to_key[:words]
-    _check_words(shown)
-    counts = kv.expandos.get("count", np.zeros(len(kv), np.int64)).tolist()
-    return "".join(
-        f"{printable(word)}\t{count}\n" for word, count in zip(shown, counts, strict=False)
-    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
-from w2v.vectors import export, report
+from w2v.vectors import export, plots, report
 
 pytest.importorskip("sklearn")
 ATTACK = "</script><script>alert(1)</script>"
@@ -91,7 +91,7 @@ def test_map_has_places_groups_and_nearest_words(page):
     (data,) = json.loads(Page(page.read_text(encoding="utf-8")).text["script"][0])
     places = np.array(data["places"])
     assert places.shape == (30, 2) and places.min() == 0 and places.max() == 1
-    assert len(data["groups"]) == 30 and max(data["groups"]) < report.COLORS
+    assert len(data["groups"]) == 30 and max(data["groups"]) < len(plots.COLORS)
     vectors = np.random.default_rng(1).standard_normal((40, 8))[:30]
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     assert data["near"][5][0] == np.argsort(-vectors @ vectors[5])[1]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 Runs = Mapping[str, Run]  # by the name that is shown
-COLORS = 8  # classes c0 to c7 of the style sheet
+
 MAP_WORDS = 500  # the most frequent ones
 NEAR = 8  # neighbours of each word
 
@@ -189,7 +189,7 @@ def _headers(shown: Runs) -> list[str]:
 
 
 def _swatch(number: int) -> str:
-    return f'<i class="b{number % COLORS}"></i>'
+    return f'<i class="b{number % len(plots.COLORS)}"></i>'
 
 
 def _text(value: object) -> str:
@@ -220,8 +220,7 @@ input, select, button { font: inherit; max-width: 100% } input { flex: 1 1 10rem
 canvas { width: 100%; height: min(70vh, 40rem); border: 1px solid var(--line); touch-action: none;
   cursor: grab; display: block }
 """ + "\n".join(
-    f".c{number} {{ color: {color} }} .b{number} {{ background: {color} }}"
-    for number, color in enumerate(plots.COLORS[:COLORS])
+    f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS)
 )
 
 VECTORS = Template("""<h2>Nearest words</h2>$nearest
@@ -241,13 +240,7 @@ const get = (id) => document.getElementById(id);
 const maps = JSON.parse(get("data").textContent);
 if (maps.length) {
   const canvas = get("map"), pen = canvas.getContext("2d");
-  const colors = [...Array(COLORS).keys()].map((n) => {
-    const probe = document.body.appendChild(document.createElement("i"));
-    probe.className = "c" + n;
-    const color = getComputedStyle(probe).color;
-    probe.remove();
-    return color;
-  });
+  const colors = COLORS;
   let map, zoom, left, top, chosen, moved;
   const pointers = new Map();
   const at = (n) => [(map.places[n][0] * zoom + left) * canvas.clientWidth,
@@ -374,7 +367,7 @@ if (maps.length) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   show(0);
 }
-""".replace("COLORS", str(COLORS))
+""".replace("COLORS", json.dumps(plots.COLORS))
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import unicodedata
 from functools import cache
-from itertools import count
 from threading import Lock
 from typing import NamedTuple
 
@@ -125,7 +124,6 @@ class Partitions:
     def __init__(self) -> None:
         self._tables = [WordTable() for _ in range(PARTITIONS)]
         self._locks = [Lock() for _ in range(PARTITIONS)]
-        self._turns = count()
 
     def merge(self, table: WordTable) -> np.ndarray:
         """Add the words and counts of a table; return their codes, int32.
@@ -138,10 +136,8 @@ class Partitions:
         hashes = (keys ^ keys >> HALF) * PARTITION_FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
-        offset = 37 * next(self._turns)  # so that threads which merge at once meet seldom
-        for partition in (np.arange(PARTITIONS) + offset) % PARTITIONS:
+        for partition, merged in enumerate(self._tables):
             numbers = order[bounds[partition] : bounds[partition + 1]]
-            merged = self._tables[partition]
             with self._locks[partition]:
                 chunks = (table.starts[numbers + 1] - table.starts[numbers]).sum()
                 merged.reserve(len(numbers), int(chunks))

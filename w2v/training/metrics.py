@@ -40,21 +40,16 @@ class Total:
         """Add a number without waiting for the device."""
         self._numbers.append(number)
         if len(self._numbers) == STACKED:
-            self._stack()
+            self._stacks.append(torch.stack(self._numbers))
+            self._numbers = []
 
     def read(self) -> float:
         """Return the sum so far; waits for the device."""
-        if self._numbers:
-            self._stack()
-        if self._stacks:
-            for number in torch.cat(self._stacks).tolist():
+        if waiting := [*self._stacks, *(number[None] for number in self._numbers)]:
+            for number in torch.cat(waiting).tolist():
                 self._sum += number
-            self._stacks = []
+        self._stacks, self._numbers = [], []
         return self._sum
-
-    def _stack(self) -> None:
-        self._stacks.append(torch.stack(self._numbers))
-        self._numbers = []
 
 
 class LinkUse(NamedTuple):

@@ -43,11 +43,8 @@ class Vocab:
         that tie with the first one too many are dropped too. Raises `VocabError` if fewer than two
         words are left.
 
-        Args:
-            words: Returns distinct words by their numbers.
-            counts: How often each number occurs, int64; a number may be unused.
-            firsts: Position of the first appearance of each, int64.
-            limits: The two settings.
+        `words` returns distinct words by their numbers. `counts` and `firsts`, int64, are how often
+        a number occurs, which may be never, and where first.
         """
         types = int(np.count_nonzero(counts))
         if not types:
@@ -58,8 +55,7 @@ class Vocab:
             excluded = len(counts) - 1 - most  # the place of the first word too many
             threshold = max(threshold, int(np.partition(counts, excluded)[excluded]) + 1)
         kept = np.flatnonzero(counts >= threshold)
-        kept = kept[np.argsort(firsts[kept])]
-        kept = kept[np.argsort(-counts[kept], kind="stable")]
+        kept = kept[np.lexsort((firsts[kept], -counts[kept]))]  # by count, then by appearance
         if len(kept) < 2:
             setting = f"vocab.min_count={limits.min_count}"
             remedy = "bring more text"

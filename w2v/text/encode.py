@@ -107,7 +107,7 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
-Codes = list[np.ndarray]  # the only one: of each number of a table; empty until that is merged
+Codes = list[np.ndarray]  # of each number of a table, in one array; empty until that is merged
 
 
 class _Numbered(NamedTuple):

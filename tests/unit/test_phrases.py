@@ -64,6 +64,7 @@ def check(path, folder, passes, threshold=10.0, min_count=1, **how):
     tokens_at_once=st.integers(1, 9),
     block_bytes=st.integers(1, 40),
     pairs_at_once=st.integers(1, 40),
+    most_pairs=st.integers(4, 40),
     hashes=st.sampled_from([1, 1024]),
 )
 def test_phrases_are_those_of_gensim(
@@ -80,13 +81,14 @@ def test_phrases_are_those_of_gensim(
     tokens_at_once,
     block_bytes,
     pairs_at_once,
+    most_pairs,
     hashes,
 ):
     folder = tmp_path_factory.mktemp("text")
     text = folder / "text"
     text.write_text("\n".join(" ".join(line) for line in lines + repeated * 4))
     counts = {"MIN_COUNT": phrase_count, "TOKENS_AT_ONCE": tokens_at_once}
-    sizes = {"PAIRS_AT_ONCE": pairs_at_once, "HASHES": hashes}
+    sizes = {"PAIRS_AT_ONCE": pairs_at_once, "MOST_PAIRS": most_pairs, "HASHES": hashes}
     with (
         mock.patch.multiple(phrases, **counts, **sizes),
         mock.patch.object(encode, "BLOCK_BYTES", block_bytes),
@@ -161,7 +163,8 @@ def test_many_pairs_are_counted_in_parts(tmp_path, monkeypatch):
     few = check(text, tmp_path, 2, 2.0)
     calls = []
     count = phrases._frequent_pairs
-    monkeypatch.setattr(phrases, "PAIRS_AT_ONCE", 1024)
+    monkeypatch.setattr(phrases, "PAIRS_AT_ONCE", 256)
+    monkeypatch.setattr(phrases, "MOST_PAIRS", 512)
     monkeypatch.setattr(phrases, "_frequent_pairs", lambda *a: calls.append(a) or count(*a))
     many = check(text, tmp_path, 2, 2.0)
     assert many.vocab.words == few.vocab.words and many.phrases == few.phrases != []

@@ -5,8 +5,8 @@ best ones joined (Mikolov et al. 2013, arXiv 1310.4546, section 4). The text is 
 codes, see `Partitions`. A pair is one integer with the first code in its upper half; it is negative
 where a line ends.
 
-To count, threads sort all pairs in parts by their hash. A part has about PAIRS_AT_ONCE, of 8 bytes,
-which bounds the memory; each thread reads the whole text for each of its parts.
+To count, each thread reads the whole text and sorts the pairs of one part of all hashes, some at a
+time. A part with more than MOST_PAIRS is counted in two halves, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from w2v.text.tokenize import FACTOR, HALF, LINE_END, Partitions
 DELIMITER = "_"
 MIN_COUNT = 5  # gensim's; subtracted from the count of a pair, so that rare pairs score low
 TOKENS_AT_ONCE = 1 << 18
-PAIRS_AT_ONCE = 1 << 23  # that a thread sorts
+PAIRS_AT_ONCE = 1 << 20  # that a thread sorts, or as many as it has counted
+MOST_PAIRS = 1 << 23  # distinct ones that a thread counts
 HASHES = 1 << 20  # by which most pairs are known to be no phrase
 
 
@@ -134,9 +135,8 @@ def _best_pairs(
     text: CodedText, counts: np.ndarray, threshold: float, workers: int, pool: ThreadPoolExecutor
 ) -> np.ndarray:
     """Return the pairs that score above the threshold, int64, sorted."""
-    parts = max(workers, -(-text.tokens // PAIRS_AT_ONCE))
-    counted = pool.map(lambda part: _frequent_pairs(text, part, parts), range(parts))
-    frequent, distinct = zip(*counted, strict=True)
+    parts = pool.map(lambda part: _frequent_pairs(text, part, workers), range(workers))
+    frequent, distinct = zip(*parts, strict=True)
     pairs, pair_counts = np.concatenate(frequent, axis=1)
     number = np.count_nonzero(counts) + sum(distinct)
     # In the order of gensim's original_scorer, so that ties with the threshold are the same.
@@ -151,17 +151,29 @@ def _frequent_pairs(text: CodedText, part: int, parts: int) -> tuple[np.ndarray,
     Returns pairs that are more frequent than MIN_COUNT with their counts, int64 [2, n], and the
     number of distinct pairs.
     """
-    blocks = []
+    counted = np.empty((2, 0), np.int64)  # sorted pairs, and their counts
+    waiting: list[np.ndarray] = []
     for first in text.starts():
         _, pairs = text.pairs(first)
-        mine = pairs[(_hash(pairs) % parts == part) & (pairs >= 0)]
-        blocks.append(np.unique(mine, return_counts=True))
-    pairs, counts = map(np.concatenate, zip(*blocks, strict=True))
-    order = np.argsort(pairs)
+        waiting.append(pairs[(_hash(pairs) % parts == part) & (pairs >= 0)])
+        if sum(map(len, waiting)) > max(PAIRS_AT_ONCE, counted.shape[1]):
+            counted = _count(counted, waiting)
+            waiting = []
+        if counted.shape[1] > MOST_PAIRS:
+            halves = [_frequent_pairs(text, part + more, 2 * parts) for more in (0, parts)]
+            frequent, distinct = zip(*halves, strict=True)
+            return np.concatenate(frequent, axis=1), sum(distinct)
+    counted = _count(counted, waiting)
+    return counted[:, counted[1] > MIN_COUNT], counted.shape[1]
+
+
+def _count(counted: np.ndarray, waiting: list[np.ndarray]) -> np.ndarray:
+    """Add pairs to those that are counted, int64 [2, n]."""
+    new = np.unique(np.concatenate([counted[0, :0], *waiting]), return_counts=True)
+    pairs, counts = np.concatenate([counted, new], axis=1)
+    order = np.argsort(pairs, kind="stable")  # which is quick where two halves are sorted
     starts = np.flatnonzero(np.diff(pairs[order], prepend=-1))
-    counts = np.add.reduceat(counts[order], starts)
-    frequent = counts > MIN_COUNT
-    return np.stack([pairs[order][starts], counts])[:, frequent], len(starts)
+    return np.stack([pairs[order][starts], np.add.reduceat(counts[order], starts)])
 
 
 def _hash(pairs: np.ndarray) -> np.ndarray:

@@ -63,8 +63,7 @@ class RowFile:
         self.records_VR = torch.from_numpy(self._mapped).view(dtype)
         if not self.continued:
             self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
-            if hasattr(os, "posix_fallocate"):  # Linux
-                self._reserve()
+            self._reserve()
 
     def flush(self) -> None:
         """Return when rows and scalars are on disk."""

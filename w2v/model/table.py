@@ -319,8 +319,7 @@ def host_memory(nbytes: int) -> Tensor:
     Threads touch the pages, so that the system zeroes them in parallel.
     """
     memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     content = np.frombuffer(memory, np.uint8)
 
     def touch(start: int) -> None:

@@ -70,9 +70,9 @@ def start_writeback(descriptor: int, last: int = 0) -> None:
 
     last: only so many bytes before the file's position; they are dirty, and so stay cached.
     """
-    if hasattr(os, "posix_fadvise"):  # keeps the disk busy: 6 GiB took 3.5 s instead of 8
-        start = os.lseek(descriptor, 0, os.SEEK_CUR) - last if last else 0
-        os.posix_fadvise(descriptor, start, last, os.POSIX_FADV_DONTNEED)
+    # This keeps the disk busy: 6 GiB took 3.5 s instead of 8.
+    start = os.lseek(descriptor, 0, os.SEEK_CUR) - last if last else 0
+    os.posix_fadvise(descriptor, start, last, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:

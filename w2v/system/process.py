@@ -30,7 +30,7 @@ PACKAGES = "torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy-cud
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _glibc(function: str, *arguments: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -48,12 +47,9 @@ def format_bytes(count: float) -> str:
 
 
 def _available_bytes(root: Path) -> int:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) << 10
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) << 10
 
 
 def _control_groups_free(root: Path) -> Iterator[int]:

@@ -8,20 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_imported = time.monotonic()
-
 
 def process_start() -> float:
-    """Return when this process began, on the clock of `time.monotonic`.
-
-    Without Linux's /proc, this is when the module was imported.
-    """
-    try:
-        # The name, in brackets, may hold spaces; field 22 counts ticks since the machine started.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[22 - 3])
-    except OSError:
-        return _imported
+    """Return when this process began, on the clock of `time.monotonic`."""
+    # The name, in brackets, may hold spaces; field 22 counts ticks since the machine started.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[22 - 3])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
 

@@ -10,6 +10,8 @@ import pytest
 
 import w2v
 from tests.support.tiny import TEXT, tiny_settings
+from w2v.config import load_config
+from w2v.text import open_corpus
 
 ROOT = Path(__file__).parents[2]
 SOURCES = "w2v configs pyproject.toml README.md LICENSE".split()
@@ -45,8 +47,11 @@ def test_a_wheel_holds_all_modules_kernels_and_configs(installed):
 
 def test_an_installed_package_trains_elsewhere(installed, tmp_path):
     (tmp_path / "my.txt").write_text(TEXT)
+    settings = tiny_settings(train__kernels="reference")
+    # With the ids on disk nothing is compiled, which takes seconds in another folder.
+    paths = [f"corpus.path={tmp_path}/my.txt", f"corpus.data_dir={tmp_path}/data"]
+    open_corpus(load_config([], [*paths, *settings]))
     environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
-    settings = tiny_settings(train__kernels="reference")  # compiling takes seconds
     command = [installed / "bin" / "w2v", "train", "my.txt", "adam", *settings]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120

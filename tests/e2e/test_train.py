@@ -48,9 +48,9 @@ def paths(corpus, folder):
 
 @pytest.fixture(scope="module")
 def new_process(corpus, tmp_path_factory):
-    """Train with SGD in a new process; return the run folder and the output."""
+    """Train in a new process; return the run folder and the output."""
     folder = tmp_path_factory.mktemp("new-process")
-    settings = [*paths(corpus, folder), *SETTINGS, "optimizer.name=SGD"]
+    settings = [*paths(corpus, folder), *SETTINGS]
     code = f"import sys, train; assert train.main({settings}) == 0"
     code += "; print('found', {'gensim', 'torch._dynamo'} & {*sys.modules})"
     done = python("-c", code, PYTHONHASHSEED="7")
@@ -138,8 +138,8 @@ def test_log_of_a_run_names_engine_kernels_and_precision(train, settings, kernel
 
 
 def test_vectors_depend_on_the_seed_and_not_on_hashes(new_process, train):
-    same, _ = train("optimizer.name=SGD")
-    other, _ = train("optimizer.name=SGD", "train.seed=2", name="other")
+    same, _ = train()
+    other, _ = train("train.seed=2", name="other")
     first, second, third = (
         (run / "vectors.bin").read_bytes() for run in (new_process[0], same, other)
     )

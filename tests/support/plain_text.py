@@ -1,5 +1,6 @@
 """Reading text in plain Python: the reference for the compiled reader."""
 
+import re
 import unicodedata
 from collections import Counter
 
@@ -16,7 +17,7 @@ def read_sentences(files, lowercase=False, tokenize="whitespace", max_sentence_l
     sentences = []
     for path in files:
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
-        text = "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
+        text = re.sub("[\udc80-\udcff]", "\ufffd", text)
         for line in (text.lower() if lowercase else text).split("\n"):
             if tokenize == "words":
                 line = "".join(character if is_part(character) else " " for character in line)

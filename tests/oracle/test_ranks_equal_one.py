@@ -39,7 +39,7 @@ from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import FUSED_BETAS
 
-ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 12, 64, 0.01
+ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 8, 64, 0.01
 EPOCHS = 2
 GPU = pytest.mark.gpu
 BACKENDS = pytest.mark.parametrize(

@@ -166,12 +166,13 @@ def assert_same(ours, theirs, steps=STEPS):
 
 
 @pytest.mark.parametrize("name, place", COMBINATIONS)
-def test_100_steps_and_100_more_are_200(tmp_path, name, place):
+def test_60_steps_and_40_more_are_100(tmp_path, name, place):
     more = [f"optimizer.name={name}", "optimizer.schedule=cosine", "optimizer.lr=0.002"]
+    more.append("train.epochs=2")
     what = {"place": place, "steps_per_page": 3}
     whole = trained(tmp_path / "whole", *more, **what)
-    stopped(tmp_path / "run", *more, stop_after=100, **what)
-    assert_same(trained(tmp_path / "run", *more, **what), whole)
+    stopped(tmp_path / "run", *more, stop_after=60, **what)
+    assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)
 
 
 @pytest.mark.parametrize("at", [1, 49, 50, 137])

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.small_text import record_calls, settings_of_small_text
 from w2v.api import compare
+from w2v.vectors import plots
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +14,12 @@ def common(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def undrawn(monkeypatch):
+    """Draw no curves, which would take half of the time."""
+    monkeypatch.setattr(plots, "curves", lambda groups, file: file)
+
+
+@pytest.fixture
+def trained(undrawn, monkeypatch):
     """The configs that are trained, in order."""
     return record_calls(monkeypatch, compare, "train_and_score")

@@ -6,6 +6,7 @@ import runpy
 import signal
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_run_with_other_settings_is_kept(configs, trained, tmp_path):
     assert run.folder == tmp_path / "adam-seed1-2" and run.settings["optimizer.lr"] == 0.02
 
 
-def test_a_diverged_run_is_a_row(configs, tmp_path):
+def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}
     assert "diverged" in compare.write(compare.train(diverging, [1], tmp_path), tmp_path)
@@ -108,6 +109,7 @@ def test_the_program_fits_batches_and_prints_the_table(common, tmp_path, capsys)
     printed = capsys.readouterr().out
     assert str(folder) in printed
     assert (folder / "table.txt").read_text() in printed
+    assert (folder / "curves.png").exists() == bool(find_spec("matplotlib"))
 
 
 @pytest.mark.parametrize("program", ["sweep", "compare"])

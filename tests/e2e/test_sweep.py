@@ -21,7 +21,9 @@ def grid(common, *settings, corpora=(), name="adam"):
     return sweep.grid(CONFIGS / "optimizers" / f"{name}.yaml", given)
 
 
-def test_the_program_prints_the_best_settings_as_yaml(common, tmp_path, capsys, monkeypatch):
+def test_the_program_prints_the_best_settings_as_yaml(
+    common, undrawn, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     lrs = ["optimizer.lr=0.01,0.02", "train.batch_size=64", "train.epochs=1"]
     settings = ["--set", *common, *lrs, BETAS]

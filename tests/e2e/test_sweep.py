@@ -104,9 +104,3 @@ def test_axis_values_are_split_at_commas_outside_brackets(key, values, expected)
 def test_an_axis_without_values_is_refused(text):
     with pytest.raises(ConfigError, match="section.key=value"):
         sweep.parse_axes([text])
-
-
-def test_an_unknown_optimizer_gets_a_suggestion(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["sweep", "Adamx"]) == 2
-    assert "did you mean configs/optimizers/adam" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """CPU kernels: threads, SGD center by center, the search for negatives."""
 
-from pathlib import Path
-
 import gensim
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels.batch import FAULT_BITS, Batch, Objective
 from w2v.model.optim import RowOptimizer
 
-ROOT = Path(__file__).parents[2]
 CBOW = Objective(cbow=True)
 ARCHITECTURES = pytest.mark.parametrize("architecture", ["skipgram", "cbow"])
 

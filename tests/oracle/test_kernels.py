@@ -198,7 +198,7 @@ def test_gradients_on_the_cpu(
 
 
 @pytest.mark.gpu
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     centers=st.integers(1, 300),

@@ -132,7 +132,7 @@ class ModelConfig(Section):
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Draw each window from 1 to window; near words weigh more.")
-    hs: bool = key(False, "Hierarchical softmax (CPU), alone with negative=0, or beside negatives.")
+    hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
         -1,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import (
+    MODEL,
     make_kernels,
     make_step,
     make_tables,
@@ -21,6 +22,7 @@ from tests.support.steps import (
     sorted_grads,
     tables_of,
     train_on_text,
+    with_tree,
 )
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels import cuda, launch
@@ -43,24 +45,29 @@ from w2v.model.table import padded
 
 SOURCES = Path(launch.__file__).parent / "cu"
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
-GRADIENT_MACROS = "DIM WINDOW TARGETS ELEMENT COUNTED CBOW MEAN".split()
+GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN".split()
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
     ("draw.cu", {}),
-    ("unique.cu", {"WINDOW": 5, "TARGETS": 6}),
+    ("unique.cu", {"WINDOW": 5, "TARGETS": 6, "PATHS": 0}),
+    ("unique.cu", {"WINDOW": 20, "TARGETS": 0, "PATHS": 1}),
     ("shard.cu", {"RANKS": 1, "HEADER_ROWS": 1, "ELEMENT": 0, "WIDE": 4}),
     ("shard.cu", {"RANKS": 4, "HEADER_ROWS": 6, "ELEMENT": 1, "WIDE": 1}),
     ("shard.cu", {"RANKS": 1000, "HEADER_ROWS": 1, "ELEMENT": 2, "WIDE": 4}),
     *(
         ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
         for values in (
-            (128, 5, 6, 0, 0, 0, 0),
-            (33, 20, 65, 1, 1, 0, 0),
-            (1024, 1, 2, 2, 0, 0, 0),
-            (128, 5, 6, 0, 0, 1, 1),
-            (33, 20, 65, 1, 1, 1, 0),
-            (1024, 1, 2, 2, 0, 1, 1),
+            (128, 5, 6, 0, 0, 0, 0, 0),
+            (33, 20, 65, 0, 1, 1, 0, 0),
+            (1024, 1, 2, 0, 2, 0, 0, 0),
+            (128, 5, 6, 0, 0, 0, 1, 1),
+            (33, 20, 65, 0, 1, 1, 1, 0),
+            (1024, 1, 2, 0, 2, 1, 1, 1),
+            (128, 5, 0, 1, 0, 0, 0, 0),
+            (100, 5, 6, 1, 0, 1, 1, 1),
+            (1024, 5, 0, 1, 1, 1, 1, 0),
+            (2000, 5, 2, 1, 1, 1, 0, 0),
         )
     ),
     *(
@@ -159,6 +166,10 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     batch = moved(batch, device)
     found = tested.gradients(batch, page, tested.unique_rows(batch), 0.0)
 
+    marks_TV = torch.zeros(2, rows, dtype=torch.bool, device=device)
+    tested.mark(batch, marks_TV)
+    for marks_V, its in zip(marks_TV, expected[:2], strict=True):
+        assert torch.equal(torch.nonzero(marks_V).flatten().cpu(), its.rows_U.long())
     assert int(found.pairs) == int(expected.pairs)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5, abs=1e-6)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -197,6 +208,9 @@ def test_gradients_on_the_cpu(
     check_gradients("cpu", batch, weights_TVD, threads=threads)
 
 
+TREES = st.sampled_from(["", "alone", "with negatives"])
+
+
 @pytest.mark.gpu
 @settings(max_examples=40)
 @given(
@@ -208,15 +222,20 @@ def test_gradients_on_the_cpu(
     dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
     dtype=st.sampled_from(list(cuda.ELEMENTS)),
     objective=st.sampled_from([Objective(), CBOW_MEAN, CBOW_SUM]),
+    tree=TREES,
 )
-def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective):
+def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective, tree):
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim)
-    check_gradients("cuda", batch._replace(objective=objective), weights_TVD, dtype)
+    batch = batch._replace(objective=objective)
+    if tree:
+        batch = with_tree(batch, rows, seed, negatives=tree == "with negatives")
+    check_gradients("cuda", batch, weights_TVD, dtype)
 
 
 EDGES = {
     "one word a sentence": {"sentence": 1},
     "one sentence": {"sentence": 10**6},
+    "one word": {"rows": 1},
     "two words": {"rows": 2},
     "large logits": {"spread": 20.0},
     "one center": {"centers": 1},
@@ -246,10 +265,24 @@ def test_gradients_at_the_edges(kernels, edge, threads, objective):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN], ids=str)
-def test_gradients_of_a_large_batch(objective):
+@pytest.mark.parametrize("negatives", [False, True])
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
+def test_gradients_of_hierarchical_softmax_at_the_edges(edge, negatives, objective):
+    size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100} | edge
+    batch, weights_TVD = problem(**size)
+    batch = with_tree(batch._replace(objective=objective), size["rows"], negatives=negatives)
+    check_gradients("cuda", batch, weights_TVD)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_tree", [False, True])
+@pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN], ids=str)
+def test_gradients_of_a_large_batch(objective, has_tree):
     """Each warp and each block takes several centers."""
     batch, weights_TVD = problem(1, 100_000, 5, 5, 20_000, 16)
-    check_gradients("cuda", batch._replace(objective=objective), weights_TVD)
+    batch = batch._replace(objective=objective)
+    batch = with_tree(batch, 20_000) if has_tree else batch
+    check_gradients("cuda", batch, weights_TVD)
 
 
 # Optimizers.
@@ -402,10 +435,9 @@ def test_other_arguments_are_left_to_torch(name, argument):
 # Training.
 
 
-def check_training(kernels, name, cap=0, architecture="skipgram", **how):
+def check_training(kernels, name, cap=0, model=MODEL, **how):
     """Compare training on a small text with the reference."""
     config = OptimizerConfig(name=name, lr=0.002, occurrence_cap=cap)
-    model = ModelConfig(architecture=architecture, negative=3)
     device = device_of(kernels)
     ours, our_losses = train_on_text(config, kernels, device, model, **how)
     theirs, their_losses = train_on_text(config, "reference", device, model)
@@ -429,18 +461,38 @@ def check_training(kernels, name, cap=0, architecture="skipgram", **how):
     ],
 )
 def test_training_on_the_cpu(name, cap, architecture):
-    check_training("cpu", name, cap, threads=3, architecture=architecture)
+    model = ModelConfig(architecture=architecture, negative=3)
+    check_training("cpu", name, cap, model, threads=3)
+
+
+ENGINES = pytest.mark.parametrize(
+    "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 450, 3)]
+)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ["skipgram", "cbow"])
 @pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW"])
+@ENGINES
+def test_training_on_a_gpu(name, engine, slots, steps_per_page):
+    check_training("cuda", name, engine=engine, slots=slots, steps_per_page=steps_per_page)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 450, 3)]
+    "model",
+    [
+        {"architecture": "cbow"},
+        {"architecture": "cbow", "cbow_mean": False, "negative_pool": 50},
+        {"hs": True, "negative": 0},
+        {"architecture": "cbow", "hs": True},
+    ],
+    ids=str,
 )
-def test_training_on_a_gpu(architecture, name, engine, slots, steps_per_page):
+@pytest.mark.parametrize("name, cap", [("Adam", 0), ("SGD", 5)])
+@ENGINES
+def test_training_of_other_models_on_a_gpu(model, name, cap, engine, slots, steps_per_page):
     how = {"engine": engine, "slots": slots, "steps_per_page": steps_per_page}
-    check_training("cuda", name, architecture=architecture, **how)
+    check_training("cuda", name, cap, ModelConfig(**{"negative": 3} | model), **how)
 
 
 def sampler_of_random_words(model, words, batch_size):

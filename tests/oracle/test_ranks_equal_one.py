@@ -20,6 +20,7 @@ from tests.support.steps import (
     sorted_grads,
     tables_of,
     train,
+    with_tree,
 )
 from tests.support.threaded import checked, together
 from w2v.config import OPTIMIZERS, OptimizerConfig
@@ -56,12 +57,17 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.fl
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def some_batches(ranks, device, objective=SKIPGRAM):
-    """Yield a rank's part of each batch, which may be empty."""
+def some_batches(ranks, device, objective=SKIPGRAM, negatives=None):
+    """Yield a rank's part of each batch, which may be empty.
+
+    negatives: whether hierarchical softmax has negatives beside it; None: there is none.
+    """
     rng = np.random.default_rng(6)
     for number in range(BATCHES):
         batch, _ = problem(number, CENTERS, window=3, negative=4, rows=ROWS, sentence=7)
         batch = batch._replace(objective=objective)
+        if negatives is not None:
+            batch = with_tree(batch, ROWS, negatives=negatives)
         cuts = sorted(rng.integers(0, CENTERS + 1, ranks.size - 1))
         if number % 3 == 0:
             cuts = [0] * (ranks.size - 1)  # only the last rank has centers
@@ -69,9 +75,7 @@ def some_batches(ranks, device, objective=SKIPGRAM):
         yield moved(part_of(batch, *edges[ranks.rank : ranks.rank + 2]), device)
 
 
-def trained(
-    ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, objective=SKIPGRAM, **how
-):
+def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, model=(), **how):
     """Return this rank's rows of both tables by field, losses and pairs.
 
     A cache's capacity is `room`, as a share of the rows.
@@ -79,7 +83,7 @@ def trained(
     config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
     how["slots"] = int(room * 2 * ranks.shard_rows(ROWS))
     step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
-    results = [train(step, some_batches(ranks, device, objective), LR) for _ in range(EPOCHS)]
+    results = [train(step, some_batches(ranks, device, *model), LR) for _ in range(EPOCHS)]
     assert not int(step.state.fault)
     tables = [{key: table[key].cpu() for key in table.columns} for table in tables_of(step)]
     return tables, *map(torch.cat, zip(*results, strict=True))
@@ -118,7 +122,12 @@ CASES = {
     "5 dimensions": (3, {"dim": 5, "steps_per_page": 5}),
     "pages": (2, {"steps_per_page": 4}),
     "cap": (2, {"cap": 8}),
-    "cbow": (3, {"cap": 8, "objective": Objective(cbow=True)}),
+    "cbow": (3, {"cap": 8, "model": (Objective(cbow=True),)}),
+    "hs": (3, {"cap": 8, "model": (SKIPGRAM, False)}),
+    "hs, cbow, negatives and pages": (
+        2,
+        {"model": (Objective(cbow=True), True), "steps_per_page": 4},
+    ),
     "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
     "paged": (2, {"engine": "paged"}),
     "cache": (2, {"engine": "cache", "room": 1}),

@@ -1,16 +1,19 @@
 """Training steps by names of kernels and engines; texts and batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from w2v.config import ModelConfig
 from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import Batch, StepShape, StepState
+from w2v.kernels.batch import Batch, Objective, StepShape, StepState
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
+from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, record_width, side_by_side, uniform
@@ -133,8 +136,12 @@ def train_on_text(config, kernels="reference", device="cpu", model=MODEL, **how)
     step = make_step(config, rows, dim, kernels, device, **how)
     rng = np.random.default_rng(3)
     offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
-    ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
-    text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
+    words = words_of(rows, model.negative) if model.hs else rows
+    ids = (rng.zipf(1.3, offsets[-1]) % words).astype(np.int32)
+    text = TrainingText(ids, offsets, np.ones(words), rng.dirichlet(np.ones(words)))
+    if model.hs:
+        counts = np.bincount(ids, minlength=words)
+        text = replace(text, tree=make_tree(counts, words if model.negative else 0))
     draws = {"draw": step.kernels.draw, "subsample": step.kernels.subsample}
     where = torch.device(device)
     sampler = Sampler(text, model, 64, 1, where, **draws)
@@ -161,6 +168,25 @@ def problem(seed, centers, window, negative, rows, dim=1, sentence=12, spread=1.
     return Batch(words, sentences, first, windows, negatives, window, 0.0), weights_TVD
 
 
+def words_of(rows, negatives):
+    """Return how many words tables of so many rows are for, beside nodes."""
+    return (rows + 1) // 2 if negatives else rows
+
+
+def with_tree(batch, rows, seed=0, negatives=True):
+    """Return the batch with hierarchical softmax, for tables of so many rows.
+
+    Its words are some of the first half of the rows, or of all rows without negatives.
+    """
+    words = words_of(rows, negatives)
+    counts = np.random.default_rng(seed).zipf(1.2, words).clip(max=10**6)
+    tree = make_tree(counts, first_row=words if negatives else 0)
+    drawn = batch.negatives_BK % words if negatives else batch.negatives_BK[:, :0]
+    objective = batch.objective._replace(tree=tree)
+    words_n = batch.words_n % words
+    return batch._replace(words_n=words_n, negatives_BK=drawn.contiguous(), objective=objective)
+
+
 def part_of(batch, begin, end):
     """Return the batch of centers [begin, end) of a batch."""
     drawn = {"windows_B": batch.windows_B[begin:end], "negatives_BK": batch.negatives_BK[begin:end]}
@@ -169,7 +195,8 @@ def part_of(batch, begin, end):
 
 def moved(batch, device):
     """Return the batch with its tensors on a device."""
-    return Batch(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch))
+    movable = torch.Tensor, Objective
+    return Batch(*(part.to(device) if isinstance(part, movable) else part for part in batch))
 
 
 def sorted_grads(grads):

@@ -99,17 +99,6 @@ def test_device():
         choose_device(wanted, replace(CPU_ONLY, cuda_torch="13.0"))
 
 
-def test_hierarchical_softmax_is_trained_on_the_cpu():
-    hs = configured("model.hs=true")
-    assert choose_device(hs, WITH_GPU).type == "cpu"
-    assert choose_engine(hs, WITH_GPU, CPU, HUGE) == (
-        "resident",
-        "the CPU computes where the tables are; the GPU has no kernels for model.hs=true",
-    )
-    with pytest.raises(ConfigError, match="train.device=cuda .*hs=true; set train.device=cpu"):
-        choose_device(configured("model.hs=true", "train.device=cuda"), WITH_GPU)
-
-
 def test_cupy_for_another_cuda_version_is_warned_of(caplog):
     choose_device(configured(), replace(WITH_GPU, cuda_cupy="12.9"))
     for part in ("13.0", "12.9", "cupy-cuda13x"):

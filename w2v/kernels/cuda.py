@@ -169,9 +169,12 @@ def find_unique_rows(
 def most_rows(batch: Batch) -> tuple[int, int]:
     """Return the most rows of each table that the batch may touch."""
     centers, negatives = batch.negatives_BK.shape
-    # A center is a target too. Of a pool, no more words can be drawn than it holds.
-    drawn = centers * negatives
-    return centers + 2 * batch.window, centers + min(drawn, batch.pool or drawn)
+    # Of a pool, no more words can be drawn than it holds.
+    drawn = min(centers * negatives, batch.pool or centers * negatives)
+    outputs = centers + drawn if _word_targets(batch) else 0
+    if tree := batch.objective.tree:  # of V words, with V - 1 inner nodes
+        outputs += min(centers * tree.depth, tree.begin_V.shape[0] - 2)
+    return centers + 2 * batch.window, outputs
 
 
 def with_room(
@@ -197,11 +200,18 @@ def with_room(
 
 
 def _macros(batch: Batch) -> dict[str, int | str]:
-    return {"WINDOW": batch.window, "TARGETS": 1 + batch.negatives_BK.shape[1]}
+    paths = int(batch.objective.tree is not None)
+    return {"WINDOW": batch.window, "TARGETS": _word_targets(batch), "PATHS": paths}
+
+
+def _word_targets(batch: Batch) -> int:
+    """Return the targets of a center that are words: itself and its negatives."""
+    negatives = batch.negatives_BK.shape[1]
+    return 1 + negatives if negatives or not batch.objective.tree else 0
 
 
 def _blocks(batch: Batch) -> int:
-    items = 2 * batch.window + 1 + batch.negatives_BK.shape[1]
+    items = 2 * batch.window + _word_targets(batch) + 1
     return blocks_for(batch.windows_B.shape[0] * items)
 
 
@@ -209,4 +219,5 @@ def _text(batch: Batch) -> tuple[Tensor | int, ...]:
     """Return the parameters BATCH of batch.cuh."""
     words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
     text = words_n, sentences_n, words_n.shape[0], first
-    return *text, windows_B.shape[0], windows_B, negatives_BK
+    tree = batch.objective.tree
+    return *text, windows_B.shape[0], windows_B, negatives_BK, *(tree[:3] if tree else ())

@@ -165,6 +165,11 @@ class Job:
         return np.log2(counts_V.sum() / counts_V) + 1
 
     @property
+    def tree_bytes(self) -> int:
+        """Bytes of the paths of all words."""
+        return PATH_BYTES * int(self.path_lengths.sum()) + 8 * self.words if self.hs else 0
+
+    @property
     def record_bytes(self) -> int:
         return self._record_bytes(self.alignment)
 
@@ -204,8 +209,7 @@ class Job:
             unused = 0 if self.on_gpu else self.rows - -(-self.words // self.ranks)
             needs["tables"] = self.table_bytes - unused * self.record_bytes
         needs["vocabulary"] = WORD_BYTES * self.words
-        if self.hs:
-            needs["vocabulary"] += PATH_BYTES * int(self.path_lengths.sum())
+        needs["vocabulary"] += self.tree_bytes
         # Large vectors are exported block by block; only those that are scored are copied.
         needs["vectors"] = min(EXPORT_BYTES, 8 * self.words * self.vector_size)
         if self.on_gpu or self.ranks > 1:
@@ -229,7 +233,9 @@ class Job:
         if self.kernels == "cuda":
             # Buffers for the most rows that a batch may touch; larger ones are allocated beside
             # them. The batches of several pages are under way.
-            outputs = centers + min(drawn, self.pool or drawn)
+            outputs = centers + min(drawn, self.pool or drawn) if self.negative else 0
+            if self.hs:
+                outputs += min(self.words, int(centers * self.path_lengths.max()))
             inputs = centers + 2 * self.window
             rows = min(self.rows, inputs) + min(self.rows, outputs)
             in_use = PAGES * MOST_STEPS * 4 * centers * (1 + self.negative)
@@ -287,7 +293,7 @@ class Job:
             "program": program,
             "batches": self._batch_bytes(),
             "ids": self.ids_bytes,
-            "vocabulary": word_bytes * self.words + 2 * NUMBER_BYTES * self.rows,
+            "vocabulary": word_bytes * self.words + 2 * NUMBER_BYTES * self.rows + self.tree_bytes,
         }
         if self.engine == "resident":
             return needs | {"tables": self.table_bytes}

@@ -589,8 +589,6 @@ def measure_link(plan: Plan) -> float:
 def choose_device(config: Config, machine: Machine) -> torch.device:
     """Return where steps are computed."""
     wanted = config.train.device
-    if (unknown := cpu_only(config)) and wanted == "cuda":
-        raise ConfigError(f"train.device=cuda has no kernels for {unknown}; set train.device=cpu")
     if wanted == "cuda" and not machine.gpu:
         why = (
             "no usable NVIDIA GPU was found" if machine.cuda_torch else "this torch is a CPU build"
@@ -605,12 +603,7 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
             f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
             f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
         )
-    return torch.device("cuda" if wanted != "cpu" and machine.gpu and not unknown else "cpu")
-
-
-def cpu_only(config: Config) -> str:
-    """Return the setting for which there are no CUDA kernels, or ""."""
-    return "model.hs=true" if config.model.hs else ""
+    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
 def record_alignment(device: torch.device, dtype: torch.dtype) -> int:
@@ -636,10 +629,7 @@ def choose_engine(
         if wanted in LINKS:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
-        reason = "the CPU computes where the tables are"
-        if machine.gpu and config.train.device == "auto":
-            reason += f"; the GPU has no kernels for {cpu_only(config)}"
-        return "resident", reason
+        return "resident", "the CPU computes where the tables are"
     install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
     if not machine.cuda_cupy:
         if wanted == "mapped":

@@ -1,12 +1,23 @@
 // A batch of centers, and the context words and targets of each.
 //
-// Macros: WINDOW, the largest number of context words on either side; TARGETS of a center, itself
-// and its negatives.
+// Macros: WINDOW, the largest number of context words on either side; TARGETS that are words: the
+// center and its negatives, or 0; PATHS, 1 if the nodes of the center's path in a Huffman tree are
+// targets too, after those.
+
+struct Path {
+    long long begin;  // among all nodes
+    int length;
+};
 
 struct Batch {
     const int *words, *sentences;  // word and sentence id at each position of the text
     long long length, first, centers;
     const int *windows, *negatives;
+#if PATHS
+    const long long* path_begin;  // of each word
+    const int* nodes;  // rows of the output table
+    const unsigned char* codes;
+#endif
 
     // Return the word at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
     __device__ int context(long long center, int o) const {
@@ -18,12 +29,40 @@ struct Batch {
         return words[there];
     }
 
-    // Return target t: the center, then its negatives; -1 for a negative that equals the center.
-    __device__ int target(long long center, int t) const {
+    // Return the path of a center; an empty one without a tree.
+    __device__ Path path(long long center) const {
+#if PATHS
+        const int word = words[first + center];
+        const long long begin = path_begin[word];
+        return {begin, (int)(path_begin[word + 1] - begin)};
+#else
+        return {0, 0};
+#endif
+    }
+
+    // Return target t: the center, its negatives, then the nodes of its path; -1 for a negative
+    // that equals the center.
+    __device__ int target(long long center, int t, Path path) const {
+#if PATHS
+        if (t >= TARGETS) return nodes[path.begin + t - TARGETS];
+#endif
         const int word = words[first + center];
         if (t == 0) return word;
         const int negative = negatives[center * (TARGETS - 1) + t - 1];
         return negative == word ? -1 : negative;
+    }
+
+    // Return the label of target t: 1 for the center and where a path takes branch 0. Any t.
+    __device__ bool label(int t, Path path) const {
+#if PATHS
+        if (t >= TARGETS) return t < TARGETS + path.length && !codes[path.begin + t - TARGETS];
+#endif
+        return t == 0;
+    }
+
+    // Return the row of a target that always counts. (A text of one word has none.)
+    __device__ int sure_target(long long center, Path path) const {
+        return TARGETS || !path.length ? words[first + center] : target(center, 0, path);
     }
 
     // Every window has size 1 or more, so one neighbour in the same sentence is enough.
@@ -34,7 +73,15 @@ struct Batch {
     }
 };
 
-// Kernel parameters that make up a batch.
+// Kernel parameters that make up a batch, and the batch.
+#if PATHS
+#define PATH_PARAMETERS , const long long *path_begin, const int *nodes, const unsigned char *codes
+#define PATH_MEMBERS , path_begin, nodes, codes
+#else
+#define PATH_PARAMETERS
+#define PATH_MEMBERS
+#endif
 #define BATCH                                                                                  \
     const int *words, const int *sentences, long long length, long long first,                 \
-        long long centers, const int *windows, const int *negatives
+        long long centers, const int *windows, const int *negatives PATH_PARAMETERS
+#define THE_BATCH {words, sentences, length, first, centers, windows, negatives PATH_MEMBERS}

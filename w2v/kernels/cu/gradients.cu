@@ -1,12 +1,11 @@
-// Skip-gram and CBOW with negative sampling on records in place: the loss and both gradients, as in
-// reference.py::gradients.
+// Skip-gram and CBOW with negative sampling, hierarchical softmax or both, on records in place: the
+// loss and both gradients, as in reference.py::gradients.
 //
-// One warp takes a center, and keeps a group of its targets (the center, then its negatives) in
-// registers.
+// One warp takes a center, and keeps a group of its targets in registers.
 //
-// Macros: DIM, dimensions; WINDOW and TARGETS as in batch.cuh; ELEMENT of the records; COUNTED, 1
-// to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from the mean of
-// the context rows, 0 from their sum.
+// Macros: DIM, dimensions; WINDOW, TARGETS and PATHS as in batch.cuh; ELEMENT of the records;
+// COUNTED, 1 to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from
+// the mean of the context rows, 0 from their sum.
 
 #include "batch.cuh"
 #include "common.cuh"
@@ -19,12 +18,14 @@
 #define LANES_WIDE 1
 #endif
 
+#define WARPS 8  // of a block, as launch.py starts them
+
 constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
 constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
 constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in one lane
 // Targets in registers at a time, a power of two; and how many of them exist.
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
-constexpr int TAKEN = GROUP < TARGETS ? GROUP : TARGETS;
+constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
 struct SharedRow {  // a row in shared memory
     Floats<LANES_WIDE> packs[VECTORS];
@@ -150,6 +151,68 @@ __device__ void add_sums(
     }
 }
 
+// Centers of a tile: what fits into shared memory, and at most the lanes of a warp.
+#define FITTING ((PATHS ? 16384 : 24576) / (4 * DIM))
+#define TILE (!CBOW ? 0 : FITTING > 32 ? 32 : FITTING > 1 ? FITTING : 1)
+
+// Rows next to the root, the last of the tree: all centers have them as targets. Their gradients
+// are summed in what the tile leaves of shared memory, by each warp for itself.
+#define HOT_FITTING (!PATHS ? 0 : (48896 - TILE * 4 * DIM) / (WARPS * 4 * DIM))
+#define HOT (HOT_FITTING > 7 ? 7 : HOT_FITTING)
+
+#if HOT > 0
+__shared__ SharedRow hot_sums[WARPS][HOT];
+__shared__ unsigned hot_touched;  // bit n: row root - n
+
+struct HotRows {
+    int root;
+    unsigned touched;  // by this warp
+
+    __device__ HotRows(const Batch& batch) : touched(0) {
+        const Path path = batch.centers ? batch.path(0) : Path{0, 0};
+        root = path.length ? batch.target(0, TARGETS, path) : -1;  // where all paths begin
+        if (threadIdx.x == 0) hot_touched = 0;
+        __syncthreads();
+    }
+
+    // Add to a row, if it is one of these.
+    __device__ bool add(const Row& grad, int row, int lane) {
+        const int n = root - row;
+        if (n < 0 || n >= HOT) return false;
+        SharedRow& shared = hot_sums[threadIdx.x / 32][n];
+        Row sum = grad;
+        if (touched >> n & 1) sum.add(shared, lane);
+        sum.store(shared, lane);
+        touched |= 1u << n;
+        return true;
+    }
+
+    // Add the sums to memory. All threads of the block call this.
+    __device__ void flush(const int* index, float* grads, int lane) {
+        const int warp = threadIdx.x / 32;
+        Row zero;
+        zero.clear();
+        for (int n = 0; n < HOT; n++)
+            if (!(touched >> n & 1)) zero.store(hot_sums[warp][n], lane);
+        if (lane == 0 && touched) atomicOr(&hot_touched, touched);
+        __syncthreads();
+        for (int n = warp; n < HOT; n += WARPS) {
+            if (!(hot_touched >> n & 1)) continue;
+            Row sum;
+            sum.clear();
+            for (int w = 0; w < WARPS; w++) sum.add(hot_sums[w][n], lane);
+            sum.add_to(grads + (long long)index[root - n] * DIM, lane);
+        }
+    }
+};
+#else
+struct HotRows {
+    __device__ HotRows(const Batch&) {}
+    __device__ bool add(const Row&, int, int) { return false; }
+    __device__ void flush(const int*, float*, int) {}
+};
+#endif
+
 #if !CBOW
 // A warp goes through the context words with each group of targets. So a context row is read once
 // per group, and the gradient of a target is added to memory once per center.
@@ -159,22 +222,25 @@ __device__ void add_sums(
 extern "C" __global__ void skipgram(
     BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
     long long* pairs) {
-    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
+    const Batch batch = THE_BATCH;
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
     const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
     const long long step = warps();
+    HotRows hot(batch);
     double lane_loss = 0;
     long long lane_pairs = 0;
 
     for (long long center = warp_id(); center < centers; center += step) {
         if (!batch.has_context(center)) continue;
-        for (int start = 0; start < TARGETS; start += GROUP) {
-            // Lane t looks up target t, and all lanes load it. For a missing target they load the
-            // center's row, whose error is then 0.
-            const bool has_target = start + lane < TARGETS && lane < GROUP;
-            const int target_row = has_target ? batch.target(center, start + lane) : -1;
-            const int read_row = target_row < 0 ? words[first + center] : target_row;
+        const Path path = batch.path(center);
+        const int targets_here = TARGETS + path.length;
+        for (int start = 0; start < targets_here; start += GROUP) {
+            // Lane t looks up target t, and all lanes load it. For a missing target they load
+            // another row, and its error is 0.
+            const bool has_target = start + lane < targets_here && lane < GROUP;
+            const int target_row = has_target ? batch.target(center, start + lane, path) : -1;
+            const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
             const long long my_slot = slot_out ? slot_out[read_row] : read_row;
             const long long my_index = target_row < 0 ? -1 : index_out[target_row];
             Row target[TAKEN], grad_target[TAKEN];
@@ -189,7 +255,7 @@ extern "C" __global__ void skipgram(
             const int targets = __popc(__ballot_sync(ALL, my_index >= 0));
             int contexts = 0;
 #endif
-            const float label = start + member == 0;
+            const float label = batch.label(start + member, path);
 
             // The lanes look up 32 context words at once; the warp then takes one after another.
             for (int base = 0; base < 2 * WINDOW; base += 32) {
@@ -228,7 +294,9 @@ extern "C" __global__ void skipgram(
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
                 const long long index = __shfl_sync(ALL, my_index, t);
-                if (index >= 0) grad_target[t].add_to(grads_out + index * DIM, lane);
+                const int row = PATHS ? __shfl_sync(ALL, target_row, t) : 0;
+                if (index >= 0 && !hot.add(grad_target[t], row, lane))
+                    grad_target[t].add_to(grads_out + index * DIM, lane);
             }
 #if COUNTED
             if (my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
@@ -236,11 +304,10 @@ extern "C" __global__ void skipgram(
         }
     }
 
+    hot.flush(index_out, grads_out, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #else
-constexpr int FITTING = 24576 / (4 * DIM);  // centers whose gradients fit into shared memory
-constexpr int TILE = FITTING > 32 ? 32 : FITTING > 1 ? FITTING : 1;  // at most the lanes of a warp
 constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loaded together
 
 // A block takes a tile of consecutive centers. A warp sums the context rows of a center in
@@ -253,13 +320,14 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 extern "C" __global__ void cbow(
     BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
     long long* pairs) {
-    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
+    const Batch batch = THE_BATCH;
+    HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
 #if COUNTED
     __shared__ int targets_of[TILE];  // number of targets of each center
     int counted = 0;
 #endif
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block_warps = blockDim.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
     const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
     double lane_loss = 0;
@@ -268,16 +336,19 @@ extern "C" __global__ void cbow(
     for (long long tile = (long long)blockIdx.x * TILE; tile < centers;
          tile += (long long)gridDim.x * TILE) {
         const int tile_centers = min((long long)TILE, centers - tile);
-        for (int n = warp; n < tile_centers; n += block_warps) {
+        for (int n = warp; n < tile_centers; n += WARPS) {
             const long long center = tile + n;
             if (!batch.has_context(center)) continue;  // no position below is in its window
+            const Path path = batch.path(center);
+            const int targets_here = TARGETS + path.length;
             // Lane t looks up target t, and all lanes load it, as above.
             Row target[TAKEN];
+            int target_row;
             long long my_index;
             const auto load_targets = [&](int start) {
-                const bool has_target = start + lane < TARGETS && lane < GROUP;
-                const int target_row = has_target ? batch.target(center, start + lane) : -1;
-                const int read_row = target_row < 0 ? words[first + center] : target_row;
+                const bool has_target = start + lane < targets_here && lane < GROUP;
+                target_row = has_target ? batch.target(center, start + lane, path) : -1;
+                const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
                 const long long my_slot = slot_out ? slot_out[read_row] : read_row;
                 my_index = target_row < 0 ? -1 : index_out[target_row];
 #pragma unroll
@@ -325,24 +396,26 @@ extern "C" __global__ void cbow(
                 for (int t = 0; t < GROUP; t++)
                     dots[t] = t < TAKEN ? predicting.partial_dot(target[t]) : 0;
                 const float logit = sum_over_warp(dots, lane);
-                const float label = start + member == 0;
+                const float label = batch.label(start + member, path);
                 const float error = pair_error(logit, label, counts, leader, lane_loss);
 #pragma unroll
                 for (int t = 0; t < TAKEN; t++) {
                     const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));
                     const long long index = __shfl_sync(ALL, my_index, t);
+                    const int row = PATHS ? __shfl_sync(ALL, target_row, t) : 0;
                     grad.add_scaled(target[t], scale);
                     if (index < 0) continue;
                     Row grad_target = predicting;
                     grad_target.scale(scale);
-                    grad_target.add_to(grads_out + index * DIM, lane);
+                    if (!hot.add(grad_target, row, lane))
+                        grad_target.add_to(grads_out + index * DIM, lane);
                 }
 #if COUNTED
                 counted += __popc(__ballot_sync(ALL, my_index >= 0));
                 if (my_index >= 0) atomicAdd(pairs_out + my_index, 1);
 #endif
                 start += GROUP;
-                if (start >= TARGETS) break;
+                if (start >= targets_here) break;
                 load_targets(start);
             }
             if (!MEAN) grad.scale(1.0f / contexts);  // see `Objective`
@@ -360,13 +433,13 @@ extern "C" __global__ void cbow(
         const int sentence = has_center ? sentences[tile_at + lane] : 0;
         const long long end = min(length, tile_at + tile_centers + WINDOW);
         for (long long base = max(0ll, tile_at - WINDOW) + warp; base < end;
-             base += 32 * block_warps) {
+             base += 32 * WARPS) {
             // The lanes look up 32 positions at once; the warp then takes one after another.
-            const long long my_at = base + lane * block_warps;
+            const long long my_at = base + lane * WARPS;
             const int my_sentence = my_at < end ? sentences[my_at] : 0;
             const long long my_index = my_at < end ? index_in[words[my_at]] : -1;
             for (int source = 0; source < 32; source++) {
-                const long long at = base + source * block_warps;
+                const long long at = base + source * WARPS;
                 if (at >= end) break;
                 const int distance = abs((int)(at - tile_at) - lane);
                 const int its_sentence = __shfl_sync(ALL, my_sentence, source);
@@ -387,6 +460,7 @@ extern "C" __global__ void cbow(
         }
         __syncthreads();  // before the next tile's gradients take the place of these
     }
+    hot.flush(index_out, grads_out, lane);
     add_sums(lane_loss, lane_pairs, lane, loss, pairs);
 }
 #endif

@@ -4,34 +4,47 @@
 #include "common.cuh"
 #include "unique.cuh"
 
-// Call input(row) and output(row) for each row that takes part in a pair; rows may repeat.
+// Call input(row) and output(row) for each row that takes part in a pair; rows may repeat. Both
+// return whether the row is new.
 template <class Input, class Output>
 __device__ void each_row(const Batch& batch, Input input, Output output) {
-    constexpr int ITEMS = 2 * WINDOW + TARGETS;  // of a center: its context words, then its targets
+    // Of a center: its context words, then its targets that are words, then its path.
+    constexpr int WORDS = 2 * WINDOW + TARGETS, ITEMS = WORDS + PATHS;
     each_thread(batch.centers * ITEMS, [&](long long i) {
         const long long center = i / ITEMS;
         const int item = i - center * ITEMS;
-        const int row = item < 2 * WINDOW           ? batch.context(center, item)
-                        : batch.has_context(center) ? batch.target(center, item - 2 * WINDOW)
-                                                    : -1;
-        if (row < 0) return;
-        if (item < 2 * WINDOW)
-            input(row);
-        else
-            output(row);
+        if (item < 2 * WINDOW) {
+            const int row = batch.context(center, item);
+            if (row >= 0) input(row);
+            return;
+        }
+        if (!batch.has_context(center)) return;
+        const Path path = batch.path(center);
+        if (item < WORDS) {
+            const int row = batch.target(center, item - 2 * WINDOW, path);
+            if (row >= 0) output(row);
+            return;
+        }
+        // From the word up to the root. The thread that came to a node before goes on from there.
+        int t = TARGETS + path.length;
+        while (t > TARGETS && output(batch.target(center, t - 1, path))) t--;
     });
 }
 
 // List the unique rows of both tables that take part in a pair.
 extern "C" __global__ void unique_rows(BATCH, GRADS(in), GRADS(out)) {
-    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    each_row(batch, [&](int row) { add_unique(row, index_in, rows_in, count_in); },
-             [&](int row) { add_unique(row, index_out, rows_out, count_out); });
+    each_row(
+        Batch THE_BATCH, [&](int row) { return add_unique(row, index_in, rows_in, count_in); },
+        [&](int row) { return add_unique(row, index_out, rows_out, count_out); });
 }
 
 // Mark those rows. Reading first avoids most writes, which would repeat for frequent words.
 extern "C" __global__ void mark(BATCH, bool* input_marks, bool* output_marks) {
-    const Batch batch = {words, sentences, length, first, centers, windows, negatives};
-    each_row(batch, [&](int row) { if (!input_marks[row]) input_marks[row] = true; },
-             [&](int row) { if (!output_marks[row]) output_marks[row] = true; });
+    const auto set = [](bool* marks, int row) {
+        if (marks[row]) return false;
+        return marks[row] = true;
+    };
+    each_row(
+        Batch THE_BATCH, [&](int row) { return set(input_marks, row); },
+        [&](int row) { return set(output_marks, row); });
 }

@@ -9,10 +9,12 @@
         unsigned long long *count_##which
 
 // Add a row to the unique ones unless it is there; it gets the next free index, without sorting.
-__device__ void add_unique(int row, int* index, int* rows, unsigned long long* count) {
+// Return whether it was added.
+__device__ bool add_unique(int row, int* index, int* rows, unsigned long long* count) {
     // -2 marks a row whose index another thread is about to write.
-    if (index[row] != -1 || atomicCAS(index + row, -1, -2) != -1) return;
+    if (index[row] != -1 || atomicCAS(index + row, -1, -2) != -1) return false;
     const int next = atomicAdd(count, 1ull);
     rows[next] = row;
     index[row] = next;
+    return true;
 }

@@ -79,7 +79,10 @@ class CudaKernels(Kernels):
         blocks = blocks_for(32 * batch.windows_B.shape[0])
         inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
         sums = rows.loss, rows.pairs
-        cbow, mean, _ = batch.objective
+        cbow, mean, tree = batch.objective
+        if tree and not (tree.depth or macros["TARGETS"]):  # one word, which nothing predicts
+            mask_BC = reference.expand(batch).context_mask_BC
+            return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
         macros |= {"CBOW": int(cbow), "MEAN": int(mean)}
         kernel = "cbow" if cbow else "skipgram"
         text = _text(batch)
@@ -211,8 +214,8 @@ def _word_targets(batch: Batch) -> int:
 
 
 def _blocks(batch: Batch) -> int:
-    items = 2 * batch.window + _word_targets(batch) + 1
-    return blocks_for(batch.windows_B.shape[0] * items)
+    centers = batch.windows_B.shape[0]
+    return blocks_for(centers * (_word_targets(batch) + 2) + 2 * batch.window)
 
 
 def _text(batch: Batch) -> tuple[Tensor | int, ...]:

@@ -29,6 +29,20 @@ struct Batch {
         return words[there];
     }
 
+    // Return whether the word at a position is a context word of any center. Inside the batch, and
+    // next to it, a neighbour in the same sentence is such a center.
+    __device__ bool is_context(long long at) const {
+        for (int side = -1; side <= 1; side += 2)
+            for (int distance = 1; distance <= WINDOW; distance++) {
+                const long long there = at + side * distance, center = there - first;
+                // Centers further on this side are none, or in another sentence.
+                if (side < 0 ? center < 0 : center >= centers) break;
+                if (sentences[there] != sentences[at]) break;
+                if (center >= 0 && center < centers && windows[center] >= distance) return true;
+            }
+        return false;
+    }
+
     // Return the path of a center; an empty one without a tree.
     __device__ Path path(long long center) const {
 #if PATHS
@@ -60,9 +74,9 @@ struct Batch {
         return t == 0;
     }
 
-    // Return the row of a target that always counts. (A text of one word has none.)
+    // Return the row of a target that always counts.
     __device__ int sure_target(long long center, Path path) const {
-        return TARGETS || !path.length ? words[first + center] : target(center, 0, path);
+        return TARGETS ? words[first + center] : target(center, 0, path);
     }
 
     // Every window has size 1 or more, so one neighbour in the same sentence is enough.

@@ -8,20 +8,22 @@
 // return whether the row is new.
 template <class Input, class Output>
 __device__ void each_row(const Batch& batch, Input input, Output output) {
-    // Of a center: its context words, then its targets that are words, then its path.
-    constexpr int WORDS = 2 * WINDOW + TARGETS, ITEMS = WORDS + PATHS;
-    each_thread(batch.centers * ITEMS, [&](long long i) {
-        const long long center = i / ITEMS;
-        const int item = i - center * ITEMS;
-        if (item < 2 * WINDOW) {
-            const int row = batch.context(center, item);
-            if (row >= 0) input(row);
+    // Of a center: its targets that are words, then its path.
+    constexpr int ITEMS = TARGETS + PATHS;
+    const long long begin = max(0ll, batch.first - WINDOW);
+    const long long end = min(batch.length, batch.first + batch.centers + WINDOW);
+    each_thread(end - begin + batch.centers * ITEMS, [&](long long i) {
+        if (i < end - begin) {
+            if (batch.is_context(begin + i)) input(batch.words[begin + i]);
             return;
         }
+        i -= end - begin;
+        const long long center = i / ITEMS;
+        const int item = i - center * ITEMS;
         if (!batch.has_context(center)) return;
         const Path path = batch.path(center);
-        if (item < WORDS) {
-            const int row = batch.target(center, item - 2 * WINDOW, path);
+        if (item < TARGETS) {
+            const int row = batch.target(center, item, path);
             if (row >= 0) output(row);
             return;
         }

@@ -449,8 +449,7 @@ extern "C" __global__ void cbow(
                 unsigned left = __ballot_sync(ALL, is_context);
                 if (!left) continue;
 #if COUNTED
-                const int pairs_here = __reduce_add_sync(ALL, is_context ? targets_of[lane] : 0);
-                if (lane == 0) atomicAdd(pairs_in + index, pairs_here);
+                if (is_context) atomicAdd(pairs_in + index, targets_of[lane]);
 #endif
                 Row grad;
                 grad.clear();

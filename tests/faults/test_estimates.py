@@ -69,6 +69,7 @@ GPU = [
     [ADAM, "transfer.engine=mapped", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
     [ADAM, "transfer.engine=staged", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
     [ADAM, "train.deterministic=true", "train.batch_size=8192"],
+    [ADAM, "model.architecture=cbow", "model.hs=true"],
 ]
 
 

@@ -274,6 +274,24 @@ def test_gradients_of_hierarchical_softmax_at_the_edges(edge, negatives, objecti
     check_gradients("cuda", batch, weights_TVD)
 
 
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 2**31),
+    centers=st.integers(1, 100),
+    negative=st.integers(1, 5),
+    rows=st.sampled_from([1, 2, 50, 5000]),
+    tree=TREES,
+)
+def test_buffers_have_room_for_the_rows_of_any_batch(seed, centers, negative, rows, tree):
+    batch, _ = problem(seed, centers, 5, negative, rows)
+    if tree:
+        batch = with_tree(batch, rows, seed, negatives=tree == "with negatives")
+    reference = ReferenceKernels(StepShape(rows, 1, torch.float32, torch.device("cpu")))
+    touched = [len(its.rows_U) for its in reference.unique_rows(batch)[:2]]
+    most = [min(rows, number) for number in cuda.most_rows(batch)]
+    assert touched[0] <= most[0] and touched[1] <= most[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_tree", [False, True])
 @pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN], ids=str)

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.forked import Programs
-from tests.support.pending import GENSIMS, SNIPPETS
 from tests.support.tiny import tiny_arguments
-from w2v.config import ConfigError
 
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -26,14 +24,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def pending(request):
-    """Expect a listed test to fail, strictly; see tests/support/pending.py."""
-    if request.node.name in (*GENSIMS, *SNIPPETS):
-        reason = "hs=1 (hierarchical softmax)"
-        request.node.add_marker(pytest.mark.xfail(reason=reason, raises=ConfigError, strict=True))
 
 
 @pytest.fixture(scope="session")

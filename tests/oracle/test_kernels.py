@@ -191,6 +191,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     ],
     ids=str,
 )
+@pytest.mark.parametrize("softmax", ["negatives", "tree", "both"])
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
@@ -201,10 +202,12 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     threads=st.integers(1, 5),
 )
 def test_gradients_on_the_cpu(
-    dim, negative, objective, seed, centers, window, rows, sentence, threads
+    dim, negative, objective, softmax, seed, centers, window, rows, sentence, threads
 ):
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim, sentence)
     batch = batch._replace(objective=objective)
+    if softmax != "negatives":
+        batch = with_tree(batch, rows, seed, negatives=softmax == "both")
     check_gradients("cpu", batch, weights_TVD, threads=threads)
 
 

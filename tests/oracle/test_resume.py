@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
@@ -13,7 +14,8 @@ import torch
 
 from tests.support.steps import make_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
-from w2v.kernels.batch import Position
+from w2v.kernels.batch import Position, table_rows
+from w2v.model.huffman import make_tree
 from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
@@ -109,9 +111,10 @@ def make(
     vocab = Vocab([f"w{i}" for i in range(ROWS)], counts, len(ids), ROWS)
     folder.mkdir(exist_ok=True)
     engine, slots, storage, device = PLACES[place]
+    model = config.model
     step = make_step(
         config.optimizer,
-        ROWS,
+        table_rows(ROWS, model.hs, model.negative),
         DIM,
         kernels,
         device,
@@ -124,6 +127,8 @@ def make(
     )
     noise_V = noise_distribution(vocab.counts, config.model.ns_exponent)
     text = TrainingText(ids, np.arange(0, len(ids) + 1, 20), np.ones(ROWS), noise_V)
+    if model.hs:
+        text = replace(text, tree=make_tree(counts, ROWS if model.negative else 0))
     sampler = Sampler(
         text,
         config.model,
@@ -172,6 +177,18 @@ def test_60_steps_and_40_more_are_100(tmp_path, name, place):
     what = {"place": place, "steps_per_page": 3}
     whole = trained(tmp_path / "whole", *more, **what)
     stopped(tmp_path / "run", *more, stop_after=60, **what)
+    assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)
+
+
+@pytest.mark.parametrize("negative", [0, 3])
+@pytest.mark.parametrize(
+    "what", [{}, {"kernels": "cpu"}, {"place": "paged", "steps_per_page": 3}], ids=str
+)
+def test_hierarchical_softmax_resumes(tmp_path, negative, what):
+    more = ["model.hs=true", f"model.negative={negative}", "train.batch_size=40"]
+    more.append("train.epochs=2")
+    whole = trained(tmp_path / "whole", *more, **what)
+    stopped(tmp_path / "run", *more, stop_after=57, **what)
     assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)
 
 

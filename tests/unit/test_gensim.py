@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from gensim.models import word2vec
 
-from tests.support.pending import GENSIMS
 from tests.support.planted import kv_of
 from w2v import Word2Vec
 from w2v.vectors import export, load
@@ -54,7 +53,7 @@ from gensim.test import test_keyedvectors, test_similarities, test_word2vec  # n
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # gensim's about itself
-    pytest.mark.usefixtures("pending", "one_thread"),
+    pytest.mark.usefixtures("one_thread"),
 ]
 # Each takes 5 to 40 s of a core. Others train the same model, but for the kind of text or window.
 SLOW = """
@@ -81,7 +80,6 @@ class TestGensimsWord2Vec(test_word2vec.TestWord2VecModel):
 for name in [] if "W2V_SLOW" in os.environ else SLOW:
     assert hasattr(TestGensimsWord2Vec, name), name
     setattr(TestGensimsWord2Vec, name, None)
-assert not [name for name in GENSIMS if not hasattr(TestGensimsWord2Vec, name)]
 
 
 class TestGensimsWmd(test_word2vec.TestWMD):

@@ -9,6 +9,7 @@ import torch
 
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.distributed.ranks import Ranks
+from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table, host_memory, pinning_is_limited
 from w2v.training.memory import Budget, DoesNotFit, Job, Machine, cache_rows
@@ -120,6 +121,25 @@ def test_a_batch_takes_no_more_than_the_text_and_the_vocabulary_have():
         larger = replace(job, batch_size=1_000_000)
         assert larger._batch_bytes() == replace(job, batch_size=1000)._batch_bytes() < 32 << 20
         assert replace(job, negative=50)._batch_bytes() > job._batch_bytes()
+
+
+def test_nodes_take_rows_and_paths():
+    alone, both = make_job(hs=True, negative=0), make_job(hs=True)
+    assert (alone.rows, both.rows) == (1_000_000, 1_999_999)
+    # A CPU provides no memory for the rows of the input table that no word uses.
+    assert both.needs()["host"]["tables"] == 2_999_999 * RECORD
+    assert both.needs()["disk"]["checkpoints"] == 3 * 2 * 1_999_999 * RECORD
+    for job in (alone, both):
+        outputs = job.touched(1000)[1]
+        words, negatives = 1000, 5000 if job.negative else 0
+        assert negatives < outputs < words * 13 + 2 * negatives
+    small = make_job(words=1000, counts_V=1e6 / np.arange(1, 1001), hs=True)
+    tree = make_tree(small.counts_V)
+    assert small.path_lengths.sum() == pytest.approx(len(tree.nodes_P), rel=0.1)
+    assert small.path_lengths.max() == pytest.approx(tree.depth, abs=1.5)
+    for kernels in ("cpu", "reference"):
+        job = replace(both, kernels=kernels)
+        assert job._batch_bytes() > replace(job, hs=False)._batch_bytes()
 
 
 def test_cache_capacity():

@@ -20,7 +20,15 @@ from w2v.model.sampler import Sampler
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
-from w2v.training.plan import choose_device, choose_engine, choose_kernels, make_kernels, make_plan
+from w2v.training.plan import (
+    build,
+    choose_device,
+    choose_engine,
+    choose_kernels,
+    expected_uses,
+    make_kernels,
+    make_plan,
+)
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import Link
@@ -97,6 +105,29 @@ def test_device():
         choose_device(wanted, CPU_ONLY)
     with pytest.raises(ConfigError, match="train.device=cuda.* no usable NVIDIA GPU"):
         choose_device(wanted, replace(CPU_ONLY, cuda_torch="13.0"))
+
+
+@pytest.mark.parametrize("negative, rows", [(0, 5), (3, 9)])
+def test_nodes_are_rows_of_the_output_table(negative, rows, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d e a b c d a b c a b a\n" * 20)
+    paths = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
+    model = "model.hs=true", f"model.negative={negative}", "vocab.min_count=1", "model.sample=0"
+    made = make_plan(configured(*paths, *model))
+    assert made.shape.rows == rows and "model.hs=true" in str(made)
+    loop = build(made)
+    assert loop.step.inputs.rows == loop.step.outputs.rows == rows
+    assert loop.step.inputs["weight"][:5].any(1).all()
+    assert not loop.step.inputs["weight"][5:].any()
+    for _ in loop.epoch():
+        pass
+    assert not loop.step.inputs["weight"][5:].any()
+    trained = loop.step.outputs["weight"].any(1)
+    assert trained[: 4 if not negative else rows].all()
+    # Node 3 is the root, and has the words of all centers below it.
+    uses_TV = expected_uses(made)
+    assert uses_TV.shape == (2, rows)
+    assert uses_TV[1, 3 if not negative else 8] == pytest.approx(float(uses_TV[0].sum()))
 
 
 def test_cupy_for_another_cuda_version_is_warned_of(caplog):

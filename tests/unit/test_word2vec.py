@@ -281,8 +281,6 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
 @pytest.mark.parametrize(
     "arguments, key_words",
     [
-        ({"hs": 1}, "hs=1 is not supported"),
-        ({"negative": 0}, "negative=0 is out of range"),
         ({"hashfxn": len}, "hashfxn=.* is not supported: .* set seed"),
         ({"null_word": 1}, "null_word=1 is not supported"),
         ({"vector_size": 0}, "^vector_size=0 is out of range"),
@@ -299,6 +297,8 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
         ({"sentences": [COLORS], "min_count": 1, "sg": 0, "device": "cuda"}, "no kernels for sg=0"),
+        ({"sentences": [COLORS], "min_count": 1, "hs": 1, "device": "cuda"}, "no kernels for hs=1"),
+        ({"negative": 0}, "^negative=0 .* 1 without hs=1"),
         ({"device": "gpu"}, "^device=gpu .* did you mean cuda?"),
         (
             {"sentences": [COLORS], "min_count": 1, "callbacks": [print]},
@@ -310,6 +310,32 @@ def test_unsupported_arguments_are_refused_on_one_line(arguments, key_words):
     with pytest.raises(ValueError, match=key_words) as caught:
         Word2Vec(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sg", [0, 1])
+@pytest.mark.parametrize("negative", [0, 5])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_hierarchical_softmax_learns_and_its_scores_are_gensims(sg, negative, optimizer):
+    arguments = {"sg": sg, "hs": 1, "negative": negative, "optimizer": optimizer, "epochs": 5}
+    model = Word2Vec(sentences(), **SMALL | arguments)
+    likely, unlikely = ["one", "two", "four"], ["one", "red", "four"]
+    scores = model.score([likely, unlikely])
+    assert scores[0] > scores[1] and (scores < 0).all()
+    # gensim sums logarithms of probabilities of the words, by its own tree and window.
+    loss = 0.0
+    for center, word in enumerate(likely):
+        row = model.wv.key_to_index[word]
+        nodes_LD = model.syn1[model.wv.get_vecattr(row, "point")]
+        signs_L = 1.0 - 2.0 * model.wv.get_vecattr(row, "code")
+        contexts = model.wv[[other for at, other in enumerate(likely) if at != center]]
+        for vector in contexts if sg else [contexts.mean(0)]:
+            loss += np.log1p(np.exp(-signs_L * (nodes_LD @ vector))).sum()
+    assert scores[0] == pytest.approx(-loss, rel=0.05)
+    # Training goes on from these vectors, and a larger vocabulary has another tree.
+    model.build_vocab([["new", "newer"] * 5], update=True)
+    model.train([["new", "newer"] * 5], total_examples=1, epochs=2)
+    assert model.syn1.shape == model.wv.vectors.shape
+    assert model.score([likely])[0] < 0
 
 
 def test_divergence_names_a_smaller_alpha():
@@ -542,9 +568,9 @@ def test_a_model_of_gensims_trains_on_with_sgd(tmp_path, sg):
     model.device = "cpu"
     model.train(sentences(), total_examples=400, epochs=20)
     assert type(model) is Word2Vec and model.loss_per_pair < 0.9 * UNTRAINED_LOSS
-    theirs.hs = 1
+    theirs.null_word = 1
     theirs.save(str(tmp_path / "model"))
-    with pytest.raises(ValueError, match="hs=1 is not supported"):
+    with pytest.raises(ValueError, match="null_word=1 is not supported"):
         Word2Vec.load(str(tmp_path / "model")).train(sentences(), total_examples=400, epochs=1)
 
 

@@ -30,7 +30,7 @@ EXIT_STATUS = (
     "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
 )
 FOREIGN_OPTIONS = {"thread": "threads", "workers": "threads", "k": "topn"}  # fastText, gensim
-UNSUPPORTED = ("minn maxn bucket wordngrams loss hs pretrainedvectors classes").split()
+UNSUPPORTED = ("minn maxn bucket wordngrams loss pretrainedvectors classes").split()
 
 
 class Parser(argparse.ArgumentParser):
@@ -212,11 +212,13 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
         near = [foreign] if foreign in known else near
         hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-        if command == "train" and not near:
+        if command == "train" and (not near or plain == "hs"):
             from w2v.config import nearest_key
 
-            if plain.lower() in UNSUPPORTED:
-                hint = "only whole words are trained, with negative samples"
+            if plain == "hs" or (plain == "loss" and "hs" in (value, following)):
+                hint = "write model.hs=true"
+            elif plain.lower() in UNSUPPORTED:
+                hint = "only whole words are trained, by negative sampling or model.hs=true"
             elif plain in ("cbow", "sg"):
                 hint = "write model.architecture=cbow or model.architecture=skipgram"
             elif plain in ("input", "train", "corpus", "text", "data"):

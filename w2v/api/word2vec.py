@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -52,12 +52,13 @@ SETTINGS = (  # what an assignment in `settings` may begin with; other keys are 
     "model.negative_pool optimizer.step optimizer.occurrence_cap optimizer.schedule "
     "optimizer.warmup train.kernels train.precision train.deterministic transfer."
 )
-MODEL = "vector_size window shrink_windows negative sample ns_exponent cbow_mean".split()
+MODEL = "vector_size window shrink_windows hs negative sample ns_exponent cbow_mean".split()
 ARGUMENTS = {  # which argument sets a key of the config
     "optimizer.lr": "alpha",
     "optimizer.min_lr": "min_alpha",
     "optimizer.name": "optimizer",
     "optimizer.args": "optimizer_args",
+    "model.hs=true": "hs=1",
     **{f"model.{name}": name for name in MODEL},
     **{f"train.{name}": name for name in ("batch_size", "device", "epochs", "seed")},
     "model.architecture=cbow": "sg=0",
@@ -65,7 +66,6 @@ ARGUMENTS = {  # which argument sets a key of the config
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
 SUPPORTED = {  # gensim's arguments of which one value is supported, and why
-    "hs": (0, "only negative sampling is trained; leave it out"),
     "null_word": (0, "it is for concatenated word sums, which are not trained; leave it out"),
     "hashfxn": (hash, "initial vectors depend on the seed alone; set seed"),
     "word_count": (0, "each call begins with no words done; leave it out"),
@@ -81,6 +81,7 @@ class Word2Vec(word2vec.Word2Vec):
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
         min_alpha: Learning rate at the end of training, 0 by default.
         sg: 1 for skip-gram, which is the default here; 0 for CBOW.
+        hs: 1 for hierarchical softmax; beside negative sampling, unless negative is 0.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. By default
@@ -91,7 +92,7 @@ class Word2Vec(word2vec.Word2Vec):
         settings: More settings as `section.key=value`, such as "train.precision=bf16".
 
     Raises:
-        ValueError: If an argument is out of range, or not supported, such as hs=1.
+        ValueError: If an argument is out of range, or not supported, such as null_word=1.
     """
 
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
@@ -143,7 +144,7 @@ class Word2Vec(word2vec.Word2Vec):
         self.batch_size = batch_size
         self.device = device
         self.settings = list(settings)
-        # Optimizer state by table: row states [V, n] and scalars [].
+        # Optimizer state by `Part`: row states [V, n] and scalars [].
         self._states: dict[str, dict[str, np.ndarray]] = {}
         config = self._config(given, epochs, seed, alpha, min_alpha)
         with _naming_arguments():
@@ -214,7 +215,7 @@ class Word2Vec(word2vec.Word2Vec):
         chosen = None if fit_lr else alpha
         seed = None if self.seed is None else self.seed + self.train_count
         # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
-        size = len(self.syn1neg)
+        size = self._trained_words
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size].astype(np.int64)
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
@@ -346,7 +347,7 @@ class Word2Vec(word2vec.Word2Vec):
             finite = "finite" if np.isfinite(factors).all() else "not finite"
             shape = f"has shape {factors.shape} and is {finite}"
             raise ConfigError(f"wv.vectors_lockf {shape}; {takes}")
-        return np.resize(factors, len(self.syn1neg))  # repeated, as gensim does
+        return np.resize(factors, self._trained_words)  # repeated, as gensim does
 
     def _lock(self, step: TrainingStep, kernels: str) -> Lock | None:
         """Return the lock of the vectors, if there is anything to do.
@@ -389,42 +390,64 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _copy_to(self, step: TrainingStep) -> None:
         """Copy vectors and optimizer state into the tables."""
-        for table, vectors_VD in self._weights(step):
-            table["weight"].copy_(torch.from_numpy(vectors_VD))
-            states = _states(table)
-            saved = self._states.get(table.name, {})
+        for name, table, rows, vectors_VD in self._parts(step):
+            table["weight"][rows].copy_(torch.from_numpy(vectors_VD))
+            states = _states(table, rows)
+            saved = self._states.get(name, {})
             # Another optimizer than before, or other arguments of it, begin with a new state.
-            if any(name not in saved or saved[name].ndim != states[name].ndim for name in states):
+            if any(key not in saved or saved[key].ndim != states[key].ndim for key in states):
                 continue
-            for name, state in states.items():
+            for key, state in states.items():
                 # Words that are new since the last call keep their initial state.
-                values = torch.from_numpy(saved[name])
+                values = torch.from_numpy(saved[key])
                 (state[: len(values)] if values.ndim else state).copy_(values)
 
     def _copy_changes_to(self, step: TrainingStep) -> None:
         """Copy what callbacks have written into the vectors to the tables."""
-        for table, vectors_VD in self._weights(step):
-            if np.array_equal(vectors_VD, table["weight"].float().cpu().numpy()):
+        for _, table, rows, vectors_VD in self._parts(step):
+            if np.array_equal(vectors_VD, table["weight"][rows].float().cpu().numpy()):
                 continue
             if step.engine.pages:  # the GPU keeps rows of its own
                 remedy = 'add "transfer.engine=resident" to settings'
                 raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
-            table["weight"].copy_(torch.from_numpy(vectors_VD))
+            table["weight"][rows].copy_(torch.from_numpy(vectors_VD))
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""
         step.engine.flush()
-        for table, vectors_VD in self._weights(step):
-            np.copyto(vectors_VD, table["weight"].float().cpu().numpy())
-            self._states[table.name] = {
-                name: (state.float() if state.ndim else state).cpu().numpy().copy()
-                for name, state in _states(table).items()
+        for name, table, rows, vectors_VD in self._parts(step):
+            np.copyto(vectors_VD, table["weight"][rows].float().cpu().numpy())
+            self._states[name] = {
+                key: (state.float() if state.ndim else state).cpu().numpy().copy()
+                for key, state in _states(table, rows).items()
             }
         self.wv.norms = None  # gensim computes them again
 
-    def _weights(self, step: TrainingStep) -> list[tuple[Table, np.ndarray]]:
-        """Return each table with gensim's array of its weights [V, D]."""
-        return [(step.inputs, self.wv.vectors[: step.inputs.rows]), (step.outputs, self.syn1neg)]
+    @property
+    def _trained_words(self) -> int:
+        """The number of words that have output vectors or a path in the tree."""
+        return len(self.syn1neg if self.negative else self.syn1)
+
+    def _parts(self, step: TrainingStep) -> list[Part]:
+        """Return the parts of the tables that are arrays of gensim's."""
+        words = slice(self._trained_words)
+        parts = [Part("input", step.inputs, words, self.wv.vectors[words])]
+        if self.negative:
+            parts.append(Part("output", step.outputs, words, self.syn1neg))
+        if self.hs:  # gensim's array has a last row that is no node
+            nodes = slice(words.stop if self.negative else 0, step.outputs.rows)
+            syn1 = self.syn1[: nodes.stop - nodes.start]
+            parts.append(Part("nodes", step.outputs, nodes, syn1))
+        return parts
+
+
+class Part(NamedTuple):
+    """Rows of a table, and gensim's array of their weights [V, D]."""
+
+    name: str
+    table: Table
+    rows: slice
+    vectors_VD: np.ndarray
 
 
 class Lock:
@@ -454,9 +477,9 @@ def _load_config(file: Path | None, *settings: str) -> Config:
     return load_config([file] if file else [], settings)
 
 
-def _states(table: Table) -> dict[str, Tensor]:
+def _states(table: Table, rows: slice) -> dict[str, Tensor]:
     """Return views of the optimizer's state: of rows [V, n], and scalars []."""
-    return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
+    return {name: table[name][rows] for name in table.columns if name != "weight"} | table.scalars
 
 
 def _is_compiled_for_cpu(config: Config) -> bool:

@@ -187,7 +187,8 @@ class CpuKernels:
         """Return room for the rows, which `gradients` finds in its own pass."""
         centers, negatives = batch.negatives_BK.shape
         share = -(-centers // self.threads.count)
-        most = share + 2 * batch.window, share * (1 + negatives)
+        nodes = batch.objective.tree.depth if batch.objective.tree else 0
+        most = share + 2 * batch.window, share * (1 + negatives + nodes)
         fits = self._rows and all(map(ThreadGrads.has_room, self._rows, most))
         if not fits:
             rows, dim = self.shape.rows, self.shape.dim
@@ -287,8 +288,15 @@ def gradients(
     if is_sgd and records[0].shape[1] == padded(dim):
         dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
-    cbow, mean, _ = batch.objective
-    kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
+    cbow, mean, tree = batch.objective
+    if tree:
+        from w2v.kernels import cpu_hs
+
+        kernel = cpu_hs.gradients(is_sgd, cbow)
+        path = *(part.numpy() for part in tree[:3]), tree.depth
+    else:
+        kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
+        path = ()
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
     scales = np.float32(lr), mean, factors_V
@@ -304,7 +312,7 @@ def gradients(
         unique += [*its[0].owned(own), *its[1].owned(own)]
         # Centers of SGD belong to no thread: one that is done early takes more of them.
         edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-        return kernel(*edges, dim, *text, *drawn, *records, *scales, *unique)
+        return kernel(*edges, dim, *text, *drawn, *records, *scales, *path, *unique)
 
     losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))

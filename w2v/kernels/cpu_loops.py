@@ -115,6 +115,23 @@ def _add_loss(loss, product, contexts, logits_N, factors_N, counts_T):
     return loss, product
 
 
+def shared(loop: Callable) -> Callable:
+    """Compile a loop over blocks of centers, whichever no thread has taken yet."""
+
+    @compiled
+    def shared_loop(taken_1, centers, *arguments):
+        loss, pairs = 0.0, 0
+        while True:
+            begin = simd.fetch_add(taken_1, 0, BLOCK)
+            if begin >= centers:
+                return loss, pairs
+            block_loss, block_pairs = loop(begin, min(begin + BLOCK, centers), *arguments)
+            loss += block_loss
+            pairs += block_pairs
+
+    return shared_loop
+
+
 @functools.cache
 def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     """Compile the loop of a thread over its centers, as in reference.py.
@@ -272,19 +289,7 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             _sort_by_owner(unique_out, *owned[2:])
         return loss + math.log(product), pairs
 
-    @compiled
-    def shared_loop(taken_1, centers, *arguments):
-        """Run the loop over blocks of centers, whichever no thread has taken yet."""
-        loss, pairs = 0.0, 0
-        while True:
-            begin = simd.fetch_add(taken_1, 0, BLOCK)
-            if begin >= centers:
-                return loss, pairs
-            block_loss, block_pairs = loop(begin, min(begin + BLOCK, centers), *arguments)
-            loss += block_loss
-            pairs += block_pairs
-
-    return shared_loop if in_place else loop
+    return shared(loop) if in_place else loop
 
 
 @compiled

@@ -702,8 +702,6 @@ def choose_kernels(
             obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
         elif train.precision != "float32":
             obstacle = f"train.precision={train.precision} is plain torch's on the CPU"
-        elif config.model.hs:
-            obstacle = "model.hs=true is plain torch's"
         fused = "sequential" if optimizer.is_plain_sgd else "cpu"
     else:
         if not machine.cuda_cupy:

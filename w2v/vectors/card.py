@@ -49,10 +49,12 @@ def describe(run: Run) -> str:
     path = printable(settings["corpus.path"]).translate(MARKUP)
     # A run of an older version has no architecture.
     model = "CBOW" if settings.get("model.architecture") == "cbow" else "skip-gram"
+    by = ["negative sampling"] if settings["model.negative"] else []
+    by += ["hierarchical softmax"] if settings.get("model.hs") else []
     return f"""# Word vectors of {path}
 
 {words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
-negative sampling and {settings["optimizer.name"]}.
+{" and ".join([*by, settings["optimizer.name"]])}.
 
 ```python
 from gensim.models import KeyedVectors

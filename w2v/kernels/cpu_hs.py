@@ -1,0 +1,427 @@
+"""The loop of hierarchical softmax that numba compiles for cpu.py.
+
+It is one of its own, as a path may have any number of nodes, and numbers that the loop of negative
+sampling has compiled in must be read from memory here.
+
+Shapes: n words of a text, B centers, K negatives, V rows of a table, P padded dimensions, C context
+words of a window, T targets of a center, padded to whole groups; N = C * T numbers of pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from w2v.kernels.cpu_loops import (
+    PREFETCH,
+    _add,
+    _prefetch_row,
+    _sigmoids,
+    _sort_by_owner,
+    _window,
+    compiled,
+    inlined,
+    one,
+    shared,
+    zero,
+)
+from w2v.system import simd
+from w2v.system.simd import AT_ONCE, INT64, LANES
+
+LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
+# Targets of a group: as many as there are, in groups of the largest of these sizes first.
+HALF, QUARTER = max(1, AT_ONCE // 2), max(1, AT_ONCE // 4)
+
+
+@intrinsic(prefer_literal=True)
+def _dots(typing, context_CP, contexts, rows_VR, ids_T, first, group, dim, logits_N, targets):
+    """Set logits_N[c * targets + t] for all contexts and the targets of a group.
+
+    group: Number of targets from `first` on, a literal.
+    """
+    count = group.literal_value
+
+    def generate(context, builder, signature, arguments):
+        code = simd.Code(context, builder, signature, arguments)
+        context_CP, contexts, rows_VR, ids_T, first, _, dim, logits_N, targets = code.arguments
+        numbers = [builder.add(first, INT64(t)) for t in range(count)]
+        rows = [ids_T.number(t) for t in numbers]
+        with cgutils.for_range(builder, contexts, intp=INT64) as loop:
+            sums = code.zeros(count)
+
+            def part(column, mask=None):
+                x = context_CP.load(loop.index, column)
+                for row, total in zip(rows, sums, strict=True):
+                    code.add_product(total, x, rows_VR.load(row, column, mask=mask))
+
+            _by_vectors(code, dim, part)
+            begin = builder.mul(loop.index, targets)
+            for t, total in zip(numbers, sums, strict=True):
+                place = logits_N.address(builder.add(begin, t))
+                builder.store(code.sum(builder.load(total)), place)
+        return context.get_dummy_value()
+
+    kinds = context_CP, types.int64, rows_VR, ids_T, types.int64, group, types.int64
+    return types.void(*kinds, logits_N, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def _pair_gradients(
+    typing,
+    error_N,
+    context_CP,
+    contexts,
+    rows_VR,
+    ids_T,
+    first,
+    group,
+    targets,
+    dim,
+    grad_CP,
+    in_place,
+    grad_TP,
+):
+    """Add to the gradients of contexts; subtract those of a group of targets from their rows.
+
+    Unless `in_place`, a literal, the latter are set in `grad_TP`. All targets must differ.
+    """
+    count, subtracts = group.literal_value, in_place.literal_value
+
+    def generate(context, builder, signature, arguments):
+        code = simd.Code(context, builder, signature, arguments)
+        (
+            error_N,
+            context_CP,
+            contexts,
+            rows_VR,
+            ids_T,
+            first,
+            _,
+            targets,
+            dim,
+            grad_CP,
+            _,
+            grad_TP,
+        ) = code.arguments
+        numbers = [builder.add(first, INT64(t)) for t in range(count)]
+        rows = [ids_T.number(t) for t in numbers]
+
+        def part(column, mask=None):
+            vectors = [rows_VR.load(row, column, mask=mask) for row in rows]
+            sums = code.zeros(count)
+            with cgutils.for_range(builder, contexts, intp=INT64) as loop:
+                x = context_CP.load(loop.index, column)
+                grad = grad_CP.load(loop.index, column)
+                errors = builder.mul(loop.index, targets)
+                for t, vector, total in zip(numbers, vectors, sums, strict=True):
+                    error = code.splat(error_N.number(builder.add(errors, t)))
+                    grad = code.fma(error, vector, grad)
+                    code.add_product(total, error, x)
+                grad_CP.store(grad, loop.index, column)
+            for t, row, vector, total in zip(numbers, rows, vectors, sums, strict=True):
+                total = builder.load(total)
+                if subtracts:
+                    total = builder.fsub(vector, total, flags=simd.FAST)
+                    rows_VR.store(total, row, column, mask=mask)
+                else:
+                    grad_TP.store(total, t, column)
+
+        _by_vectors(code, dim, part)
+        return context.get_dummy_value()
+
+    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, types.int64, group, types.int64
+    return types.void(*kinds, types.int64, grad_CP, in_place, grad_TP), generate
+
+
+def _by_vectors(code, dim, part):
+    """Write the code of `part` for the whole vectors of a row, and for its rest."""
+    with code.blocks(dim) as column:
+        part(column)
+    rest = code.builder.urem(dim, INT64(LANES))
+    with cgutils.if_unlikely(code.builder, code.builder.icmp_unsigned("!=", rest, INT64(0))):
+        part(code.builder.sub(dim, rest), code.mask(rest))
+
+
+@compiled
+def _all_dots(context_CP, contexts, rows_VR, ids_T, dim, logits_N, targets):
+    """Compute all logits."""
+    t = 0
+    while t + AT_ONCE <= targets:
+        _dots(context_CP, contexts, rows_VR, ids_T, t, AT_ONCE, dim, logits_N, targets)
+        t += AT_ONCE
+    while t + HALF <= targets:
+        _dots(context_CP, contexts, rows_VR, ids_T, t, HALF, dim, logits_N, targets)
+        t += HALF
+    while t + QUARTER <= targets:
+        _dots(context_CP, contexts, rows_VR, ids_T, t, QUARTER, dim, logits_N, targets)
+        t += QUARTER
+    while t < targets:
+        _dots(context_CP, contexts, rows_VR, ids_T, t, 1, dim, logits_N, targets)
+        t += 1
+
+
+def _all_gradients(in_place):
+    """Compile the computation of all gradients."""
+    IN_PLACE = int(in_place)
+
+    @compiled
+    def function(errors_N, context_CP, contexts, rows_VR, ids_T, targets, dim, grad_CP, grad_TP):
+        t = 0
+        while t + AT_ONCE <= targets:
+            _pair_gradients(
+                errors_N,
+                context_CP,
+                contexts,
+                rows_VR,
+                ids_T,
+                t,
+                AT_ONCE,
+                targets,
+                dim,
+                grad_CP,
+                IN_PLACE,
+                grad_TP,
+            )
+            t += AT_ONCE
+        while t + HALF <= targets:
+            _pair_gradients(
+                errors_N,
+                context_CP,
+                contexts,
+                rows_VR,
+                ids_T,
+                t,
+                HALF,
+                targets,
+                dim,
+                grad_CP,
+                IN_PLACE,
+                grad_TP,
+            )
+            t += HALF
+        while t + QUARTER <= targets:
+            _pair_gradients(
+                errors_N,
+                context_CP,
+                contexts,
+                rows_VR,
+                ids_T,
+                t,
+                QUARTER,
+                targets,
+                dim,
+                grad_CP,
+                IN_PLACE,
+                grad_TP,
+            )
+            t += QUARTER
+        while t < targets:
+            _pair_gradients(
+                errors_N,
+                context_CP,
+                contexts,
+                rows_VR,
+                ids_T,
+                t,
+                1,
+                targets,
+                dim,
+                grad_CP,
+                IN_PLACE,
+                grad_TP,
+            )
+            t += 1
+
+    return function
+
+
+@inlined
+def _list_targets(center, word, negatives_BK, path, ids_T, labels_T, times_T):
+    """List a center's targets, their labels, and how often each counts.
+
+    A negative that is drawn twice counts twice; one that is the center does not count. Returns how
+    many targets there are, which all differ, and how many count.
+    """
+    begin_V, nodes_P, codes_P = path
+    targets = counted = 0
+    if negatives_BK.shape[1]:
+        ids_T[0], labels_T[0], times_T[0] = word, one, one
+        targets = counted = 1
+        for k in range(negatives_BK.shape[1]):
+            negative = negatives_BK[center, k]
+            t = 0
+            while t < targets and ids_T[t] != negative:
+                t += 1
+            if t == targets:
+                ids_T[t], labels_T[t], times_T[t] = negative, zero, one
+                targets += 1
+            elif t > 0:
+                times_T[t] += one
+            counted += t > 0
+    for p in range(begin_V[word], begin_V[word + 1]):
+        ids_T[targets], times_T[targets] = nodes_P[p], one
+        labels_T[targets] = one - np.float32(codes_P[p])
+        targets += 1
+        counted += 1
+    return targets, counted
+
+
+@inlined
+def _add_losses(loss, product, targets, times_T, losses_T, products_T):
+    """Return `loss` and a product, whose logarithm it lacks, with those of the targets.
+
+    The latter are reset.
+    """
+    for t in range(targets):
+        loss += times_T[t] * losses_T[t]
+        for _ in range(int(times_T[t])):
+            product *= products_T[t]
+            if product > 1e200:
+                loss += math.log(product)
+                product = 1.0
+        losses_T[t] = zero
+        products_T[t] = one
+    return loss, product
+
+
+@functools.cache
+def gradients(in_place: bool, cbow: bool) -> Callable:
+    """Compile the loop of a thread over its centers, as `cpu_loops.gradients` does.
+
+    Targets are taken in groups, whose rows and gradients stay in registers while the contexts pass.
+    """
+    all_gradients = _all_gradients(in_place)
+
+    @compiled
+    def loop(
+        begin,
+        end,
+        dim,
+        words_n,
+        sentences_n,
+        first,
+        windows_B,
+        negatives_BK,
+        window,
+        input_VR,
+        output_VR,
+        lr,
+        mean,
+        factors_V,
+        begin_V,
+        nodes_P,
+        codes_P,
+        depth,
+        *unique,
+    ):
+        unique_in, unique_out, owned = unique[:5], unique[5:10], unique[10:]
+        if not in_place:
+            unique_in[4][0] = unique_out[4][0] = 0
+        path = begin_V, nodes_P, codes_P
+        padded = (dim + LANES - 1) // LANES * LANES
+        most = 1 + negatives_BK.shape[1] + depth
+        most_contexts = 1 if cbow else 2 * window
+        ids_T = np.zeros(most, np.int64)
+        labels_T = np.zeros(most, np.float32)
+        times_T = np.zeros(most, np.float32)
+        losses_T = np.zeros(most, np.float32)
+        products_T = np.ones(most, np.float32)
+        grad_TP = np.zeros((1 if in_place else most, padded), np.float32)
+        context_CP = np.zeros((most_contexts, padded), np.float32)
+        grad_CP = np.zeros((most_contexts, padded), np.float32)
+        logits_N = np.zeros(most_contexts * most + LANES, np.float32)
+        errors_N = np.zeros(most_contexts * most + LANES, np.float32)
+        factors_N = np.zeros(most_contexts * most + LANES, np.float32)
+        bits_N = factors_N.view(np.int32)
+        loss, product, pairs = 0.0, 1.0, 0
+
+        for center in range(begin, end):
+            at = first + center
+            if center + PREFETCH < end:  # rows of a later center, and its new context word
+                word = words_n[at + PREFETCH]
+                for p in range(begin_V[word], begin_V[word + 1]):
+                    _prefetch_row(output_VR, nodes_P[p], dim)
+                if negatives_BK.shape[1]:
+                    _prefetch_row(output_VR, word, dim)
+                    for k in range(negatives_BK.shape[1]):
+                        _prefetch_row(output_VR, negatives_BK[center + PREFETCH, k], dim)
+                if at + PREFETCH + window < len(words_n):
+                    _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim)
+
+            left, right = _window(sentences_n, at, windows_B[center])
+            words = right - left - 1
+            if words < 1:
+                continue
+            contexts = 1 if cbow else words
+            pairs += contexts
+
+            # List the targets, and load the contexts.
+            targets, counted = _list_targets(
+                center, words_n[at], negatives_BK, path, ids_T, labels_T, times_T
+            )
+            share = one / np.float32(words)
+            scale = share if cbow and mean else one
+            if cbow:
+                for d in range(padded):
+                    context_CP[0, d] = zero
+            for c in range(left, right):
+                if c == at:
+                    continue
+                if cbow:
+                    simd.blend(one, context_CP, 0, scale, input_VR, words_n[c], dim)
+                else:
+                    n = c - left - (c > at)
+                    simd.blend(0, context_CP, n, one, input_VR, words_n[c], dim)
+            for c in range(contexts):
+                for d in range(padded):
+                    grad_CP[c, d] = zero
+
+            # Logits, errors and losses of all pairs.
+            _all_dots(context_CP, contexts, output_VR, ids_T, dim, logits_N, targets)
+            numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
+            _sigmoids(numbers, logits_N, errors_N, factors_N, bits_N)
+            for c in range(contexts):
+                if c % LOGARITHMS == 0:
+                    loss, product = _add_losses(
+                        loss, product, targets, times_T, losses_T, products_T
+                    )
+                n = c * targets
+                for t in range(targets):
+                    # softplus(x) is max(0, x) + log(1 + exp(-|x|)); softplus(-x) is that less x.
+                    x = logits_N[n + t]
+                    losses_T[t] += max(x, zero) - labels_T[t] * x
+                    products_T[t] *= factors_N[n + t]
+                    errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * lr
+            loss, product = _add_losses(loss, product, targets, times_T, losses_T, products_T)
+
+            all_gradients(
+                errors_N, context_CP, contexts, output_VR, ids_T, targets, dim, grad_CP, grad_TP
+            )
+
+            # Gradients of contexts go to their rows, and unless they have done so, of targets.
+            scale = share if cbow and not mean else one  # see `Objective`
+            for c in range(left, right):
+                if c == at:
+                    continue
+                n = 0 if cbow else c - left - (c > at)
+                if in_place:
+                    factor = scale * factors_V[min(words_n[c], len(factors_V) - 1)]
+                    simd.blend(one, input_VR, words_n[c], -factor, grad_CP, n, dim)
+                else:
+                    _add(words_n[c], grad_CP, n, scale, dim, counted, unique_in)
+            if not in_place:
+                for t in range(targets):
+                    times = contexts * int(times_T[t])
+                    _add(ids_T[t], grad_TP, t, one, dim, times, unique_out)
+        if not in_place:
+            _sort_by_owner(unique_in, *owned[:2])
+            _sort_by_owner(unique_out, *owned[2:])
+        return loss + math.log(product), pairs
+
+    return shared(loop) if in_place else loop

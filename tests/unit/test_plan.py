@@ -114,7 +114,7 @@ def test_nodes_are_rows_of_the_output_table(negative, rows, tmp_path):
     paths = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
     model = "model.hs=true", f"model.negative={negative}", "vocab.min_count=1", "model.sample=0"
     made = make_plan(configured(*paths, *model))
-    assert made.shape.rows == rows and "model.hs=true" in str(made)
+    assert made.shape.rows == rows
     loop = build(made)
     assert loop.step.inputs.rows == loop.step.outputs.rows == rows
     assert loop.step.inputs["weight"][:5].any(1).all()

@@ -211,7 +211,7 @@ def test_gradients_on_the_cpu(
     check_gradients("cpu", batch, weights_TVD, threads=threads)
 
 
-TREES = st.sampled_from(["", "alone", "with negatives"])
+SOFTMAX = st.sampled_from(["negatives", "tree", "both"])
 
 
 @pytest.mark.gpu
@@ -225,13 +225,13 @@ TREES = st.sampled_from(["", "alone", "with negatives"])
     dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
     dtype=st.sampled_from(list(cuda.ELEMENTS)),
     objective=st.sampled_from([Objective(), CBOW_MEAN, CBOW_SUM]),
-    tree=TREES,
+    softmax=SOFTMAX,
 )
-def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective, tree):
+def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective, softmax):
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim)
     batch = batch._replace(objective=objective)
-    if tree:
-        batch = with_tree(batch, rows, seed, negatives=tree == "with negatives")
+    if softmax != "negatives":
+        batch, weights_TVD = with_tree(batch, weights_TVD, alone=softmax == "tree")
     check_gradients("cuda", batch, weights_TVD, dtype)
 
 
@@ -268,13 +268,13 @@ def test_gradients_at_the_edges(kernels, edge, threads, objective):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", [Objective(), CBOW_MEAN], ids=str)
-@pytest.mark.parametrize("negatives", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
-def test_gradients_of_hierarchical_softmax_at_the_edges(edge, negatives, objective):
-    size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100} | edge
-    batch, weights_TVD = problem(**size)
-    batch = with_tree(batch._replace(objective=objective), size["rows"], negatives=negatives)
-    check_gradients("cuda", batch, weights_TVD)
+def test_gradients_of_hierarchical_softmax_at_the_edges(edge, alone, objective):
+    size = {"seed": 1, "centers": 500, "window": 5, "negative": 5, "rows": 50, "dim": 100}
+    batch, weights_TVD = problem(**(size | edge))
+    batch = batch._replace(objective=objective)
+    check_gradients("cuda", *with_tree(batch, weights_TVD, alone))
 
 
 @settings(max_examples=50)
@@ -283,12 +283,13 @@ def test_gradients_of_hierarchical_softmax_at_the_edges(edge, negatives, objecti
     centers=st.integers(1, 100),
     negative=st.integers(1, 5),
     rows=st.sampled_from([1, 2, 50, 5000]),
-    tree=TREES,
+    softmax=SOFTMAX,
 )
-def test_buffers_have_room_for_the_rows_of_any_batch(seed, centers, negative, rows, tree):
-    batch, _ = problem(seed, centers, 5, negative, rows)
-    if tree:
-        batch = with_tree(batch, rows, seed, negatives=tree == "with negatives")
+def test_buffers_have_room_for_the_rows_of_any_batch(seed, centers, negative, rows, softmax):
+    batch, weights_TVD = problem(seed, centers, 5, negative, rows)
+    if softmax != "negatives":
+        batch, weights_TVD = with_tree(batch, weights_TVD, alone=softmax == "tree")
+    rows = weights_TVD.shape[1]
     reference = ReferenceKernels(StepShape(rows, 1, torch.float32, torch.device("cpu")))
     touched = [len(its.rows_U) for its in reference.unique_rows(batch)[:2]]
     most = [min(rows, number) for number in cuda.most_rows(batch)]
@@ -302,7 +303,8 @@ def test_gradients_of_a_large_batch(objective, has_tree):
     """Each warp and each block takes several centers."""
     batch, weights_TVD = problem(1, 100_000, 5, 5, 20_000, 16)
     batch = batch._replace(objective=objective)
-    batch = with_tree(batch, 20_000) if has_tree else batch
+    if has_tree:
+        batch, weights_TVD = with_tree(batch, weights_TVD, alone=False)
     check_gradients("cuda", batch, weights_TVD)
 
 

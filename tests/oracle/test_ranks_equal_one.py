@@ -20,7 +20,6 @@ from tests.support.steps import (
     sorted_grads,
     tables_of,
     train,
-    with_tree,
 )
 from tests.support.threaded import checked, together
 from w2v.config import OPTIMIZERS, OptimizerConfig
@@ -38,6 +37,7 @@ from w2v.kernels.batch import (
 )
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
+from w2v.model.huffman import make_tree
 from w2v.model.optim import FUSED_BETAS
 
 ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 8, 64, 0.01
@@ -57,17 +57,12 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.fl
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def some_batches(ranks, device, objective=SKIPGRAM, negatives=None):
-    """Yield a rank's part of each batch, which may be empty.
-
-    negatives: whether hierarchical softmax has negatives beside it; None: there is none.
-    """
+def some_batches(ranks, device, objective=SKIPGRAM):
+    """Yield a rank's part of each batch, which may be empty."""
     rng = np.random.default_rng(6)
     for number in range(BATCHES):
         batch, _ = problem(number, CENTERS, window=3, negative=4, rows=ROWS, sentence=7)
         batch = batch._replace(objective=objective)
-        if negatives is not None:
-            batch = with_tree(batch, ROWS, negatives=negatives)
         cuts = sorted(rng.integers(0, CENTERS + 1, ranks.size - 1))
         if number % 3 == 0:
             cuts = [0] * (ranks.size - 1)  # only the last rank has centers
@@ -75,7 +70,9 @@ def some_batches(ranks, device, objective=SKIPGRAM, negatives=None):
         yield moved(part_of(batch, *edges[ranks.rank : ranks.rank + 2]), device)
 
 
-def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, model=(), **how):
+def trained(
+    ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0, objective=SKIPGRAM, **how
+):
     """Return this rank's rows of both tables by field, losses and pairs.
 
     A cache's capacity is `room`, as a share of the rows.
@@ -83,7 +80,7 @@ def trained(ranks, name="Adam", dtype=None, dim=DIM, cap=0, device="cpu", room=0
     config = OptimizerConfig(name=name, lr=LR, occurrence_cap=cap)
     how["slots"] = int(room * 2 * ranks.shard_rows(ROWS))
     step = make_step(config, ROWS, dim, device=device, dtype=dtype, ranks=ranks, **how)
-    results = [train(step, some_batches(ranks, device, *model), LR) for _ in range(EPOCHS)]
+    results = [train(step, some_batches(ranks, device, objective), LR) for _ in range(EPOCHS)]
     assert not int(step.state.fault)
     tables = [{key: table[key].cpu() for key in table.columns} for table in tables_of(step)]
     return tables, *map(torch.cat, zip(*results, strict=True))
@@ -113,6 +110,7 @@ def threads(size):
     return lambda body: checked(together(size, body))
 
 
+TREE = make_tree(range(1, ROWS + 1))
 CASES = {
     "1 rank": (1, {}),
     "2 ranks": (2, {}),
@@ -122,12 +120,9 @@ CASES = {
     "5 dimensions": (3, {"dim": 5, "steps_per_page": 5}),
     "pages": (2, {"steps_per_page": 4}),
     "cap": (2, {"cap": 8}),
-    "cbow": (3, {"cap": 8, "model": (Objective(cbow=True),)}),
-    "hs": (3, {"cap": 8, "model": (SKIPGRAM, False)}),
-    "hs, cbow, negatives and pages": (
-        2,
-        {"model": (Objective(cbow=True), True), "steps_per_page": 4},
-    ),
+    "cbow": (3, {"cap": 8, "objective": Objective(cbow=True)}),
+    "tree": (3, {"cap": 8, "objective": Objective(tree=TREE)}),
+    "tree, cbow and pages": (2, {"objective": Objective(True, tree=TREE), "steps_per_page": 4}),
     "cap and pages": (2, {"cap": 8, "steps_per_page": 5}),
     "paged": (2, {"engine": "paged"}),
     "cache": (2, {"engine": "cache", "room": 1}),

@@ -8,7 +8,7 @@ import torch
 from w2v.config import ModelConfig
 from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.ranks import SINGLE
-from w2v.kernels.batch import Batch, Objective, StepShape, StepState
+from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaShardKernels
@@ -133,15 +133,15 @@ def train(step, batches, lr):
 def train_on_text(config, kernels="reference", device="cpu", model=MODEL, **how):
     """Train three epochs of a small text; return the step and the losses."""
     rows, dim = 300, 48
-    step = make_step(config, rows, dim, kernels, device, **how)
+    table = table_rows(rows, model.hs, model.negative)
+    step = make_step(config, table, dim, kernels, device, **how)
     rng = np.random.default_rng(3)
     offsets = np.cumsum([0, *rng.integers(1, 60, 120)])
-    words = words_of(rows, model.negative) if model.hs else rows
-    ids = (rng.zipf(1.3, offsets[-1]) % words).astype(np.int32)
-    text = TrainingText(ids, offsets, np.ones(words), rng.dirichlet(np.ones(words)))
+    ids = (rng.zipf(1.3, offsets[-1]) % rows).astype(np.int32)
+    text = TrainingText(ids, offsets, np.ones(rows), rng.dirichlet(np.ones(rows)))
     if model.hs:
-        counts = np.bincount(ids, minlength=words)
-        text = replace(text, tree=make_tree(counts, words if model.negative else 0))
+        tree = make_tree(np.bincount(ids, minlength=rows), rows if model.negative else 0)
+        text = replace(text, tree=tree)
     draws = {"draw": step.kernels.draw, "subsample": step.kernels.subsample}
     where = torch.device(device)
     sampler = Sampler(text, model, 64, 1, where, **draws)
@@ -168,23 +168,21 @@ def problem(seed, centers, window, negative, rows, dim=1, sentence=12, spread=1.
     return Batch(words, sentences, first, windows, negatives, window, 0.0), weights_TVD
 
 
-def words_of(rows, negatives):
-    """Return how many words tables of so many rows are for, beside nodes."""
-    return (rows + 1) // 2 if negatives else rows
+def with_tree(batch, weights_TVD, alone):
+    """Add hierarchical softmax to a problem, alone or beside negatives.
 
-
-def with_tree(batch, rows, seed=0, negatives=True):
-    """Return the batch with hierarchical softmax, for tables of so many rows.
-
-    Its words are some of the first half of the rows, or of all rows without negatives.
+    Words get random counts, and the tables rows for the nodes.
     """
-    words = words_of(rows, negatives)
-    counts = np.random.default_rng(seed).zipf(1.2, words).clip(max=10**6)
-    tree = make_tree(counts, first_row=words if negatives else 0)
-    drawn = batch.negatives_BK % words if negatives else batch.negatives_BK[:, :0]
-    objective = batch.objective._replace(tree=tree)
-    words_n = batch.words_n % words
-    return batch._replace(words_n=words_n, negatives_BK=drawn.contiguous(), objective=objective)
+    words, dim = weights_TVD.shape[1:]
+    g = torch.Generator().manual_seed(int(batch.words_n.sum()))
+    counts = torch.randint(1, 9, (words,), generator=g).numpy() ** 3
+    tree = make_tree(counts, 0 if alone else words)
+    if alone:
+        batch = batch._replace(negatives_BK=batch.negatives_BK[:, :0])
+    else:
+        nodes_TND = torch.randn(2, words - 1, dim, generator=g) * weights_TVD.std()
+        weights_TVD = torch.cat([weights_TVD, nodes_TND], 1)
+    return batch._replace(objective=batch.objective._replace(tree=tree)), weights_TVD
 
 
 def part_of(batch, begin, end):
@@ -195,8 +193,8 @@ def part_of(batch, begin, end):
 
 def moved(batch, device):
     """Return the batch with its tensors on a device."""
-    movable = torch.Tensor, Objective
-    return Batch(*(part.to(device) if isinstance(part, movable) else part for part in batch))
+    kinds = (torch.Tensor, Objective)
+    return Batch(*(part.to(device) if isinstance(part, kinds) else part for part in batch))
 
 
 def sorted_grads(grads):

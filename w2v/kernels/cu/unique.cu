@@ -27,9 +27,10 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
             if (row >= 0) output(row);
             return;
         }
-        // From the word up to the root. The thread that came to a node before goes on from there.
-        int t = TARGETS + path.length;
-        while (t > TARGETS && output(batch.target(center, t - 1, path))) t--;
+        // From the word up to the root. The thread that came to a node before goes on from there;
+        // but where words are targets too, a node's row may have been listed as that of a word.
+        for (int t = TARGETS + path.length - 1; t >= TARGETS; t--)
+            if (!output(batch.target(center, t, path)) && TARGETS == 0) break;
     });
 }
 

@@ -1,6 +1,7 @@
 """This program without a GPU against gensim, from text to scores.
 
     python tests/bench/cpu.py --corpus wiki100.txt --runs 3
+    python tests/bench/cpu.py --corpus wiki100.txt --cores 1 4 16
 
 Programs run in turn, each in a process of its own and with the seeds 1, 2, ... Times and memory are
 medians of the runs, scores are means with their standard deviation. Memory is the peak of the
@@ -11,8 +12,10 @@ text is measured.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
@@ -124,10 +127,10 @@ def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str
     return clock.figures | {"torch [MiB]": torch_memory}
 
 
-def measure(case: str, corpus: Path, epochs: int, seed: int) -> Figures:
-    """Run one case in a process of its own, and watch its memory."""
+def measure(case: str, corpus: Path, epochs: int, seed: int, number: int) -> Figures:
+    """Run one case in a process on so many cores, and watch its memory."""
     command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs)]
-    command += ["--seed", str(seed)]
+    command += ["--seed", str(seed), "--cores", str(number)]
     began = perf_counter()
     peak = 0.0
     with subprocess.Popen([*command, "--case", case], stdout=subprocess.PIPE, text=True) as process:
@@ -163,9 +166,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["gensim", *PROGRAMS])
     parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
+    parser.add_argument("--cores", type=int, nargs="+", default=[cores()], help="of a process")
     parser.add_argument("--seed", type=int, default=1, help="of that run")
     args = parser.parse_args(arguments)
     if args.case:
+        # Before torch is imported, which starts as many threads as there are cores.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores[0]])
         with TemporaryDirectory() as folder:
             run = args.corpus.resolve(), args.epochs, args.seed, Path(folder)
             is_program = args.case in PROGRAMS
@@ -175,11 +181,14 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(figures))
         return
     found = results.Results("cpu", args.results)
-    runs: dict[str, list[Figures]] = {case: [] for case in args.cases}
+    cases = list(product(args.cores, args.cases))
+    runs: dict[str, list[Figures]] = {}
     for seed in range(1, args.runs + 1):  # in turn, so that a busy machine slows all of them
-        for case, of_case in runs.items():
-            of_case.append(measure(case, args.corpus, args.epochs, seed))
-            found.add(f"{args.corpus.stem} {args.epochs} epochs, {case}", summary(of_case))
+        for number, case in cases:
+            suffix = f", {number} core{'s' * (number > 1)}" if len(args.cores) > 1 else ""
+            of_case = runs.setdefault(case + suffix, [])
+            of_case.append(measure(case, args.corpus, args.epochs, seed, number))
+            found.add(f"{args.corpus.stem} {args.epochs} epochs, {case}{suffix}", summary(of_case))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.support.steps import (
     with_tree,
 )
 from w2v.config import ModelConfig, OptimizerConfig
-from w2v.kernels import cuda, launch
+from w2v.kernels import cpu_loops, cuda, launch
 from w2v.kernels.batch import (
     FAULT_BITS,
     Grads,
@@ -207,7 +207,7 @@ def test_gradients_on_the_cpu(
     batch, weights_TVD = problem(seed, centers, window, negative, rows, dim, sentence)
     batch = batch._replace(objective=objective)
     if softmax != "negatives":
-        batch = with_tree(batch, rows, seed, negatives=softmax == "both")
+        batch, weights_TVD = with_tree(batch, weights_TVD, alone=softmax == "tree")
     check_gradients("cpu", batch, weights_TVD, threads=threads)
 
 
@@ -344,7 +344,8 @@ def grads_of(kernels, touched, loss=1.0):
             grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
             grads.count_n[:] = len(rows_U)
             for thread in range(2):
-                fill(grads.of_thread(thread), parts, share=2)
+                fill(grads.of_thread(thread)[:4], parts, share=2)
+                cpu_loops.sort_by_owner(*grads.of_thread(thread))
         else:
             # Only the reference takes all that the buffers have room for.
             room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows
@@ -353,7 +354,7 @@ def grads_of(kernels, touched, loss=1.0):
             grad_UD = torch.zeros(room, shape.dim, device=device)
             count = torch.tensor(len(rows_U), device=device)
             grads = TableGrads(number_V, integers[0], grad_UD, integers[1], count)
-            fill(grads, [part.to(device) for part in parts])
+            fill(grads[:4], [part.to(device) for part in parts])
         both.append(grads)
     loss, pairs = torch.tensor(loss, dtype=torch.float64), torch.tensor(1)
     return Grads(*both, loss.to(device), pairs.to(device))
@@ -361,18 +362,18 @@ def grads_of(kernels, touched, loss=1.0):
 
 def fill(buffers, parts, share=1):
     """Write rows, their numbers, and a share of their gradients and pairs."""
-    number_V, its_rows_U, its_grad_UD, its_pairs_U, _ = buffers
+    number_V, its_rows_U, its_grad_UD, its_pairs_U = buffers
     numbers, rows_U, grad_UD, pairs_U = parts
     number_V[rows_U] = numbers.int()
     its_rows_U[: len(rows_U)] = rows_U
-    its_grad_UD[: len(rows_U)] = grad_UD / share
+    its_grad_UD[: len(rows_U), : grad_UD.shape[1]] = grad_UD / share
     its_pairs_U[: len(rows_U)] = pairs_U // share
 
 
 def is_reset(grads):
     """Return whether the gradients of a table are as before a step."""
     if isinstance(grads, ThreadGrads):
-        return bool((grads.number_nV == -1).all()) and not grads.count_n.any()
+        return bool((grads.number_nV == -1).all() and (grads.first_V == -1).all())
     return bool((grads.number_V == -1).all()) and not grads.grad_UD.any()
 
 

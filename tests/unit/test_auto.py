@@ -78,6 +78,13 @@ def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
                 assert size == 1 or size / words <= auto.REPEATS * 1.5
 
 
+def test_batches_of_sequential_sgd_let_the_rate_fall_often():
+    for centers in (10, 5e3, 1e6, 1e8, 1e11):
+        size = auto.batch_size("SGD", Use(centers, 80, 0.5), sequential=True)
+        assert 1 <= size <= auto.LARGEST_SEQUENTIAL
+        assert size == 1 or centers / size >= auto.SEQUENTIAL_STEPS / 1.5
+
+
 def test_rates_fall_with_centers_dimensions_and_steps():
     def rate(median=100, dim=128, steps=700, **optimizer):
         return auto.learning_rate(OptimizerConfig(**optimizer), Use(1e6, median, 0.01), dim, steps)

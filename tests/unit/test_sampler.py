@@ -28,13 +28,15 @@ def even_text(ids, offsets, vocabulary):
     return TrainingText(ids, offsets, np.ones(vocabulary), np.full(vocabulary, 1 / vocabulary))
 
 
-def make_sampler(sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, **model):
+def make_sampler(
+    sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, ahead=False, **model
+):
     ids = np.concatenate(sentences).astype(np.int32)
     offsets = np.cumsum([0, *map(len, sentences)])
     keep = np.ones(vocabulary) if keep is None else keep
     noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
     text = TrainingText(ids, offsets, keep, noise)
-    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU)
+    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, draws_ahead=ahead)
 
 
 @pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
@@ -185,6 +187,22 @@ def test_equal_seeds_draw_equal_batches_and_epochs_differ():
     assert is_equal(first[1], second[1])
     assert not is_equal(first[0], first[1])
     assert not is_equal(first[0], other[0])
+
+
+def test_a_thread_that_draws_ahead_changes_nothing():
+    samplers = [make_sampler(random_sentences(), 30, 4, ahead=ahead) for ahead in (False, True)]
+    alone, ahead = ([batch for _ in range(2) for batch in s.epoch()] for s in samplers)
+    assert is_equal(alone, ahead)
+    assert samplers[0].position == samplers[1].position == Position(2)
+
+
+def test_an_error_of_the_thread_that_draws_ahead_is_raised():
+    sampler = make_sampler(random_sentences(), 30, 4, ahead=True)
+    batches = sampler.epoch()
+    next(batches)
+    sampler._draw = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        list(batches)
 
 
 @pytest.mark.parametrize("pool", [{}, {"negative_pool": 8, "negative_pool_steps": 5}])

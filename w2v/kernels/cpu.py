@@ -61,8 +61,9 @@ class ThreadGrads:
 
     number_nV: int32, the number of each row, or -1, while a thread adds gradients; rows_nU: int32,
     the row of each number; grad_NP: its gradient, of all threads together; pairs_nU: int32, how
-    many pairs it sums; count_n: unique rows; order_nU: int32, numbers sorted by the thread that
-    owns the row, those of owner o from starts_nO[n, o] on; first_V: int32 -1, for `step_rows`.
+    many pairs it sums; count_n: unique rows; owned_rows_nU, owned_numbers_nU: int32, rows and
+    numbers sorted by the thread that owns the row, those of owner o from starts_nO[n, o] on;
+    first_V: int32 -1, for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
@@ -74,7 +75,8 @@ class ThreadGrads:
         self.grad_NP = np.empty((threads * most, padded(dim)), np.float32)
         self.pairs_nU = np.empty((threads, most), np.int32)
         self.count_n = np.zeros(threads, np.int64)
-        self.order_nU = np.empty((threads, most), np.int32)
+        self.owned_rows_nU = np.empty((threads, most), np.int32)
+        self.owned_numbers_nU = np.empty((threads, most), np.int32)
         self.starts_nO = np.zeros((threads, threads + 1), np.int64)
         self.first_V = np.full(rows, -1, np.int32)
 
@@ -84,10 +86,8 @@ class ThreadGrads:
     def of_thread(self, thread: int) -> tuple[np.ndarray, ...]:
         count_1 = self.count_n[thread : thread + 1]
         arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
-        return *(array[thread] for array in arrays), count_1
-
-    def owned(self, thread: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.order_nU[thread], self.starts_nO[thread]
+        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO
+        return *(array[thread] for array in arrays), count_1, *(array[thread] for array in owned)
 
     @property
     def _grad_nUP(self) -> np.ndarray:
@@ -203,15 +203,21 @@ class CpuKernels:
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
+        if state.fault:
+            return
         optimizer, tables, lr = update
-        for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
-            if state.fault:
-                return
-            if optimizer.formula:
-                is_finite = step_rows(self.threads, optimizer, table, view, its, lr)
-                note_fault(state, 2 << number, is_finite)
-            else:
-                self._step_by_torch(optimizer, table, view, its, lr, state, number)
+        parts = zip(tables, page, grads[:2], strict=True)
+        if not optimizer.formula:
+            for number, part in enumerate(parts):
+                self._step_by_torch(optimizer, *part, lr, state, number)
+            return
+        steps = [step_arguments(optimizer, *part, lr) for part in parts]
+
+        def step(thread: int) -> list[int]:
+            return [cpu_loops.step_rows(thread, *arguments) for arguments in steps]
+
+        for number, faults in enumerate(zip(*self.threads.run(step), strict=True)):
+            note_fault(state, 2 << number, not any(faults))
 
     def finish(self) -> None:
         self._rows = None
@@ -298,7 +304,7 @@ def gradients(
         kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
         path = ()
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-    drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy(), batch.window
+    drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
     scales = np.float32(lr), mean, factors_V
     no_rows = ThreadGrads(0, 0, dim, 1)
     its = (grads.inputs, grads.outputs) if grads else (no_rows, no_rows)
@@ -308,34 +314,24 @@ def gradients(
 
     def run_share(thread: int) -> tuple[float, int]:
         own = 0 if is_sgd else thread
-        unique = [*its[0].of_thread(own), *its[1].of_thread(own)]
-        unique += [*its[0].owned(own), *its[1].owned(own)]
+        shape = dim, batch.window, *(unique.of_thread(own) for unique in its)
         # Centers of SGD belong to no thread: one that is done early takes more of them.
         edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-        return kernel(*edges, dim, *text, *drawn, *records, *scales, *path, *unique)
+        return kernel(*edges, *shape, *text, *drawn, *records, *scales, *path)
 
     losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
 
 
-def step_rows(
-    threads: Threads,
-    optimizer: OptimizerLike,
-    table: TableLike,
-    view: View,
-    grads: ThreadGrads,
-    lr: float,
-) -> bool:
-    """Step the touched rows by a compiled formula and reset `grads`.
-
-    Returns whether all rows stay finite; a row that would not is left as it was.
-    """
+def step_arguments(
+    optimizer: OptimizerLike, table: TableLike, view: View, grads: ThreadGrads, lr: float
+) -> tuple[Any, ...]:
+    """Count a step of a table; return the arguments of its `step_rows`."""
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = getattr(cpu_loops, optimizer.formula.upper())
-    owned = grads.order_nU, grads.starts_nO, grads.first_V
-    arrays = grads.rows_nU, grads.grad_NP, grads.pairs_nU, *owned
-    arguments = formula, view.records_SR.numpy(), step_column, constants, *arrays
-    ends = optimizer.occurrence_cap, grads.dim
-    faults = threads.run(lambda thread: cpu_loops.step_rows(thread, *arguments, *ends))
-    return not any(faults)
+    cap = optimizer.occurrence_cap
+    gradients = grads.grad_NP, grads.pairs_nU.reshape(-1)[: None if cap else 0]
+    owners = grads.owned_rows_nU, grads.owned_numbers_nU, grads.starts_nO, grads.first_V
+    records = view.records_SR.numpy(), step_column, constants
+    return formula, *records, *gradients, *owners, cap, grads.dim

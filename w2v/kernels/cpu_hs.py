@@ -23,12 +23,12 @@ from w2v.kernels.cpu_loops import (
     _add,
     _prefetch_row,
     _sigmoids,
-    _sort_by_owner,
     _window,
     compiled,
     inlined,
     one,
-    shared,
+    over_centers,
+    uncounted,
     zero,
 )
 from w2v.system import simd
@@ -299,16 +299,34 @@ def gradients(in_place: bool, cbow: bool) -> Callable:
     all_gradients = _all_gradients(in_place)
 
     @compiled
+    def buffers(dim, window, words_n, sentences_n, first, windows_B, negatives_BK, *more):
+        """Return matrices, arrays of targets, and arrays of pairs."""
+        padded = (dim + LANES - 1) // LANES * LANES
+        targets = 1 + negatives_BK.shape[1] + more[-1]  # more[-1]: nodes of the longest path
+        contexts = 1 if cbow else 2 * window
+        context_CP = np.zeros((contexts, padded), np.float32)
+        grad_TP = np.zeros((1 if in_place else targets, padded), np.float32)
+        numbers_T = np.zeros((3, targets), np.float32)
+        of_targets = numbers_T[0], numbers_T[1], numbers_T[2], np.ones(targets, np.float32)
+        factors_N = np.zeros(contexts * targets + LANES, np.float32)
+        of_pairs = np.zeros_like(factors_N), np.zeros_like(factors_N), factors_N
+        matrices = context_CP, np.zeros_like(context_CP), grad_TP
+        return matrices, of_targets, np.zeros(targets, np.int64), of_pairs, factors_N.view(np.int32)
+
+    @uncounted
     def loop(
         begin,
         end,
         dim,
+        window,
+        unique_in,
+        unique_out,
+        memory,
         words_n,
         sentences_n,
         first,
         windows_B,
         negatives_BK,
-        window,
         input_VR,
         output_VR,
         lr,
@@ -318,27 +336,14 @@ def gradients(in_place: bool, cbow: bool) -> Callable:
         nodes_P,
         codes_P,
         depth,
-        *unique,
     ):
-        unique_in, unique_out, owned = unique[:5], unique[5:10], unique[10:]
-        if not in_place:
-            unique_in[4][0] = unique_out[4][0] = 0
         path = begin_V, nodes_P, codes_P
-        padded = (dim + LANES - 1) // LANES * LANES
-        most = 1 + negatives_BK.shape[1] + depth
-        most_contexts = 1 if cbow else 2 * window
-        ids_T = np.zeros(most, np.int64)
-        labels_T = np.zeros(most, np.float32)
-        times_T = np.zeros(most, np.float32)
-        losses_T = np.zeros(most, np.float32)
-        products_T = np.ones(most, np.float32)
-        grad_TP = np.zeros((1 if in_place else most, padded), np.float32)
-        context_CP = np.zeros((most_contexts, padded), np.float32)
-        grad_CP = np.zeros((most_contexts, padded), np.float32)
-        logits_N = np.zeros(most_contexts * most + LANES, np.float32)
-        errors_N = np.zeros(most_contexts * most + LANES, np.float32)
-        factors_N = np.zeros(most_contexts * most + LANES, np.float32)
-        bits_N = factors_N.view(np.int32)
+        context_CP, grad_CP, grad_TP = memory[0]
+        labels_T, times_T, losses_T, products_T = memory[1]
+        ids_T = memory[2]
+        logits_N, errors_N, factors_N = memory[3]
+        bits_N = memory[4]
+        padded = context_CP.shape[1]
         loss, product, pairs = 0.0, 1.0, 0
 
         for center in range(begin, end):
@@ -405,23 +410,21 @@ def gradients(in_place: bool, cbow: bool) -> Callable:
             )
 
             # Gradients of contexts go to their rows, and unless they have done so, of targets.
-            scale = share if cbow and not mean else one  # see `Objective`
+            if cbow and not mean:  # see `Objective`
+                simd.blend(0, grad_CP, 0, share, grad_CP, 0, padded)
             for c in range(left, right):
                 if c == at:
                     continue
                 n = 0 if cbow else c - left - (c > at)
                 if in_place:
-                    factor = scale * factors_V[min(words_n[c], len(factors_V) - 1)]
+                    factor = factors_V[min(words_n[c], len(factors_V) - 1)]
                     simd.blend(one, input_VR, words_n[c], -factor, grad_CP, n, dim)
                 else:
-                    _add(words_n[c], grad_CP, n, scale, dim, counted, unique_in)
+                    _add(words_n[c], grad_CP, n, counted, unique_in)
             if not in_place:
                 for t in range(targets):
                     times = contexts * int(times_T[t])
-                    _add(ids_T[t], grad_TP, t, one, dim, times, unique_out)
-        if not in_place:
-            _sort_by_owner(unique_in, *owned[:2])
-            _sort_by_owner(unique_out, *owned[2:])
+                    _add(ids_T[t], grad_TP, t, times, unique_out)
         return loss + math.log(product), pairs
 
-    return shared(loop) if in_place else loop
+    return over_centers(loop, buffers, in_place)

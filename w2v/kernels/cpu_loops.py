@@ -22,7 +22,7 @@ from w2v.system import simd
 from w2v.system.jit import compiled as jit
 from w2v.system.simd import LANES
 
-BLOCK = 512  # centers that a thread of sequential SGD takes at a time
+BLOCK = 256  # centers that a thread of sequential SGD takes at a time
 PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
 ROWS_AHEAD = 4  # rows that an owner fetches early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
@@ -31,6 +31,8 @@ zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 # Vectors need sums in any order and fused products. NaN and infinity stay what they are.
 FAST: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 compiled = jit(**FAST)
+# Without the counts of references to arrays, which took half of the time; nothing is allocated.
+uncounted = jit(_nrt=False, **FAST)
 inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
 
@@ -75,29 +77,30 @@ def _window(sentences_n, at, reach):
     return left, right
 
 
-@compiled
-def _add(row, values_NP, place, scale, dim, pairs, unique):
-    """Add scale * values_NP[place] to the gradient of a row, a sum over pairs.
+@inlined
+def _add(row, values_NP, place, pairs, unique):
+    """Add values_NP[place] to the gradient of a row, a sum over pairs.
 
     A row that the thread has not touched yet is added to its unique rows.
     """
-    index_V, rows_U, grad_UP, pairs_U, count_1 = unique
+    index_V, rows_U, grad_UP, pairs_U, count_1, _, _, _ = unique
+    padded = grad_UP.shape[1]
     index = index_V[row]
     if index >= 0:
         pairs_U[index] += pairs
-        simd.blend(one, grad_UP, index, scale, values_NP, place, dim)
-        return
-    index = count_1[0]
-    count_1[0] += 1
-    index_V[row] = index
-    rows_U[index] = row
-    pairs_U[index] = pairs
-    simd.blend(0, grad_UP, index, scale, values_NP, place, dim)
+        simd.blend(one, grad_UP, index, one, values_NP, place, padded)
+    else:
+        index = count_1[0]
+        count_1[0] += 1
+        index_V[row] = index
+        rows_U[index] = row
+        pairs_U[index] = pairs
+        simd.blend(0, grad_UP, index, one, values_NP, place, padded)
 
 
 @inlined
 def _add_loss(loss, product, contexts, logits_N, factors_N, counts_T):
-    """Return the sum of losses and a product of factors, with those of a center.
+    """Add a center's losses to a sum, and its factors to a product.
 
     The loss is softplus(-x) = softplus(x) - x of the positive pair and softplus(x) = max(0, x) +
     log(1 + exp(-|x|)) of the others. The logarithms are taken of a product.
@@ -115,21 +118,21 @@ def _add_loss(loss, product, contexts, logits_N, factors_N, counts_T):
     return loss, product
 
 
-def shared(loop: Callable) -> Callable:
-    """Compile a loop over blocks of centers, whichever no thread has taken yet."""
+@compiled
+def _buffers(targets, contexts, places, dim):
+    """Return a thread's matrices, float32 and int64 arrays, and bits.
 
-    @compiled
-    def shared_loop(taken_1, centers, *arguments):
-        loss, pairs = 0.0, 0
-        while True:
-            begin = simd.fetch_add(taken_1, 0, BLOCK)
-            if begin >= centers:
-                return loss, pairs
-            block_loss, block_pairs = loop(begin, min(begin + BLOCK, centers), *arguments)
-            loss += block_loss
-            pairs += block_pairs
-
-    return shared_loop
+    contexts: rows of a window that predict; places: words of a window and its center.
+    """
+    padded = (dim + LANES - 1) // LANES * LANES
+    of_targets = np.zeros((targets, padded), np.float32), np.zeros((targets, padded), np.float32)
+    of_contexts = np.zeros((contexts, padded), np.float32), np.zeros((contexts, padded), np.float32)
+    ring_CP = np.zeros((places, padded), np.float32)
+    logits_N = np.zeros(contexts * targets, np.float32)
+    factors_N = np.zeros_like(logits_N)
+    numbers = np.zeros(targets, np.float32), logits_N, np.zeros_like(logits_N), factors_N
+    counts = np.zeros(targets, np.int64), np.zeros(places, np.int64)
+    return (*of_targets, *of_contexts, ring_CP), numbers, counts, factors_N.view(np.int32)
 
 
 @functools.cache
@@ -149,47 +152,33 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     in a ring, until the windows have passed the word: a word is in many windows, one after another.
     """
 
-    @compiled
+    @uncounted
     def loop(
         begin,
         end,
         dim,
+        window,
+        unique_in,
+        unique_out,
+        buffers,
         words_n,
         sentences_n,
         first,
         windows_B,
         negatives_BK,
-        window,
         input_VR,
         output_VR,
         lr,
         mean,
         factors_V,
-        *unique,
     ):
-        # For each table, the thread's index_V, rows_U, grad_UP, pairs_U and count_1; and of each
-        # order_U and starts_O.
-        unique_in, unique_out, owned = unique[:5], unique[5:10], unique[10:]
-        if not in_place:
-            unique_in[4][0] = unique_out[4][0] = 0
-        index_out, _, grad_out, _, _ = unique_out
-        padded = (dim + LANES - 1) // LANES * LANES
-        # Negatives that equal the center have counts_T = 0.
-        ids_T = np.zeros(targets, np.int64)
-        counts_T = np.ones(targets, np.float32)
-        target_TP = np.zeros((targets, padded), np.float32)
-        grad_target_TP = np.zeros((targets, padded), np.float32)
-        most = 1 if cbow else 2 * window
-        context_CP = np.zeros((most, padded), np.float32)
-        grad_CP = np.zeros((most, padded), np.float32)
-        logits_N = np.zeros(most * targets, np.float32)
-        errors_N = np.zeros(most * targets, np.float32)
-        factors_N = np.zeros(most * targets, np.float32)
-        bits_N = factors_N.view(np.int32)
-        # Word c of the text has place c % places in the ring.
-        places = 2 * window + 1
-        ring_CP = np.zeros((places, padded), np.float32)
-        ring_pairs_C = np.zeros(places, np.int64)
+        target_TP, grad_target_TP, context_CP, grad_CP, ring_CP = buffers[0]
+        counts_T, logits_N, errors_N, factors_N = buffers[1]
+        ids_T, ring_pairs_C = buffers[2]
+        bits_N = buffers[3]
+        index_out, grad_out = unique_out[0], unique_out[2]
+        padded = target_TP.shape[1]
+        places = len(ring_pairs_C)
         loss, product, pairs = 0.0, 1.0, 0
 
         for center in range(begin, end):
@@ -210,7 +199,7 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
                 passed = at - window - 1
                 place = passed % places
                 if passed >= 0 and ring_pairs_C[place]:
-                    _add(words_n[passed], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
+                    _add(words_n[passed], ring_CP, place, ring_pairs_C[place], unique_in)
                     ring_pairs_C[place] = 0
 
             left, right = _window(sentences_n, at, windows_B[center])
@@ -276,29 +265,63 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
                 if in_place:
                     simd.blend(one, output_VR, ids_T[t], -one, grad_target_TP, t, dim)
                 else:
-                    _add(ids_T[t], grad_target_TP, t, one, dim, contexts, unique_out)
+                    _add(ids_T[t], grad_target_TP, t, contexts, unique_out)
 
         # Empty the ring.
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
             place = c % places
             if ring_pairs_C[place]:
-                _add(words_n[c], ring_CP, place, one, dim, ring_pairs_C[place], unique_in)
+                _add(words_n[c], ring_CP, place, ring_pairs_C[place], unique_in)
                 ring_pairs_C[place] = 0
-        if not in_place:
-            _sort_by_owner(unique_in, *owned[:2])
-            _sort_by_owner(unique_out, *owned[2:])
         return loss + math.log(product), pairs
 
-    return shared(loop) if in_place else loop
+    @compiled
+    def buffers(dim, window, *_):
+        return _buffers(targets, 1 if cbow else 2 * window, 2 * window + 1, dim)
+
+    return over_centers(loop, buffers, in_place)
+
+
+def over_centers(loop: Callable, buffers: Callable, in_place: bool) -> Callable:
+    """Compile a loop over a thread's centers.
+
+    They are blocks that no thread has taken where it steps rows `in_place`, and else the thread's
+    own, whose rows are sorted by owner. `buffers` allocates the loop's memory.
+    """
+
+    @compiled
+    def shared(taken_1, centers, dim, window, unique_in, unique_out, *more):
+        memory = buffers(dim, window, *more)
+        loss, pairs = 0.0, 0
+        while True:
+            begin = simd.fetch_add(taken_1, 0, BLOCK)
+            if begin >= centers:
+                return loss, pairs
+            end = min(begin + BLOCK, centers)
+            its = loop(begin, end, dim, window, unique_in, unique_out, memory, *more)
+            loss += its[0]
+            pairs += its[1]
+
+    @compiled
+    def own(begin, end, dim, window, unique_in, unique_out, *more):
+        memory = buffers(dim, window, *more)
+        for unique in (unique_in, unique_out):
+            unique[4][0] = 0
+        found = loop(begin, end, dim, window, unique_in, unique_out, memory, *more)
+        for unique in (unique_in, unique_out):
+            sort_by_owner(*unique)
+        return found
+
+    return shared if in_place else own
 
 
 @compiled
-def _sort_by_owner(unique, order_U, starts_O):
-    """Sort the thread's unique rows by owner, and forget their indices.
+def sort_by_owner(index_V, rows_U, _, __, count_1, owned_rows_U, owned_numbers_U, starts_O):
+    """Sort the thread's unique rows and their numbers by owner.
 
-    order_U: their indices, those of owner o from starts_O[o] to starts_O[o + 1].
+    The numbers are forgotten in `index_V`.
+    Those of owner o are at places starts_O[o] to starts_O[o + 1].
     """
-    index_V, rows_U, _, _, count_1 = unique
     owners = len(starts_O) - 1
     starts_O[:] = 0
     for u in range(count_1[0]):
@@ -309,32 +332,43 @@ def _sort_by_owner(unique, order_U, starts_O):
     next_O = starts_O.copy()
     for u in range(count_1[0]):
         owner = rows_U[u] // ROWS_PER_OWNER % owners
-        order_U[next_O[owner]] = u
+        owned_rows_U[next_O[owner]] = rows_U[u]
+        owned_numbers_U[next_O[owner]] = u
         next_O[owner] += 1
 
 
 @compiled
-def _sum_threads(owner, rows_nU, grad_NP, pairs_nU, order_nU, starts_nO, first_V, dim):
+def _sum_threads(
+    owner, grad_NP, pairs_N, owned_rows_nU, owned_numbers_nU, starts_nO, first_V, rows_U, sums_U
+):
     """Sum the gradients of an owner's rows over the threads, in their order.
 
-    The sum of a row stands where the first thread has its gradient, which is number first_V[row] of
-    `grad_NP`, the gradients of all threads.
+    Sets `rows_U` to these rows and `sums_U` to where in `grad_NP` the sum of each is: in the place
+    of its first thread. Returns their number. first_V: -1, memory that all owners share.
     """
-    threads, most = rows_nU.shape
-    pairs_N = pairs_nU.reshape(-1)
+    threads, most = owned_rows_nU.shape
+    padded = grad_NP.shape[1]
+    count = 0
     for n in range(threads):
         end = starts_nO[n, owner + 1]
         for i in range(starts_nO[n, owner], end):
             if i + ROWS_AHEAD < end:
-                _prefetch_row(grad_NP, n * most + order_nU[n, i + ROWS_AHEAD], dim)
-            number = n * most + order_nU[n, i]
-            row = rows_nU[n, order_nU[n, i]]
+                ahead = n * most + owned_numbers_nU[n, i + ROWS_AHEAD]
+                _prefetch_row(grad_NP, ahead, padded)
+            row, number = owned_rows_nU[n, i], n * most + owned_numbers_nU[n, i]
             first = first_V[row]
             if first < 0:
                 first_V[row] = number
+                rows_U[count] = row
+                sums_U[count] = number
+                count += 1
             else:
-                simd.blend(one, grad_NP, first, one, grad_NP, number, dim)
-                pairs_N[first] += pairs_N[number]
+                simd.blend(one, grad_NP, first, one, grad_NP, number, padded)
+                if len(pairs_N):
+                    pairs_N[first] += pairs_N[number]
+    for u in range(count):
+        first_V[rows_U[u]] = -1
+    return count
 
 
 @compiled
@@ -344,10 +378,10 @@ def step_rows(
     records_VR,
     step_column,
     constants,
-    rows_nU,
     grad_NP,
-    pairs_nU,
-    order_nU,
+    pairs_N,
+    owned_rows_nU,
+    owned_numbers_nU,
     starts_nO,
     first_V,
     cap,
@@ -359,7 +393,11 @@ def step_rows(
     threads, scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that
     would not stay finite is left as it was; returns the number of such rows.
     """
-    _sum_threads(owner, rows_nU, grad_NP, pairs_nU, order_nU, starts_nO, first_V, dim)
+    threads = len(starts_nO)
+    owned_most = (len(first_V) // (ROWS_PER_OWNER * threads) + 1) * ROWS_PER_OWNER
+    rows_U, sums_U = np.empty(owned_most, np.int64), np.empty(owned_most, np.int64)
+    owned = owned_rows_nU, owned_numbers_nU, starts_nO, first_V
+    count = _sum_threads(owner, grad_NP, pairs_N, *owned, rows_U, sums_U)
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
@@ -370,76 +408,69 @@ def step_rows(
     grad_D = np.empty(dim, np.float32)
     before_R = np.empty_like(records_VR[0])
     faults = 0
-    threads, most = rows_nU.shape
-    for n in range(threads):
-        end = starts_nO[n, owner + 1]
-        for i in range(starts_nO[n, owner], end):
-            if i + ROWS_AHEAD < end:
-                _prefetch_row(records_VR, rows_nU[n, order_nU[n, i + ROWS_AHEAD]], width)
-            u = order_nU[n, i]
-            row = rows_nU[n, u]
-            if first_V[row] != n * most + u:
-                continue
-            first_V[row] = -1
-            scale = np.float32(cap / pairs_nU[n, u]) if 0 < cap < pairs_nU[n, u] else one
+    for u in range(count):
+        if u + ROWS_AHEAD < count:
+            _prefetch_row(records_VR, rows_U[u + ROWS_AHEAD], width)
+        row, number = rows_U[u], sums_U[u]
+        scale = np.float32(cap / pairs_N[number]) if 0 < cap < pairs_N[number] else one
+        for d in range(dim):
+            grad_D[d] = scale * grad_NP[number, d]
+        for r in range(width):
+            before_R[r] = records_VR[row, r]
+
+        # The count of steps, the row's own or the table's, and what it corrects.
+        step = table_step
+        if step_column >= 0:
+            step = records_VR[row, step_column] + 1.0
+            records_VR[row, step_column] = step
+        rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
+        bias = np.float32(-math.expm1(step * log_beta2))  # 1 - beta2 ** step
+        if formula == ADAMW:
             for d in range(dim):
-                grad_D[d] = scale * grad_NP[n * most + u, d]
+                records_VR[row, d] *= one - lr * weight_decay
+        elif weight_decay != 0:
+            for d in range(dim):
+                grad_D[d] += weight_decay * records_VR[row, d]
+
+        if formula == SGD:
+            for d in range(dim):
+                records_VR[row, d] -= lr * grad_D[d]
+        elif formula == ADAGRAD:
+            rate = np.float32(lr / (1 + (step - 1) * lr_decay))
+            for d in range(dim):
+                square = records_VR[row, first + d] + grad_D[d] * grad_D[d]
+                records_VR[row, first + d] = square
+                records_VR[row, d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
+        elif formula == RMSPROP:
+            for d in range(dim):
+                square = beta1 * records_VR[row, first + d] + rest1 * grad_D[d] * grad_D[d]
+                records_VR[row, first + d] = square
+                records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
+        elif formula == ADAMAX:
+            for d in range(dim):
+                mean = records_VR[row, first + d]
+                mean += rest1 * (grad_D[d] - mean)
+                largest = max(beta2 * records_VR[row, second + d], abs(grad_D[d]) + eps)
+                records_VR[row, first + d] = mean
+                records_VR[row, second + d] = largest
+                records_VR[row, d] -= rate * mean / largest
+        else:
+            for d in range(dim):
+                mean = records_VR[row, first + d]
+                mean += rest1 * (grad_D[d] - mean)
+                square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
+                records_VR[row, first + d] = mean
+                records_VR[row, second + d] = square
+                records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
+
+        # Zero times a number is zero, unless that is infinite or NaN.
+        zeros = zero
+        for r in range(width):
+            zeros += records_VR[row, r] * zero
+        if zeros != 0:
+            faults += 1
             for r in range(width):
-                before_R[r] = records_VR[row, r]
-
-            # The count of steps, the row's own or the table's, and what it corrects.
-            step = table_step
-            if step_column >= 0:
-                step = records_VR[row, step_column] + 1.0
-                records_VR[row, step_column] = step
-            rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
-            bias = np.float32(-math.expm1(step * log_beta2))  # 1 - beta2 ** step
-            if formula == ADAMW:
-                for d in range(dim):
-                    records_VR[row, d] *= one - lr * weight_decay
-            elif weight_decay != 0:
-                for d in range(dim):
-                    grad_D[d] += weight_decay * records_VR[row, d]
-
-            if formula == SGD:
-                for d in range(dim):
-                    records_VR[row, d] -= lr * grad_D[d]
-            elif formula == ADAGRAD:
-                rate = np.float32(lr / (1 + (step - 1) * lr_decay))
-                for d in range(dim):
-                    square = records_VR[row, first + d] + grad_D[d] * grad_D[d]
-                    records_VR[row, first + d] = square
-                    records_VR[row, d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
-            elif formula == RMSPROP:
-                for d in range(dim):
-                    square = beta1 * records_VR[row, first + d] + rest1 * grad_D[d] * grad_D[d]
-                    records_VR[row, first + d] = square
-                    records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
-            elif formula == ADAMAX:
-                for d in range(dim):
-                    mean = records_VR[row, first + d]
-                    mean += rest1 * (grad_D[d] - mean)
-                    largest = max(beta2 * records_VR[row, second + d], abs(grad_D[d]) + eps)
-                    records_VR[row, first + d] = mean
-                    records_VR[row, second + d] = largest
-                    records_VR[row, d] -= rate * mean / largest
-            else:
-                for d in range(dim):
-                    mean = records_VR[row, first + d]
-                    mean += rest1 * (grad_D[d] - mean)
-                    square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
-                    records_VR[row, first + d] = mean
-                    records_VR[row, second + d] = square
-                    records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
-
-            # Zero times a number is zero, unless that is infinite or NaN.
-            zeros = zero
-            for r in range(width):
-                zeros += records_VR[row, r] * zero
-            if zeros != 0:
-                faults += 1
-                for r in range(width):
-                    records_VR[row, r] = before_R[r]
+                records_VR[row, r] = before_R[r]
     return faults
 
 

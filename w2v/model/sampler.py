@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, count, pairwise, repeat
 from typing import Any
@@ -69,6 +70,7 @@ class Sampler:
         lookahead: Chunks in the lookahead window of a batch.
         draw: Draws windows and negatives: that of the kernels.
         subsample: Subsamples a chunk: that of the kernels.
+        draws_ahead: Whether each batch is drawn by a thread while the one before trains.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Sampler:
         lookahead: int = 0,
         draw: Draw = reference.draw,
         subsample: Subsample = reference.subsample,
+        draws_ahead: bool = False,
     ):
         self.position = Position()
         self.text = text
@@ -97,6 +100,7 @@ class Sampler:
         self._lookahead = lookahead
         self._draw = draw
         self._subsample_words = subsample
+        self._draws_ahead = draws_ahead
         self._keep_V = torch.from_numpy(text.keep_V).to(device, torch.float32)
         # In float64, as the steps of rare words would vanish near 1 in float32.
         noise_cdf_V = np.cumsum(text.noise_V) / np.sum(text.noise_V)
@@ -106,6 +110,17 @@ class Sampler:
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
+        batches = self._epoch()
+        if not self._draws_ahead:
+            yield from batches
+            return
+        with ThreadPoolExecutor(1) as thread:
+            ahead = thread.submit(next, batches, None)
+            while batch := ahead.result():
+                ahead = thread.submit(next, batches, None)
+                yield batch
+
+    def _epoch(self) -> Iterator[Batch]:
         epoch, first_chunk, first_batch, drawn = self.position
         chunks = self._chunks(epoch)[first_chunk:]
         lookahead = self._lookahead_words(epoch, chunks)

@@ -1,8 +1,8 @@
-"""Vector operations on rows of float32 matrices, for loops that numba compiles.
+"""Vector operations on rows of matrices, for loops that numba compiles.
 
 numba leaves vectors to LLVM, which keeps no sums of several rows in registers and checks again for
 each row whether arrays overlap. These operations are written in LLVM's own language. Matrices are
-C-contiguous along their rows. "Padded" matrices have rows of whole vectors.
+float32, and contiguous along their rows. "Padded" matrices have rows of whole vectors.
 
 Shapes: C contexts, T targets, P padded dimensions, N = C * T numbers of pairs.
 """
@@ -27,7 +27,7 @@ INT64 = ir.IntType(64)
 
 
 class Code:
-    """Writes the code of one intrinsic; `matrices` are the arguments that are arrays."""
+    """Writes the code of one intrinsic; array arguments become matrices."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any):
         self.builder = builder
@@ -82,7 +82,7 @@ class Code:
 
 
 class Matrix:
-    """An array argument: loads and stores of vectors, at a place of one index or two."""
+    """An array argument: vectors of it are loaded and stored."""
 
     def __init__(self, code: Code, context: Any, kind: types.Array, value: Any):
         self._code, self._context, self._kind = code, context, kind
@@ -149,7 +149,7 @@ def prefetch(typing, matrix, row, column):
 
 @intrinsic
 def fetch_add(typing, numbers_N, place, number):
-    """Add to an integer of an array, which threads share; return what it was before."""
+    """Add to an integer that threads share; return what it was before."""
 
     def generate(context, builder, signature, arguments):
         numbers, place, number = Code(context, builder, signature, arguments).arguments
@@ -160,9 +160,10 @@ def fetch_add(typing, numbers_N, place, number):
 
 @intrinsic(prefer_literal=True)
 def blend(typing, keep, rows, row, scale, others, other, dim):
-    """Set rows[row, :dim] to keep * rows[row, :dim] + scale * others[other, :dim].
+    """Set a row to keep * row + scale * other, in its first `dim` columns.
 
-    Where `keep` is the literal 0, the row is not read, and its padding becomes zero too.
+    The rows are rows[row] and others[other]. Where `keep` is the literal 0, the row is not read
+    and its padding becomes zero too.
     """
     is_set = isinstance(keep, types.IntegerLiteral) and keep.literal_value == 0
 

@@ -21,7 +21,15 @@ import torch
 from w2v.config import ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import chunk_words, table_rows
-from w2v.model.table import ALIGNMENT, FILE_BYTES, RowState, pinning_is_limited, record_width
+from w2v.model.table import (
+    ALIGNMENT,
+    CPU_ALIGNMENT,
+    FILE_BYTES,
+    RowState,
+    padded,
+    pinning_is_limited,
+    record_width,
+)
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
@@ -30,7 +38,7 @@ from w2v.vectors.datasets import ASKED
 from w2v.vectors.export import EXPORT_BYTES
 
 PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
-COMPILER_BYTES = 140 << 20  # CPU memory of numba while it compiles kernels
+COMPILER_BYTES = 160 << 20  # CPU memory of numba while it compiles kernels
 CUDA_BYTES = 800 << 20  # CPU memory of CUDA's context and libraries
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
@@ -246,7 +254,8 @@ class Job:
         if self.kernels == "cpu":
             share = -(-centers // self.threads)
             touched = self.touched(share)
-            stay += self.threads * (8 * self.rows + gradient * sum(touched))
+            gradient = 4 * padded(dim, 4, CPU_ALIGNMENT) + 16  # with its row, pairs and owner
+            stay += 8 * self.rows * (self.threads + 1) + gradient * self.threads * sum(touched)
             if not self.has_formula:  # gradients of all threads are joined
                 step += 4 * dim * self.threads * max(touched)
         else:  # products of all pairs

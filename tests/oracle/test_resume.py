@@ -180,9 +180,10 @@ def test_60_steps_and_40_more_are_100(tmp_path, name, place):
     assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)
 
 
-@pytest.mark.parametrize("negative", [0, 3])
 @pytest.mark.parametrize(
-    "what", [{}, {"kernels": "cpu"}, {"place": "paged", "steps_per_page": 3}], ids=str
+    "negative, what",
+    [(0, {"kernels": "cpu"}), (3, {"kernels": "cpu"}), (3, {"place": "paged"})],
+    ids=str,
 )
 def test_hierarchical_softmax_resumes(tmp_path, negative, what):
     more = ["model.hs=true", f"model.negative={negative}", "train.batch_size=40"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -35,112 +36,23 @@ from w2v.system import simd
 from w2v.system.simd import AT_ONCE, INT64, LANES
 
 LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
-# Targets of a group: as many as there are, in groups of the largest of these sizes first.
-HALF, QUARTER = max(1, AT_ONCE // 2), max(1, AT_ONCE // 4)
+# Targets whose rows and gradients are in registers at a time; the most first.
+GROUPS = (8, 4, 2, 1) if AT_ONCE == 8 else (AT_ONCE, 1)
 
 
-@intrinsic(prefer_literal=True)
-def _dots(typing, context_CP, contexts, rows_VR, ids_T, first, group, dim, logits_N, targets):
-    """Set logits_N[c * targets + t] for all contexts and the targets of a group.
-
-    group: Number of targets from `first` on, a literal.
-    """
-    count = group.literal_value
-
-    def generate(context, builder, signature, arguments):
-        code = simd.Code(context, builder, signature, arguments)
-        context_CP, contexts, rows_VR, ids_T, first, _, dim, logits_N, targets = code.arguments
-        numbers = [builder.add(first, INT64(t)) for t in range(count)]
-        rows = [ids_T.number(t) for t in numbers]
-        with cgutils.for_range(builder, contexts, intp=INT64) as loop:
-            sums = code.zeros(count)
-
-            def part(column, mask=None):
-                x = context_CP.load(loop.index, column)
-                for row, total in zip(rows, sums, strict=True):
-                    code.add_product(total, x, rows_VR.load(row, column, mask=mask))
-
-            _by_vectors(code, dim, part)
-            begin = builder.mul(loop.index, targets)
-            for t, total in zip(numbers, sums, strict=True):
-                place = logits_N.address(builder.add(begin, t))
-                builder.store(code.sum(builder.load(total)), place)
-        return context.get_dummy_value()
-
-    kinds = context_CP, types.int64, rows_VR, ids_T, types.int64, group, types.int64
-    return types.void(*kinds, logits_N, types.int64), generate
+def _groups(code: simd.Code, targets: Any) -> Iterator[list[Any]]:
+    """Write loops over all targets; gives the numbers of each group."""
+    builder, begin = code.builder, INT64(0)
+    for size in GROUPS:
+        groups = builder.udiv(builder.sub(targets, begin), INT64(size))
+        with cgutils.for_range(builder, groups, intp=INT64) as loop:
+            first = builder.add(begin, builder.mul(loop.index, INT64(size)))
+            yield [builder.add(first, INT64(t)) for t in range(size)]
+        begin = builder.add(begin, builder.mul(groups, INT64(size)))
 
 
-@intrinsic(prefer_literal=True)
-def _pair_gradients(
-    typing,
-    error_N,
-    context_CP,
-    contexts,
-    rows_VR,
-    ids_T,
-    first,
-    group,
-    targets,
-    dim,
-    grad_CP,
-    in_place,
-    grad_TP,
-):
-    """Add to the gradients of contexts; subtract those of a group of targets from their rows.
-
-    Unless `in_place`, a literal, the latter are set in `grad_TP`. All targets must differ.
-    """
-    count, subtracts = group.literal_value, in_place.literal_value
-
-    def generate(context, builder, signature, arguments):
-        code = simd.Code(context, builder, signature, arguments)
-        (
-            error_N,
-            context_CP,
-            contexts,
-            rows_VR,
-            ids_T,
-            first,
-            _,
-            targets,
-            dim,
-            grad_CP,
-            _,
-            grad_TP,
-        ) = code.arguments
-        numbers = [builder.add(first, INT64(t)) for t in range(count)]
-        rows = [ids_T.number(t) for t in numbers]
-
-        def part(column, mask=None):
-            vectors = [rows_VR.load(row, column, mask=mask) for row in rows]
-            sums = code.zeros(count)
-            with cgutils.for_range(builder, contexts, intp=INT64) as loop:
-                x = context_CP.load(loop.index, column)
-                grad = grad_CP.load(loop.index, column)
-                errors = builder.mul(loop.index, targets)
-                for t, vector, total in zip(numbers, vectors, sums, strict=True):
-                    error = code.splat(error_N.number(builder.add(errors, t)))
-                    grad = code.fma(error, vector, grad)
-                    code.add_product(total, error, x)
-                grad_CP.store(grad, loop.index, column)
-            for t, row, vector, total in zip(numbers, rows, vectors, sums, strict=True):
-                total = builder.load(total)
-                if subtracts:
-                    total = builder.fsub(vector, total, flags=simd.FAST)
-                    rows_VR.store(total, row, column, mask=mask)
-                else:
-                    grad_TP.store(total, t, column)
-
-        _by_vectors(code, dim, part)
-        return context.get_dummy_value()
-
-    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, types.int64, group, types.int64
-    return types.void(*kinds, types.int64, grad_CP, in_place, grad_TP), generate
-
-
-def _by_vectors(code, dim, part):
-    """Write the code of `part` for the whole vectors of a row, and for its rest."""
+def _columns(code: simd.Code, dim: Any, part: Callable) -> None:
+    """Write `part` for the whole vectors of a row, and for its rest."""
     with code.blocks(dim) as column:
         part(column)
     rest = code.builder.urem(dim, INT64(LANES))
@@ -148,97 +60,75 @@ def _by_vectors(code, dim, part):
         part(code.builder.sub(dim, rest), code.mask(rest))
 
 
-@compiled
-def _all_dots(context_CP, contexts, rows_VR, ids_T, dim, logits_N, targets):
-    """Compute all logits."""
-    t = 0
-    while t + AT_ONCE <= targets:
-        _dots(context_CP, contexts, rows_VR, ids_T, t, AT_ONCE, dim, logits_N, targets)
-        t += AT_ONCE
-    while t + HALF <= targets:
-        _dots(context_CP, contexts, rows_VR, ids_T, t, HALF, dim, logits_N, targets)
-        t += HALF
-    while t + QUARTER <= targets:
-        _dots(context_CP, contexts, rows_VR, ids_T, t, QUARTER, dim, logits_N, targets)
-        t += QUARTER
-    while t < targets:
-        _dots(context_CP, contexts, rows_VR, ids_T, t, 1, dim, logits_N, targets)
-        t += 1
+@intrinsic
+def _dots(typing, context_CP, contexts, rows_VR, ids_T, targets, dim, logits_N):
+    """Set logits_N[c * targets + t] to the product of a context and a row."""
+
+    def generate(context, builder, signature, arguments):
+        code = simd.Code(context, builder, signature, arguments)
+        context_CP, contexts, rows_VR, ids_T, targets, dim, logits_N = code.arguments
+        for numbers in _groups(code, targets):
+            rows = [ids_T.number(t) for t in numbers]
+            with cgutils.for_range(builder, contexts, intp=INT64) as loop:
+                c, sums = loop.index, code.zeros(len(rows))
+
+                def part(column, mask=None, c=c, rows=rows, sums=sums):
+                    x = context_CP.load(c, column)
+                    for row, total in zip(rows, sums, strict=True):
+                        code.add_product(total, x, rows_VR.load(row, column, mask=mask))
+
+                _columns(code, dim, part)
+                for t, total in zip(numbers, sums, strict=True):
+                    place = builder.add(builder.mul(c, targets), t)
+                    builder.store(code.sum(builder.load(total)), logits_N.address(place))
+        return context.get_dummy_value()
+
+    kinds = context_CP, types.int64, rows_VR, ids_T, types.int64, types.int64, logits_N
+    return types.void(*kinds), generate
 
 
-def _all_gradients(in_place):
-    """Compile the computation of all gradients."""
-    IN_PLACE = int(in_place)
+@intrinsic(prefer_literal=True)
+def _pair_gradients(
+    typing, error_N, context_CP, contexts, rows_VR, ids_T, targets, dim, grad_CP, in_place, grad_TP
+):
+    """Add to the gradients of contexts; subtract those of rows in place.
 
-    @compiled
-    def function(errors_N, context_CP, contexts, rows_VR, ids_T, targets, dim, grad_CP, grad_TP):
-        t = 0
-        while t + AT_ONCE <= targets:
-            _pair_gradients(
-                errors_N,
-                context_CP,
-                contexts,
-                rows_VR,
-                ids_T,
-                t,
-                AT_ONCE,
-                targets,
-                dim,
-                grad_CP,
-                IN_PLACE,
-                grad_TP,
-            )
-            t += AT_ONCE
-        while t + HALF <= targets:
-            _pair_gradients(
-                errors_N,
-                context_CP,
-                contexts,
-                rows_VR,
-                ids_T,
-                t,
-                HALF,
-                targets,
-                dim,
-                grad_CP,
-                IN_PLACE,
-                grad_TP,
-            )
-            t += HALF
-        while t + QUARTER <= targets:
-            _pair_gradients(
-                errors_N,
-                context_CP,
-                contexts,
-                rows_VR,
-                ids_T,
-                t,
-                QUARTER,
-                targets,
-                dim,
-                grad_CP,
-                IN_PLACE,
-                grad_TP,
-            )
-            t += QUARTER
-        while t < targets:
-            _pair_gradients(
-                errors_N,
-                context_CP,
-                contexts,
-                rows_VR,
-                ids_T,
-                t,
-                1,
-                targets,
-                dim,
-                grad_CP,
-                IN_PLACE,
-                grad_TP,
-            )
-            t += 1
+    Unless `in_place`, a literal, the latter are set in `grad_TP`. All targets must differ.
+    """
+    subtracts = in_place.literal_value
 
-    return function
+    def generate(context, builder, signature, arguments):
+        code = simd.Code(context, builder, signature, arguments)
+        error_N, context_CP, contexts, rows_VR, ids_T, targets, dim, *others = code.arguments
+        grad_CP, _, grad_TP = others
+        for numbers in _groups(code, targets):
+            rows = [ids_T.number(t) for t in numbers]
+
+            def part(column, mask=None, numbers=numbers, rows=rows):
+                vectors = [rows_VR.load(row, column, mask=mask) for row in rows]
+                sums = code.zeros(len(rows))
+                with cgutils.for_range(builder, contexts, intp=INT64) as loop:
+                    x = context_CP.load(loop.index, column)
+                    grad = grad_CP.load(loop.index, column)
+                    errors = builder.mul(loop.index, targets)
+                    for t, vector, total in zip(numbers, vectors, sums, strict=True):
+                        error = code.splat(error_N.number(builder.add(errors, t)))
+                        grad = code.fma(error, vector, grad)
+                        code.add_product(total, error, x)
+                    grad_CP.store(grad, loop.index, column)
+                for t, row, vector, total in zip(numbers, rows, vectors, sums, strict=True):
+                    grad = builder.load(total)
+                    if subtracts:
+                        grad = builder.fsub(vector, grad, flags=simd.FAST)
+                        rows_VR.store(grad, row, column, mask=mask)
+                    else:
+                        grad_TP.store(grad, t, column)
+
+            _columns(code, dim, part)
+        return context.get_dummy_value()
+
+    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, types.int64, types.int64, grad_CP
+    return types.void(*kinds, in_place, grad_TP), generate
 
 
 @inlined
@@ -274,9 +164,9 @@ def _list_targets(center, word, negatives_BK, path, ids_T, labels_T, times_T):
 
 @inlined
 def _add_losses(loss, product, targets, times_T, losses_T, products_T):
-    """Return `loss` and a product, whose logarithm it lacks, with those of the targets.
+    """Return the sum of losses and the product of factors; reset the targets'.
 
-    The latter are reset.
+    The logarithm of the product is a part of the loss.
     """
     for t in range(targets):
         loss += times_T[t] * losses_T[t]
@@ -292,11 +182,11 @@ def _add_losses(loss, product, targets, times_T, losses_T, products_T):
 
 @functools.cache
 def gradients(in_place: bool, cbow: bool) -> Callable:
-    """Compile the loop of a thread over its centers, as `cpu_loops.gradients` does.
+    """Compile the loop over centers, as `cpu_loops.gradients` does.
 
     Targets are taken in groups, whose rows and gradients stay in registers while the contexts pass.
     """
-    all_gradients = _all_gradients(in_place)
+    subtracts = int(in_place)
 
     @compiled
     def buffers(dim, window, words_n, sentences_n, first, windows_B, negatives_BK, *more):
@@ -388,7 +278,7 @@ def gradients(in_place: bool, cbow: bool) -> Callable:
                     grad_CP[c, d] = zero
 
             # Logits, errors and losses of all pairs.
-            _all_dots(context_CP, contexts, output_VR, ids_T, dim, logits_N, targets)
+            _dots(context_CP, contexts, output_VR, ids_T, targets, dim, logits_N)
             numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
             _sigmoids(numbers, logits_N, errors_N, factors_N, bits_N)
             for c in range(contexts):
@@ -405,8 +295,17 @@ def gradients(in_place: bool, cbow: bool) -> Callable:
                     errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * lr
             loss, product = _add_losses(loss, product, targets, times_T, losses_T, products_T)
 
-            all_gradients(
-                errors_N, context_CP, contexts, output_VR, ids_T, targets, dim, grad_CP, grad_TP
+            _pair_gradients(
+                errors_N,
+                context_CP,
+                contexts,
+                output_VR,
+                ids_T,
+                targets,
+                dim,
+                grad_CP,
+                subtracts,
+                grad_TP,
             )
 
             # Gradients of contexts go to their rows, and unless they have done so, of targets.

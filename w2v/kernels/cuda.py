@@ -25,7 +25,7 @@ from w2v.kernels.batch import (
     zeros_ahead,
 )
 from w2v.kernels.launch import blocks_for, launch
-from w2v.kernels.random import signed
+from w2v.system.random import signed
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 # Sums of a step: loss, pairs, unique rows of both tables.

@@ -31,7 +31,7 @@ from w2v.kernels.batch import (
     Update,
     View,
 )
-from w2v.kernels.random import shift_right, splitmix64
+from w2v.system.random import shift_right, splitmix64
 
 HEADER_WORDS = 6  # int32 words of a header: loss, pairs and fault, 8 bytes each
 

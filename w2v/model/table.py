@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.kernels.random import mix, shift_right, splitmix64
 from w2v.model.row_file import NPY_TYPES, RowFile
+from w2v.system.random import mix, shift_right, splitmix64
 
 ALIGNMENT = 128  # bytes that a GPU reads from host memory at a time
 CPU_ALIGNMENT = 64  # bytes of a cache line, and of the widest vectors

@@ -30,7 +30,7 @@ struct alignas(4 * N) Floats {
     float at[N];
 };
 
-// Random bits by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in w2v/kernels/random.py.
+// Random bits by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as in w2v/system/random.py.
 __device__ unsigned long long splitmix64(
     unsigned long long counter, unsigned long long mixed_seed) {
     unsigned long long bits = counter * 0x9E3779B97F4A7C15ull + mixed_seed;

@@ -54,7 +54,7 @@ def describe(run: Run) -> str:
     return f"""# Word vectors of {path}
 
 {words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
-{" and ".join([*by, settings["optimizer.name"]])}.
+{", ".join(by)} and {settings["optimizer.name"]}.
 
 ```python
 from gensim.models import KeyedVectors

@@ -99,33 +99,26 @@ class TestGensimsAnnoyIndexer(test_similarities.TestWord2VecAnnoyIndexer):
     test_load_missing_raises_error = None
 
 
-def exported(vectors, path):
-    """Return vectors that were written by an export path, and read again."""
-    words, vectors_VD = vectors.index_to_key, vectors.vectors
-    counts = np.array([vectors.get_vecattr(word, "count") for word in words])
-    kind, way = path.split()
-    with tempfile.TemporaryDirectory() as folder:
-        if way == "streamed":
-            blocks = iter(np.array_split(vectors_VD.astype(np.float32), 3))
-            export.save_rows(words, counts, vectors_VD.shape[1], blocks, Path(folder), [kind])
-        else:
-            export.save(kv_of(words, vectors_VD, counts), folder, [kind])
-        return load.load(Path(folder, f"vectors.{kind}"))
-
-
 class Exported:
-    """Replaces the vectors of a test by exported ones, by `path`."""
+    """Replaces the vectors of a test by exported and loaded ones, of a `kind` of file.
+
+    Those that other ways of exporting write are equal; see test_export.py.
+    """
 
     def setUp(self):
         super().setUp()
-        self.vectors = exported(self.vectors, self.path)
+        words = self.vectors.index_to_key
+        counts = np.array([self.vectors.get_vecattr(word, "count") for word in words])
+        with tempfile.TemporaryDirectory() as folder:
+            export.save(kv_of(words, self.vectors.vectors, counts), folder, [self.kind])
+            self.vectors = load.load(Path(folder, f"vectors.{self.kind}"))
 
 
-for kind, name in (
+for tests, name in (
     (test_keyedvectors.TestKeyedVectors, "TestKeyedVectors"),
     (test_similarities.TestWordEmbeddingSimilarityIndex, "TestWordEmbeddingSimilarityIndex"),
 ):
-    for path in ("kv saved", "bin saved", "txt saved", "kv streamed"):
-        full_name = name + path.title().replace(" ", "")
-        globals()[full_name] = type(full_name, (Exported, kind), {"path": path})
-del kind
+    for kind in ("kv", "bin"):
+        full_name = f"{name}Of{kind.title()}"
+        globals()[full_name] = type(full_name, (Exported, tests), {"kind": kind})
+del tests

@@ -100,7 +100,7 @@ class TestGensimsAnnoyIndexer(test_similarities.TestWord2VecAnnoyIndexer):
 
 
 class Exported:
-    """Replaces the vectors of a test by exported and loaded ones, of a `kind` of file.
+    """Replaces the vectors of a test by those of a `kind` of exported file.
 
     Those that other ways of exporting write are equal; see test_export.py.
     """

@@ -89,6 +89,143 @@ def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers):
     assert torch.equal(weights(runs[0][0]), weights(runs[1][0]))
 
 
+def cached_pair(rows=60, optimizer="Adam"):
+    """Return twins with an optimizer each; the second one has a cache."""
+    twins = [PagedEmbedding(rows, DIM, seed=1, gpu_bytes=size) for size in (0, "25%")]
+    return [(table, PagedOptimizer(table, optimizer, lr=0.1)) for table in twins]
+
+
+def ids_of(*batches):
+    return [{"ids": torch.tensor(ids)} for ids in batches]
+
+
+def train_on(pair, batches):
+    table, optimizer = pair
+    for batch in batches:
+        optimizer.zero_grad()
+        table(batch["ids"]).square().sum().backward()
+        optimizer.step()
+
+
+FAILURES = [
+    (ids_of([3, 60]), IndexError, "id 60 is not a row; rows are 0 to 59"),
+    (ids_of([-1, 60]), IndexError, "id -1 is not a row"),
+    ([{"other": 1}], KeyError, "ids"),
+    ([{"ids": torch.ones(2)}], ValueError, "ids are torch.float32"),
+]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("bad, error, words", FAILURES, ids=["high", "low", "key", "type"])
+def test_errors_of_pages_come_when_they_are_due(ahead, bad, error, words):
+    plain, cached = cached_pair()
+    good = ids_of([1, 2, 2], [3, 4], [2, 5, 1])
+    for _ in range(2):  # training goes on after the error
+        with pytest.raises(error, match=words):
+            train_on(cached, cached[1].pages([*good, *bad, *good], "ids", ahead))
+        train_on(plain, good)
+    train_on(cached, good)
+    train_on(plain, good)
+    assert torch.equal(weights(cached[0]), weights(plain[0]))
+
+
+class EndsEarly:
+    """Says that it has ten batches, and breaks off or ends after three."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        yield from ids_of([1, 2], [2, 3], [50, 1])
+        if self.error:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, OSError("disk error")])
+def test_pages_of_a_loader_that_ends_early(error):
+    plain, cached = cached_pair()
+    for pair, loader in (
+        (plain, EndsEarly(error)),
+        (cached, cached[1].pages(EndsEarly(error), "ids")),
+    ):
+        if error:
+            with pytest.raises(OSError, match="disk error"):
+                train_on(pair, loader)
+        else:
+            train_on(pair, loader)
+    assert torch.equal(weights(cached[0]), weights(plain[0]))
+    assert not list(cached[1].pages([], "ids"))
+
+
+@pytest.mark.parametrize("leave", ["break", "raise", "skip"])
+def test_a_page_that_is_left_before_its_step(leave):
+    plain, (table, optimizer) = cached_pair()
+    batches = ids_of(*([row, row + 9, 3] for row in range(12)))
+    pages = optimizer.pages(batches, "ids", ahead=3)
+    for turn, batch in enumerate(pages):
+        optimizer.zero_grad()
+        loss = table(batch["ids"]).square().sum()
+        if turn == 5:
+            if leave == "skip":
+                continue
+            break
+        loss.backward()
+        optimizer.step()
+    if leave == "raise":
+        with pytest.raises(RuntimeError, match="stopped"):
+            pages.throw(RuntimeError("stopped"))
+    done = batches[:5] + (batches[6:] if leave == "skip" else [])
+    if leave != "skip":
+        train_on((table, optimizer), optimizer.pages(batches[6:], "ids"))
+        done += batches[6:]
+    train_on(plain, done)
+    assert torch.equal(weights(table), weights(plain[0]))
+
+
+def test_pages_with_the_same_rows_and_two_pages_a_step():
+    plain, cached = cached_pair(optimizer="Adamax")
+    batches = ids_of([1, 2, 3], [1, 2, 3], [3, 1], [40, 3], [40, 1], [1, 2, 3])
+    for table, optimizer, pages in ((*plain, batches), (*cached, cached[1].pages(batches, "ids"))):
+        for turn, batch in enumerate(pages):
+            table(batch["ids"]).square().sum().backward()
+            if turn % 2:
+                optimizer.step()
+    assert torch.equal(weights(cached[0]), weights(plain[0]))
+
+
+def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew():
+    plain, cached = cached_pair()
+    for pair, pages in (plain, ids_of([1, 2], [3, 4])), (cached, None):
+        pages = pages or cached[1].pages(ids_of([1, 2], [3, 4]), "ids")
+        for batch in pages:
+            batch["ids"] += 7
+            train_on(pair, [batch])
+    assert torch.equal(weights(cached[0]), weights(plain[0]))
+
+
+def test_bad_arguments_of_pages_are_refused():
+    _, (_, optimizer) = cached_pair()
+    with pytest.raises(ValueError, match="ahead=0 is too small; it must be 1 or more"):
+        next(optimizer.pages(ids_of([1]), "ids", ahead=0))
+    with pytest.raises(ValueError, match="key gives ids for 2 tables of 1; give one for each"):
+        next(optimizer.pages(ids_of([1]), ["ids", "ids"]))
+    with pytest.raises(ValueError, match="gpu_bytes=lots is out of range.*such as 20GiB"):
+        PagedEmbedding(3, 3, gpu_bytes="lots")
+
+
+def test_a_batch_larger_than_the_cache_is_paged_and_said_once():
+    plain, cached = cached_pair()
+    batches = ids_of([1, 2], list(range(40)), [3, 1], list(range(50)))
+    train_on(plain, batches)
+    with pytest.warns(UserWarning, match="room for 15 rows, but a batch has 40; raise") as found:
+        train_on(cached, cached[1].pages(batches, "ids"))
+    assert len(found) == 1
+    assert torch.equal(weights(cached[0]), weights(plain[0]))
+
+
 def test_an_exception_between_forward_pass_and_step_loses_nothing(tmp_path):
     table, optimizer = trainable(tmp_path, optimizer="Adam")
     other, other_optimizer = trainable(tmp_path, optimizer="Adam")

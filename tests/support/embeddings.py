@@ -7,21 +7,26 @@ from w2v.api.embedding import PagedEmbedding, PagedOptimizer
 from w2v.api.row_store import RowStore
 
 ROWS, DIM = 9, 6
-PLACES = [  # storage, device
-    ("cpu", "cpu"),
-    ("mmap", "cpu"),
-    *(
-        pytest.param(storage, "cuda", marks=pytest.mark.gpu)
-        for storage in ("cpu", "mmap", "pinned", "cuda")
-    ),
-]
-everywhere = pytest.mark.parametrize("storage, device", PLACES)
+
+
+def places(*names):
+    """Run a test with each of these storages and devices."""
+    marks = {name: pytest.mark.gpu if name.endswith("cuda") else () for name in names}
+    cases = [pytest.param(*name.split("-"), marks=marks[name]) for name in names]
+    return pytest.mark.parametrize("storage, device", cases)
+
+
+STORED = ["cpu-cpu", "mmap-cpu", "cpu-cuda", "mmap-cuda", "pinned-cuda", "cuda-cuda"]
+CACHED = ["cpu cached-cpu", "cpu cached-cuda", "pinned cached-cuda"]  # with room for all rows
+stored = places(*STORED)
+everywhere = places(*STORED, *CACHED)
 
 
 def embedding(tmp_path, storage="cpu", device="cpu", rows=ROWS, kind=PagedEmbedding, **settings):
     """Return a module without an optimizer."""
+    storage, _, cached = storage.partition(" ")
     path = tmp_path / "embedding" if storage == "mmap" else None
-    settings = {"seed": 1} | settings
+    settings = {"seed": 1, "gpu_bytes": "100%" if cached else 0} | settings
     return kind(rows, DIM, storage=storage, device=device, path=path, **settings)
 
 

@@ -403,3 +403,165 @@ def test_modules_move_between_devices(tmp_path, storage):
         assert loss.device.type == device
         loss.backward()
         optimizer.step()
+
+
+MANY = 60  # rows of tables whose caches are too small for them
+
+
+def two_tables(gpu_bytes, device="cpu", name="Adam", **settings):
+    """Return two tables, one of bags, and their optimizer."""
+    storage = "pinned" if device == "cuda" else "cpu"
+    sizes = {"storage": storage, "device": device, "gpu_bytes": gpu_bytes, "seed": 1} | settings
+    tables = PagedEmbedding(MANY, DIM, **sizes), PagedEmbeddingBag(2 * MANY, DIM, **sizes)
+    return tables, PagedOptimizer(tables, name, lr=0.1)
+
+
+def skewed(steps, batch=8, seed=5):
+    """Yield ids of both tables; some rows are in most batches."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        share = torch.rand(2, batch, generator=generator) ** 3
+        ids = (share * torch.tensor([[MANY], [2 * MANY]])).long()
+        yield {"user": ids[0], "tags": ids[1].view(-1, 2)}
+
+
+def train_both(tables, optimizer, batches, between=None):
+    """Step both tables for each batch; `between` comes after the forward pass."""
+    for turn, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss = sum(t(ids).square().sum() for t, ids in zip(tables, batch.values(), strict=True))
+        if between:
+            between(turn, tables)
+        loss.backward()
+        optimizer.step()
+
+
+def all_records(tables):
+    for table in tables:
+        table.store.flush()
+    return [table.store.table.records_VR.cpu() for table in tables]
+
+
+KEYS = ["user", "tags"]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CACHE_SETTINGS = [
+    {},
+    {"name": "Adagrad"},
+    {"dtype": torch.bfloat16},
+    {"state_storage": "cpu"},
+    {"max_norm": 1.0},
+    {"padding_idx": 3},
+]
+
+
+@devices
+@pytest.mark.parametrize("settings", CACHE_SETTINGS, ids=str)
+@pytest.mark.parametrize("share", ["12%", "25%", "100%"])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_a_cache_changes_no_bit(device, share, settings, ahead):
+    plain, plain_optimizer = two_tables(0, device, **settings)
+    train_both(plain, plain_optimizer, skewed(40))
+    tables, optimizer = two_tables(share, device, **settings)
+    batches = optimizer.pages(skewed(40), KEYS, ahead) if ahead else skewed(40)
+    train_both(tables, optimizer, batches)
+    assert all(map(torch.equal, all_records(tables), all_records(plain)))
+    stats = tables[1].store.stats
+    assert 0 < stats.rows_read < stats.rows_used
+
+
+def other_uses(turn, tables):
+    """Use a table otherwise between the forward pass and the step of a page."""
+    table = tables[turn % 2]
+    match turn % 7:
+        case 0:
+            with torch.no_grad():
+                table((torch.arange(turn, turn + 9) % MANY)[None])
+        case 1:
+            table.weight[turn % MANY] += 1
+        case 2:
+            table.store.put([turn, 2], torch.full((2, DIM), 0.5))
+        case 3:
+            table(torch.arange(MANY)[None])  # more rows than the cache holds
+        case 4:
+            table([[turn, 3]]).sum().backward()  # a gradient of further rows
+        case 5:
+            table.state_dict()
+
+
+@devices
+@pytest.mark.filterwarnings("ignore:gpu_bytes has room")
+@pytest.mark.parametrize("share", ["14%", "60%"])
+def test_other_uses_of_a_cached_table_change_no_bit(device, share):
+    runs = [two_tables(0, device), two_tables(share, device), two_tables(share, device)]
+    for run, (tables, optimizer) in enumerate(runs):
+        batches = optimizer.pages(skewed(50), KEYS, ahead=3) if run == 2 else skewed(50)
+        train_both(tables, optimizer, batches, between=other_uses)
+    expected = all_records(runs[0][0])
+    assert all(map(torch.equal, all_records(runs[1][0]), expected))
+    assert all(map(torch.equal, all_records(runs[2][0]), expected))
+
+
+def test_weights_and_states_are_current_while_rows_are_cached(tmp_path):
+    runs = two_tables(0), two_tables("50%")
+    for tables, optimizer in runs:
+        train_both(tables, optimizer, skewed(9))
+    (plain, plain_optimizer), (tables, optimizer) = runs
+    assert torch.equal(tables[0].weight, plain[0].weight)
+    train_both(tables, optimizer, skewed(9))
+    train_both(plain, plain_optimizer, skewed(9))
+    states = optimizer.state_dict()["state"][0], plain_optimizer.state_dict()["state"][0]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    tables[0].store.save(tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), weights(plain[0]).numpy())
+    other = copy.deepcopy(tables[0])
+    assert torch.equal(other.state_dict()["weight"], plain[0].state_dict()["weight"])
+    optimizer.load_state_dict(plain_optimizer.state_dict())
+    tables[0].grow(MANY + 1, init=lambda rows: torch.zeros(len(rows), DIM))
+    assert torch.equal(tables[0].weight[:MANY], plain[0].weight)
+
+
+def test_rows_that_are_used_most_stay():
+    table = PagedEmbedding(MANY, DIM, gpu_bytes="20%", seed=1)
+    optimizer = PagedOptimizer(table, "SGD", lr=0.1)
+    often = [MANY - 1, MANY - 2, MANY - 3]  # without counts, the first rows would stay
+    for turn in range(100):
+        table([*often, turn % 50, (turn + 7) % 50]).sum().backward()
+        optimizer.step()
+    before = table.store.stats.rows_read
+    table(often)
+    assert table.store.stats.rows_read == before
+
+
+def test_rows_of_announced_batches_stay():
+    table = PagedEmbedding(MANY, DIM, gpu_bytes="10%", seed=1)
+    optimizer = PagedOptimizer(table, "SGD", lr=0.1)
+    batches = [[40, 41], [10], [11], [12], [13], [40, 41], [14]]
+    reads = []
+    for batch in optimizer.pages(({"ids": ids} for ids in batches), "ids", ahead=6):
+        table(batch["ids"]).sum().backward()
+        optimizer.step()
+        reads.append(table.store.stats.rows_read)
+    assert reads[-1] == len({row for ids in batches for row in ids})
+
+
+def test_tables_of_one_optimizer_share_their_caches():
+    sizes = 10, 1000, 1000, 50
+    tables = [PagedEmbedding(rows, 32, gpu_bytes="20%") for rows in sizes]
+    PagedOptimizer([*tables, PagedEmbedding(9, 32)], "SGD", lr=0.1)
+    shares = [table.store.cache_bytes // 128 for table in tables]
+    assert shares[0] == 10 and shares[3] == 50 and sum(shares) == sum(sizes) // 5
+    assert abs(shares[1] - shares[2]) <= 1
+
+
+def test_pages_of_a_loader_with_workers():
+    (plain, plain_optimizer), (table, optimizer) = (
+        (t, PagedOptimizer(t, "Adam", lr=0.1))
+        for t in (PagedEmbedding(MANY, DIM, seed=1, gpu_bytes=size) for size in (0, "50%"))
+    )
+    ids = torch.randint(MANY, (100,), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        loader = DataLoader(TensorDataset(ids, ids), batch_size=16)
+        for mine, theirs in zip(optimizer.pages(loader, key=1), loader, strict=True):
+            train_step(table, optimizer, mine[1], mine[0])
+            train_step(plain, plain_optimizer, theirs[1], theirs[0])
+    assert torch.equal(weights(table), weights(plain))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.embeddings import DIM, ROWS, everywhere, row_store
+from tests.support.embeddings import DIM, ROWS, row_store, stored
 from w2v.api.row_store import RowStore
 
 
-@everywhere
+@stored
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
     store = row_store(tmp_path, storage, device, dtype=dtype)
@@ -27,13 +27,43 @@ def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
     assert store.get(torch.tensor(2)).tolist() == [1] * DIM
 
 
-@everywhere
+@stored
 def test_ids_may_be_empty(tmp_path, storage, device):
     store = row_store(tmp_path, storage, device)
     for ids in (torch.empty(0, dtype=torch.int64), []):
         store.put(ids, torch.empty(0, DIM))
         assert store.get(ids).shape == (0, DIM)
     assert store.get(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, DIM)
+
+
+@stored
+def test_the_last_of_many_equal_ids_wins(storage, device, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(ROWS, (5000,), generator=generator)
+    values = torch.randn(len(ids), DIM, generator=generator)
+    store = row_store(tmp_path, storage, device)
+    store.put(ids, values)
+    expected = torch.stack([values[ids == row][-1] for row in range(ROWS)])
+    assert torch.equal(store.get(range(ROWS)).cpu(), expected)
+    assert torch.equal(store.get(ids).cpu(), expected[ids])
+
+
+@stored
+def test_errors_of_calls_that_do_not_block_come_later(storage, device, tmp_path):
+    store = row_store(tmp_path, storage, device)
+    good = torch.ones(2, DIM)
+    store.put([1, 2], good, non_blocking=True)
+    rows = store.get([1, 2], non_blocking=True)
+    store.flush()
+    assert torch.equal(rows.cpu(), good)
+    with pytest.raises(IndexError, match=f"id {ROWS} is not a row"):
+        store.put([3, ROWS], good, non_blocking=True)
+        store.flush()
+    assert not store.get([3]).any()
+    with pytest.raises(IndexError, match="id -1 is not a row"):
+        store.get([-1], non_blocking=True)
+        store.flush()
+    store.flush()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
@@ -50,7 +80,7 @@ def test_a_copy_has_rows_of_its_own(tmp_path, duplicate):
         duplicate(in_file)
 
 
-@everywhere
+@stored
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_npy_file_is_a_row_store(tmp_path, storage, device, dtype):
     path, rows = tmp_path / "x.npy", np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(dtype)

@@ -19,9 +19,11 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from w2v.api.row_store import Ids, Rows, open_device
-from w2v.config import OptimizerConfig
+from w2v.api.row_store import Ids, Rows, UniqueRows, open_device
+from w2v.config import OptimizerConfig, TransferConfig
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
 
@@ -85,6 +87,9 @@ class PagedEmbedding(nn.Module):
         init: Weights [V, D], or a function from row ids [n] to weights [n, D]; by default they are
             normal with standard deviation 1. `w2v.model.table` has `normal` and `uniform`.
         state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
+        gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
+            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one
+            PagedOptimizer share what they have together. Results are the same bit for bit.
     """
 
     _parameter: nn.Parameter
@@ -105,8 +110,10 @@ class PagedEmbedding(nn.Module):
         seed: int | None = None,
         init: Init | Tensor | np.ndarray | None = None,
         state_storage: Storage | None = None,
+        gpu_bytes: str | int = 0,
     ):
         super().__init__()
+        self._cache_size = TransferConfig(gpu_bytes=str(gpu_bytes))
         if state_storage and "mmap" in (storage, state_storage):
             both = f"state_storage={state_storage!r} with storage={storage!r}"
             raise ValueError(f"{both}: a file holds both; leave state_storage out")
@@ -134,6 +141,7 @@ class PagedEmbedding(nn.Module):
         self._layout: _Layout | None = None
         self._store: Rows | None = None
         self._waiting: _Page | None = None
+        self._ahead: UniqueRows | None = None  # of the current batch of `PagedOptimizer.pages`
         # What optimizers and gradient clipping see: the rows that have gradients. It is kept out of
         # the module's parameters, as those belong to the optimizer of the dense modules.
         computes_in = torch.float64 if dtype == torch.float64 else torch.float32
@@ -217,7 +225,7 @@ class PagedEmbedding(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        return dict(vars(self), _store=self.store, _init=None, _waiting=None)
+        return dict(vars(self), _store=self.store, _init=None, _waiting=None, _ahead=None)
 
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
@@ -231,7 +239,10 @@ class PagedEmbedding(nn.Module):
             _refuse_ranks()
         store = self.store
         with store.lock, torch.no_grad():
-            rows_U, slots = store._unique(ids)
+            found = self._ahead
+            if found is None or not found.is_of(ids):
+                found = store._lookup(ids)
+            slots, rows_U = found.places, found.rows
             records_UR = store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
             if self.max_norm is not None:
@@ -246,8 +257,8 @@ class PagedEmbedding(nn.Module):
             page = _Page(rows_U, records_UR, store.version)
         padding = None
         if self.padding_idx is not None:
-            found = torch.nonzero(rows_U == self.padding_idx)
-            padding = int(found) if len(found) else None
+            place = torch.nonzero(rows_U == self.padding_idx)
+            padding = int(place) if len(place) else None
         if trains:
             weight_UD = nn.Parameter(weight_UD)
             # The graph keeps the page; without a backward pass it goes, and nothing has changed.
@@ -312,6 +323,7 @@ class PagedEmbedding(nn.Module):
                 table["weight"][self.padding_idx] = 0
             store.flush()
         self._store, self._layout, self._init = store, layout, None
+        _share_cache([self])
 
     def _attach(self, optimizer: RowOptimizer) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
@@ -375,6 +387,7 @@ class PagedEmbedding(nn.Module):
             self.device = open_device(empty.device, self.storage)
             self._parameter.data = empty
             if self._store is not None:
+                self._store.flush()
                 self._store.device = self.device
                 self._store._replace_table(self._store.table)
         return super()._apply(fn, recurse)
@@ -529,6 +542,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             table._attach(optimizer)
         super().add_param_group(dict(param_group, params=parameters))
         self._tables.update(zip(parameters, tables, strict=True))
+        _share_cache(list(self._tables.values()))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -554,6 +568,59 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table, optimizer, lr in steps:
             table._step(optimizer, lr)
         return loss
+
+    def pages(
+        self,
+        loader: Iterable[Any],
+        key: Any | list[Any] | Callable[[Any], Sequence[Ids]],
+        ahead: int = 2,
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader while rows of the next are fetched.
+
+            for batch in paged.pages(loader, key="user_id"):
+                loss = model(users(batch["user_id"]))
+
+        Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
+        With gpu_bytes, rows of the next batch come while this one computes, and rows of the batches
+        after it stay. Results are those of the loader itself, bit for bit. An error of the loader,
+        or an id that is not a row, is raised once the batches before it are used.
+
+        Args:
+            loader: Batches, such as those of a DataLoader.
+            key: Item of a batch that has the ids; a list of one for each table, in the order of the
+                tables; or a function that returns the ids for each table.
+            ahead: Number of batches that are read ahead.
+        """
+        if ahead < 1:
+            raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
+        tables = list(self._tables.values())
+        batches = iter(loader)
+        waiting: deque[tuple[Any, list[UniqueRows]]] = deque()
+        error: Exception | None = None
+        try:
+            while True:
+                while error is None and len(waiting) <= ahead:
+                    try:
+                        batch = next(batches)
+                        waiting.append((batch, _look_up(tables, batch, key)))
+                    except Exception as reason:  # such as StopIteration
+                        error = reason
+                if not waiting:
+                    break
+                batch, page = waiting.popleft()
+                for table, found in zip(tables, page, strict=True):
+                    table.store._prefetch(found, hold=True)
+                    table._ahead = found
+                if waiting:
+                    for table, found in zip(tables, waiting[0][1], strict=True):
+                        with contextlib.suppress(IndexError):  # it is raised when it is due
+                            table.store._prefetch(found)
+                yield batch
+        finally:
+            for table in tables:
+                table._ahead = None
+        if error and not isinstance(error, StopIteration):
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
@@ -607,6 +674,33 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
             known = self._row_optimizers[number] = args, RowOptimizer(config)
         return known[1]
+
+
+def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueRows]:
+    """Begin to look up the rows of a batch in each table."""
+    if callable(key):
+        ids = key(batch)
+    else:
+        ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
+    if len(ids) != len(tables):
+        raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
+    found = [table.store._lookup(its_ids) for table, its_ids in zip(tables, ids, strict=True)]
+    for table, its in zip(tables, found, strict=True):
+        table.store._announce(its)
+    return found
+
+
+def _share_cache(tables: list[PagedEmbedding]) -> None:
+    """Give tables caches of one size, and less to those that need less."""
+    sizes = [table._cache_size.gpu_bytes_of(table.store.paged_bytes) for table in tables]
+    left = sum(size for size in sizes if size is not None)
+    if None in sizes and tables[0].device.type == "cuda":
+        left += torch.cuda.mem_get_info(tables[0].device)[0] // 2
+    shared = [table for table, size in zip(tables, sizes, strict=True) if size != 0]
+    for number, table in enumerate(sorted(shared, key=lambda table: table.store.paged_bytes)):
+        share = min(table.store.paged_bytes, left // (len(shared) - number))
+        table.store.set_cache(share)
+        left -= share
 
 
 def _names(layout: _Layout | None) -> list[str]:

@@ -7,21 +7,135 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from w2v.model import table_file
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
-from w2v.transfer.links import link_between
+from w2v.transfer.cache import CachedLink
+from w2v.transfer.engine import TransferStats
+from w2v.transfer.links import Link, MappedLink, link_between
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
+
+
+class _Columns(NamedTuple):
+    """Columns of a table, as links move them."""
+
+    records_VR: Tensor
+
+
+class _Later:
+    """Numbers on the compute device that the CPU reads when it needs them."""
+
+    def __init__(self, *numbers: Tensor):
+        self._numbers = torch.stack(numbers)
+        self._event = None
+        if self._numbers.is_cuda:
+            pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+            self._numbers = pinned.copy_(self._numbers, non_blocking=True)
+            self._event = torch.cuda.current_stream().record_event()
+
+    @property
+    def is_known(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[int]:
+        if self._event:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+class Lookup:
+    """Ids, sorted on the compute device, for which the CPU does not wait.
+
+    Attributes:
+        shape: Shape of the ids.
+        sorted_N: The ids, sorted; those that are no rows are made rows.
+        order_N: Where each sorted id stands among the ids; equal ids stay in order.
+        is_new_N: Whether a sorted id differs from the one before it.
+
+    Raises:
+        ValueError: Ids are not integers.
+    """
+
+    @torch.inference_mode(False)  # what is looked up ahead serves training too
+    def __init__(self, given: Ids, rows: int, device: torch.device):
+        ids = torch.as_tensor(given)
+        if not ids.numel():
+            ids = ids.to(device, torch.int64)  # an empty list has become float32
+        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
+            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
+        self.shape = ids.shape
+        self._table_rows = rows
+        ids_N = to_device(ids, device).flatten().long()
+        self.bounds = torch.aminmax(ids_N) if len(ids_N) else ids_N.new_zeros(2).unbind()
+        if rows < 2**31:
+            ids_N = ids_N.int()  # takes half as long to sort
+        sorted_N, self.order_N = ids_N.sort(stable=True)
+        self.sorted_N = sorted_N.long().clamp_(0, rows - 1)
+        self.is_new_N = torch.zeros_like(self.sorted_N, dtype=torch.bool)
+        torch.ne(self.sorted_N[1:], self.sorted_N[:-1], out=self.is_new_N[1:])
+        self._found = self._found_later()
+
+    def _found_later(self) -> _Later:
+        return _Later(*self.bounds)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `check` need not wait."""
+        return self._found.is_known
+
+    def check(self) -> list[int]:
+        """Raise `IndexError` if an id is not a row."""
+        first, last, *others = self._found.read()
+        if first < 0 or last >= self._table_rows:
+            wrong = first if first < 0 else last
+            raise IndexError(f"id {wrong} is not a row; rows are 0 to {self._table_rows - 1}")
+        return others
+
+
+class UniqueRows(Lookup):
+    """The unique rows of ids.
+
+    Attributes:
+        places: The place of each id among the rows, in the shape of the ids.
+        rows_N: The rows, and then some of them again.
+        number: Number of an announced page.
+    """
+
+    number = 0
+
+    def __init__(self, given: Ids, rows: int, device: torch.device):
+        self._given = given  # keeps its memory from becoming that of others
+        self._name = _name_of(given)
+        super().__init__(given, rows, device)
+
+    def _found_later(self) -> _Later:
+        place_N = self.is_new_N.cumsum(0)  # the first one is not marked
+        self.places = torch.empty_like(place_N).scatter_(0, self.order_N, place_N).view(self.shape)
+        self.rows_N = self.sorted_N.scatter(0, place_N, self.sorted_N)
+        return _Later(*self.bounds, place_N[-1]) if len(place_N) else _Later(*self.bounds)
+
+    def is_of(self, ids: Ids) -> bool:
+        """Whether these are the ids, unchanged."""
+        return self._name == _name_of(ids)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The unique rows, sorted: int64 [U]; `IndexError` as in `check`."""
+        last = self.check()
+        return self.rows_N[: last[0] + 1] if last else self.rows_N
 
 
 class Rows:
@@ -32,21 +146,40 @@ class Rows:
         device: Where rows come to.
         lock: Buffers and records serve one thread at a time.
         version: Number of changes of the table so far: rows read before one may be out of date.
+        cache_bytes: Memory of the device for rows that stay there. A `flush` empties it.
     """
 
-    def __init__(self, table: Table, device: torch.device):
+    def __init__(self, table: Table, device: torch.device, cache_bytes: int = 0):
         self.device = device
         self.lock = threading.RLock()
         self.version = 0
+        self.cache_bytes = cache_bytes
+        self._unchecked: deque[Lookup] = deque()
+        self._announced = 0
         self._replace_table(table)
 
     def _replace_table(self, table: Table) -> None:
         """Read and write another table from now on."""
         self.table = table
         # The records of a split table are those of both its tables, joined.
-        tables = [table, table.states] if isinstance(table, SplitTable) else [table]
-        self._parts = [(part, link_between(part, self.device)) for part in tables]
+        self._parts = [(part, self._link_to(part)) for part in self._tables()]
+        self._caches = [link for _, link in self._parts if isinstance(link, CachedLink)]
         self.version += 1
+        # What `get` and `put` move: the weights, as the GPU can move units of 16 bytes alone.
+        self._link = link_between(table, self.device)
+        unit = 16 // table.dtype.itemsize if isinstance(self._link, MappedLink) else 1
+        width = -(-table.dim // unit) * unit
+        self._weights = _Columns(table.records_VR[:, :width])
+        has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
+        self._is_exact = width == table.dim or not has_states
+
+    def _link_to(self, part: Table) -> Link:
+        """Return the link of a table, with its share of the cache."""
+        link = link_between(part, self.device)
+        if not self.cache_bytes or part.storage == "cuda":
+            return link
+        slots = self.cache_bytes * len(self) // max(1, self.paged_bytes)
+        return CachedLink(link, part, slots, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -64,6 +197,7 @@ class Rows:
                 "fields": {name: table[name].clone() for name in table.columns},
                 "scalars": {name: value.clone() for name, value in table.scalars.items()},
                 "device": self.device,
+                "cache_bytes": self.cache_bytes,
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,7 +213,8 @@ class Rows:
             table[name].copy_(values)
         for name, value in scalars.items():
             table.scalars[name].copy_(value)
-        Rows.__init__(self, table, open_device(state["device"], state["storage"]))
+        device = open_device(state["device"], state["storage"])
+        Rows.__init__(self, table, device, state["cache_bytes"])
 
     def __len__(self) -> int:
         return self.table.rows
@@ -94,33 +229,78 @@ class Rows:
         """Size of weights, optimizer state and padding."""
         return self.table.bytes
 
-    def get(self, ids: Ids) -> Tensor:
-        """Return rows [*ids.shape, D] in the table's dtype."""
-        with self.lock:
-            rows_U, slots = self._unique(ids)
-            weight_UD = self._read(rows_U)[:, self.table.columns["weight"]]
-            return weight_UD[slots].to(self.table.dtype)
+    def set_cache(self, nbytes: int) -> None:
+        """Keep rows in so much memory of the device."""
+        if nbytes != self.cache_bytes:
+            self.flush()
+            self.cache_bytes = nbytes
+            self._replace_table(self.table)
 
-    def put(self, ids: Ids, values: Tensor | np.ndarray) -> None:
+    @property
+    def paged_bytes(self) -> int:
+        """Size of what a cache may hold: all but what is in the memory of the GPU."""
+        return sum(part.records_VR.nbytes for part in self._tables() if part.storage != "cuda")
+
+    @property
+    def stats(self) -> TransferStats:
+        """What has crossed the link to and from the cache."""
+        return TransferStats.sum(cache.stats for cache in self._caches)
+
+    @torch.inference_mode(False)
+    def get(self, ids: Ids, *, non_blocking: bool = False) -> Tensor:
+        """Return rows [*ids.shape, D] in the table's dtype.
+
+        Rows are copied on the current stream of torch. With `non_blocking` the CPU does not wait to
+        see whether all ids are rows: the `IndexError` comes at a later call.
+        """
+        with self.lock:
+            found = Lookup(ids, len(self), self.device)
+            self._empty_caches()
+            shape = len(found.sorted_N), self._weights.records_VR.shape[1]
+            rows_NW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
+            self._link.read(self._weights, found.sorted_N, rows_NW, found.order_N)
+            self._check(found, non_blocking)
+            rows_ND = rows_NW[:, : self.table.dim].contiguous()
+            return rows_ND.view(*found.shape, self.table.dim)
+
+    @torch.inference_mode(False)
+    def put(self, ids: Ids, values: Tensor | np.ndarray, *, non_blocking: bool = False) -> None:
         """Set the weights of rows to `values` [*ids.shape, D].
 
         Values have any floating-point dtype. The last of equal ids wins. The optimizer state stays.
+        `non_blocking` as for `get`; nothing is written if an id is not a row.
         """
         values = torch.as_tensor(values).detach()
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
-            rows_U, slots = self._unique(ids)
-            shape = [*slots.shape, self.table.dim]
+            found = Lookup(ids, len(self), self.device)
+            shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
-            # The place of the last of equal ids, for each row.
-            order = torch.arange(slots.numel(), device=self.device)
-            last_U = torch.zeros_like(rows_U).scatter_reduce_(0, slots.flatten(), order, "amax")
-            values_UD = values.to(self.device).reshape(-1, self.table.dim)[last_U]
+            self._empty_caches()
+            self.version += 1
+            values_ND = to_device(values, self.device).to(self.table.dtype)
+            values_ND = values_ND.reshape(-1, self.table.dim)
+            is_last_N = torch.ones_like(found.is_new_N)
+            is_last_N[:-1] = found.is_new_N[1:]
+            if isinstance(self._link, MappedLink) and self._is_exact:
+                padding = self._weights.records_VR.shape[1] - self.table.dim
+                values_NW = F.pad(values_ND, (0, padding)) if padding else values_ND.contiguous()
+                low, high = found.bounds
+                is_valid = (low >= 0) & (high < len(self))
+                rows_N = torch.where(is_last_N & is_valid, found.sorted_N, -1)
+                self._link.write(self._weights, rows_N, values_NW, found.order_N)
+                self._check(found, non_blocking)
+                return
+            found.check()
+            rows_U, order_U = found.sorted_N[is_last_N], found.order_N[is_last_N]
+            if self._is_exact:
+                self._link.write(self._weights, rows_U, values_ND, order_U)
+                return
             records_UR = self._read(rows_U)
-            # Rounded to nearest here, `_write` has nothing left to round at random.
-            records_UR[:, self.table.columns["weight"]] = values_UD.to(self.table.dtype)
+            # In the table's dtype already: `_write` has nothing left to round at random.
+            records_UR[:, self.table.columns["weight"]] = values_ND[order_U].to(records_UR.dtype)
             self._write(rows_U, records_UR)
 
     def save(self, path: str | Path) -> None:
@@ -149,11 +329,52 @@ class Rows:
 
     def flush(self) -> None:
         """Return when all writes are in the table, and with "mmap" on disk."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.table.flush()
+        with self.lock:
+            self._empty_caches()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.table.flush()
+            while self._unchecked:
+                self._unchecked.popleft().check()
 
-    # Buffers that are made here serve training too.
+    def _tables(self) -> list[Table]:
+        """Return the table, or both tables of a split one."""
+        table = self.table
+        return [table, table.states] if isinstance(table, SplitTable) else [table]
+
+    def _empty_caches(self) -> None:
+        for cache in self._caches:
+            cache.flush()
+
+    def _lookup(self, ids: Ids) -> UniqueRows:
+        return UniqueRows(ids, len(self), self.device)
+
+    def _check(self, found: Lookup, non_blocking: bool) -> None:
+        """Raise `IndexError` for ids that are no rows, now or at a later call."""
+        self._unchecked.append(found)
+        while self._unchecked and (not non_blocking or self._unchecked[0].is_known):
+            self._unchecked.popleft().check()
+
+    # What is made here serves training too.
+    @torch.inference_mode(False)
+    def _announce(self, found: UniqueRows) -> None:
+        """Evict the rows of a coming page to come last."""
+        with self.lock:
+            self._announced += 1
+            found.number = self._announced
+            for cache in self._caches:
+                cache.announce(found.rows_N, found.number)
+
+    @torch.inference_mode(False)
+    def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:
+        """Bring rows into the cache; with `hold`, as the current page."""
+        with self.lock:
+            rows_U = found.rows
+            for cache in self._caches:
+                cache.prefetch(rows_U, found.number)
+                if hold:
+                    cache.hold(rows_U)
+
     @torch.inference_mode(False)
     def _read(self, rows_U: Tensor) -> Tensor:
         """Return the decoded records [U, R] of unique rows, on the compute device."""
@@ -175,27 +396,6 @@ class Rows:
             part_UR = records_UR[:, start : start + part.width].contiguous()
             link.write(part, rows_U, part.encode(rows_U, part_UR))
             start += part.width
-
-    def _unique(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return the sorted unique rows [U], and the place of each id in them.
-
-        Raises:
-            IndexError: An id is not a row.
-            ValueError: Ids are not integers.
-        """
-        ids = torch.as_tensor(ids)
-        if not ids.numel():
-            ids = ids.to(self.device, torch.int64)  # an empty list has become float32
-        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
-        rows_U, slots = torch.unique(ids.to(self.device, torch.int64), return_inverse=True)
-        if len(rows_U):
-            # Both are computed on the device, to wait for it only once.
-            first, last = torch.stack([rows_U[0], rows_U[-1]]).tolist()
-            if first < 0 or last >= len(self):
-                wrong = first if first < 0 else last
-                raise IndexError(f"id {wrong} is not a row; rows are 0 to {len(self) - 1}")
-        return rows_U, slots
 
 
 class RowStore(Rows):
@@ -240,6 +440,13 @@ class RowStore(Rows):
         return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device; unpinned memory alone would wait for it."""
+    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def open_device(device: torch.device | str | None, storage: Storage) -> torch.device:
     """Return the compute device; by default the one that suits the storage."""
     wanted = str(device or ("cuda" if storage in ("cuda", "pinned") else "cpu"))
@@ -253,6 +460,14 @@ def open_device(device: torch.device | str | None, storage: Storage) -> torch.de
     if storage == "cuda" and opened.type != "cuda":
         raise ValueError(f"device={wanted!r} cannot be used with storage='cuda'; use device='cuda'")
     return opened
+
+
+def _name_of(ids: Ids) -> Any:
+    """Return what tells these ids from others, without looking at them."""
+    if not isinstance(ids, Tensor):
+        return id(ids)
+    changes = 0 if ids.is_inference() else ids._version
+    return ids.data_ptr(), ids.shape, ids.stride(), ids.dtype, ids.device, changes
 
 
 def _suffix(path: str | Path) -> str:

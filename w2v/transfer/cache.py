@@ -16,6 +16,7 @@ Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -26,8 +27,12 @@ from w2v.kernels import cuda_cache
 from w2v.kernels.batch import Page, View
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine, TransferStats, cache_too_small
-from w2v.transfer.links import Link, MappedLink
+from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
+
+# Plans after which a `CachedLink` orders rows by use: first, and at most from one time to the next.
+FIRST_ORDER = 16
+LONGEST_ORDER = 4096
 
 
 class RowCache(Engine, ABC):
@@ -65,7 +70,8 @@ class RowCache(Engine, ABC):
         self._records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
         # Slot S stands for rows that are not cached.
         self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
-        self._page = Page(*(View(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV))
+        views = [View(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
+        self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
         self._is_complete = True  # whether all rows of the last plan have slots
         self._page_plan = 0  # the plan whose rows have arrived
@@ -289,6 +295,118 @@ class MappedCache(RowCache):
 
     def _refused(self) -> int:
         return max(int(refused) for _, refused in self._planner.notices)
+
+
+class CachedLink(Link):
+    """Link with a cache of one table's rows; a page is the rows of one call.
+
+    The rows used least are evicted first, and those of announced pages last. Use is counted: now
+    and then the cache is written back and begun anew in the order of the counts. A page that is
+    larger than the cache goes through the link beneath.
+
+    Rows are known by their tensor: a page is brought once for the calls that give the same one.
+
+    Args:
+        link: Moves the records between the table and the device.
+        table: The table.
+        slots: Rows that the cache holds, its capacity.
+        device: The compute device.
+    """
+
+    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+        self._link = link
+        self._table = table
+        self.slots = min(slots, table.rows)
+        self._device = device
+        self._cache: RowCache | None = None
+        self._past = TransferStats()  # of caches before this one
+        self._uses_V = torch.zeros(table.rows, dtype=torch.int32, device=device)
+        # The last announced page that has the row; pages are numbered from 1 on.
+        self._last_page_V = torch.zeros(table.rows, dtype=torch.int32, device=device)
+        self._marks_TV = torch.zeros(1, table.rows, dtype=torch.bool, device=device)
+        self._announced = self._number = 0  # the last announced page, the last prefetched one
+        self._plans = 0
+        self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
+        self._rows_U: Tensor | None = None  # of the current page
+        self._coming_U: Tensor | None = None  # of the page that is on its way
+        self._is_warned = False
+
+    @property
+    def stats(self) -> TransferStats:
+        """What has crossed the link so far."""
+        return TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
+
+    def announce(self, rows_N: Tensor, number: int) -> None:
+        """Evict the rows of a page to come last; rows may repeat."""
+        self._last_page_V.index_fill_(0, rows_N, number)
+        self._announced = number
+
+    def prefetch(self, rows_U: Tensor, number: int = 0) -> None:
+        """Begin to bring a page; the current one stays until it is held."""
+        if rows_U is self._rows_U or rows_U is self._coming_U or len(rows_U) > self.slots:
+            return
+        self._plans += 1
+        if self._plans == self._next_order:
+            self._next_order += min(3 * self._plans, LONGEST_ORDER)
+            self.flush()
+            self._uses_V >>= 1  # so that rows of long ago do not stay for ever
+        if self._cache is None:
+            self._cache = self._new_cache()
+        self._number = number or self._number
+        is_ahead = self._announced > self._number
+        soon_V = self._last_page_V > self._number if is_ahead else None
+        self._uses_V.index_add_(0, rows_U, torch.ones_like(rows_U, dtype=torch.int32))
+        self._marks_TV.zero_()[0].index_fill_(0, rows_U, True)
+        self._cache.prefetch(self._marks_TV, soon_V)
+        self._coming_U = rows_U
+
+    def hold(self, rows_U: Tensor) -> bool:
+        """Make this the current page; return whether its rows have slots."""
+        if len(rows_U) > self.slots:
+            if not self._is_warned:
+                room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
+                remedy = "raise gpu_bytes; such batches are paged without the cache"
+                warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
+                self._is_warned = True
+            self.flush()
+            return False
+        self.prefetch(rows_U)
+        if rows_U is not self._rows_U:
+            self._view = self._cache.page().inputs
+            self._slots_U = self._view.slots(rows_U)
+            self._rows_U, self._coming_U = rows_U, None
+        return True
+
+    def read(
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        assert table is self._table and slots_U is None
+        if self.hold(rows_U):
+            torch.index_select(self._view.records_SR, 0, self._slots_U, out=records_SR)
+        else:
+            self._link.read(table, rows_U, records_SR)
+
+    def write(
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+    ) -> None:
+        assert table is self._table and slots_U is None
+        if self.hold(rows_U):
+            self._view.records_SR.index_copy_(0, self._slots_U, records_SR)
+        else:
+            self._link.write(table, rows_U, records_SR)
+
+    def flush(self) -> None:
+        """Write all rows back and empty the cache."""
+        if self._cache:
+            self._cache.flush()
+            self._past = self.stats
+            self._cache = self._rows_U = self._coming_U = None
+
+    def _new_cache(self) -> RowCache:
+        uses_TV = self._uses_V[None] if self._plans > 1 else None
+        if isinstance(self._link, MappedLink):
+            return MappedCache([self._table], self.slots, self._device, uses_TV)
+        return TorchCache(self._link, [self._table], self.slots, self._device, uses_TV)
 
 
 def _order_by_use(shape: tuple[int, int], device: torch.device, uses_TV: Tensor | None) -> Tensor:

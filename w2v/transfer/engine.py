@@ -6,7 +6,7 @@ back; the caches of cache.py keep rows on the GPU from page to page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,11 @@ class TransferStats(NamedTuple):
     rows_read: int = 0  # rows that were copied to the GPU
     rows_written: int = 0  # rows that were copied back
     wait_seconds: float = 0.0  # for which the computation stood still until rows had moved
+
+    @classmethod
+    def sum(cls, stats: Iterable[TransferStats]) -> TransferStats:
+        """Return the sums of some stats."""
+        return cls(*map(sum, zip(cls(), *stats, strict=True)))  # type: ignore[arg-type]
 
 
 class Engine:

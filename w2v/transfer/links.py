@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,21 +25,27 @@ COPIES = 8  # each way, at a time
 SECONDS = 0.2  # each way
 
 
+class Records(Protocol):
+    """What links use of a table, or of some columns of one."""
+
+    @property
+    def records_VR(self) -> Tensor: ...
+
+
 class Link:
     """Moves records between a table and the device that both are on."""
 
     def read(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         """Copy records[slots[u]] = table[rows[u]]."""
-        records_UR = table.records_VR.index_select(0, rows_U)
         if slots_U is None:
-            records_SR.copy_(records_UR)
+            torch.index_select(table.records_VR, 0, rows_U, out=records_SR)
         else:
-            records_SR.index_copy_(0, slots_U, records_UR)
+            records_SR.index_copy_(0, slots_U, table.records_VR.index_select(0, rows_U))
 
     def write(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         """Copy table[rows[u]] = records[slots[u]]."""
         records_UR = records_SR if slots_U is None else records_SR.index_select(0, slots_U)
@@ -46,15 +53,18 @@ class Link:
 
 
 class MappedLink(Link):
-    """Tables in pinned CPU memory that GPU kernels read and write in place."""
+    """Tables in pinned CPU memory that GPU kernels read and write in place.
+
+    Negative rows are not written. Rows that are read may repeat.
+    """
 
     def read(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         cuda.gather_records(table.records_VR, rows_U, records_SR, slots_U)
 
     def write(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         cuda.scatter_records(table.records_VR, rows_U, records_SR, slots_U)
 
@@ -71,7 +81,7 @@ class StagedLink(Link):
         self._ring: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def read(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         for rows, here, buffer, copied in self._parts(table, rows_U):
             torch.index_select(table.records_VR, 0, rows, out=buffer)
@@ -83,7 +93,7 @@ class StagedLink(Link):
             copied.record()
 
     def write(
-        self, table: Table, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+        self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         arriving: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
 
@@ -104,7 +114,7 @@ class StagedLink(Link):
             store_first()
 
     def _parts(
-        self, table: Table, rows_U: Tensor
+        self, table: Records, rows_U: Tensor
     ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
         """Yield rows, their places, a free pinned buffer, and its next event."""
         if not self._ring:
@@ -113,13 +123,14 @@ class StagedLink(Link):
                 for _ in range(RING)
             ]
         dtype, start = table.records_VR.dtype, 0
-        record_bytes = table.width * dtype.itemsize
+        width = table.records_VR.shape[1]
+        record_bytes = width * dtype.itemsize
         for number, rows in enumerate(rows_U.cpu().split(max(1, BUFFER_BYTES // record_bytes))):
             raw, copied = self._ring[number % RING]
             copied.synchronize()  # until the buffer is free
             if record_bytes > len(raw):
                 raw = torch.empty(record_bytes, dtype=torch.uint8, pin_memory=True)
-            buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), table.width)
+            buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), width)
             yield rows, slice(start, start + len(rows)), buffer, copied
             start += len(rows)
 

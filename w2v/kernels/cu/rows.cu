@@ -50,8 +50,10 @@ extern "C" __global__ void gather_records(ROWS) {
     });
 }
 
+// Negative rows are skipped.
 extern "C" __global__ void scatter_records(ROWS) {
     each_warp(count, [&](long long n) {
+        if (rows[n] < 0) return;
         const float4* from = records + (slots ? slots[n] : n) * width;
         copy_records(from, table + rows[n] * stride, nullptr, nullptr, width);
     });

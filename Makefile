@@ -28,7 +28,7 @@ PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check -c .ci/const
 .DEFAULT_GOAL := help
 .PHONY: help setup train evaluate compare sweep test test-faults test-readme test-gpu sanitize \
   bench bench-cpu bench-transfer bench-train bench-zipf bench-ranks bench-precision bench-run \
-  smoke docs lint clean
+  bench-library smoke docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' \
@@ -139,6 +139,9 @@ bench-precision: $(INSTALLED) ## measure steps by batch size and precision: CORP
 
 bench-run: $(INSTALLED) ## measure whole commands and their phases, cold and warm: CORPUS
 	$(PY) tests/bench/run.py --corpus "$(CORPUS)" $(ARGS)
+
+bench-library: $(INSTALLED) ## measure embeddings and rows beside torch; 110 GiB of memory
+	$(PY) tests/bench/library.py $(ARGS)
 
 bench: bench-transfer bench-train bench-zipf bench-precision ## run the benchmarks of one GPU
 

@@ -1,6 +1,6 @@
 """A click model in the manner of DLRM, with 26 tables of features.
 
-    python docs/examples/clicks.py --scale 1 --dim 64 --steps 10000 --storage pinned
+    python docs/examples/clicks.py --scale 1 --dim 64 --storage pinned --gpu-bytes 10%
 
 Tables have the sizes of the categories in Criteo's Kaggle data, times `--scale`. Each sample has a
 bag of ids for each table, which follow Zipf's law, and 13 numbers. Dot products of all pairs of
@@ -23,12 +23,11 @@ NUMBERS = 13
 class ClickModel(nn.Module):
     """Bags of embeddings and numbers, their dot products, a network."""
 
-    def __init__(self, sizes, dim, storage):
+    def __init__(self, sizes, dim, storage, gpu_bytes=0):
         super().__init__()
+        settings = {"mode": "mean", "storage": storage, "gpu_bytes": gpu_bytes}
         self.bags = nn.ModuleList(
-            PagedEmbeddingBag(
-                rows, dim, mode="mean", storage=storage, init=normal(dim, rows**-0.25, seed)
-            )
+            PagedEmbeddingBag(rows, dim, init=normal(dim, rows**-0.25, seed), **settings)
             for seed, rows in enumerate(sizes)
         )
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
@@ -85,16 +84,19 @@ def main(arguments=None):
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--storage", default="cpu", choices=["cpu", "pinned", "cuda"])
+    parser.add_argument("--gpu-bytes", default="0", help="for rows that stay on the GPU, as 10%%")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     sizes = [max(3, round(rows * options.scale)) for rows in CRITEO[: options.tables]]
-    model = ClickModel(sizes, options.dim, options.storage).to(device)
+    model = ClickModel(sizes, options.dim, options.storage, options.gpu_bytes).to(device)
     paged = PagedOptimizer(model, "Adagrad", lr=0.1)
     dense = torch.optim.Adam(model.parameters(), lr=0.003)
-    for step in range(options.steps + 1):
-        numbers, ids, offsets, clicked = samples(sizes, options.batch, options.skew)
+    batches = (samples(sizes, options.batch, options.skew) for _ in range(options.steps + 1))
+    # Rows of the next batch come to the GPU while this one computes.
+    for step, batch in enumerate(paged.pages(batches, key=lambda batch: batch[1])):
+        numbers, ids, offsets, clicked = batch
         logits = model(numbers.to(device), ids, offsets)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to(device))
         if step == options.steps:  # these samples are not trained on

@@ -1,0 +1,225 @@
+"""The library beside what torch offers: steps of embeddings, rows of a store.
+
+    python tests/bench/library.py [--parts tables rows clicks]
+
+`tables` steps two tables whose ids follow Zipf's law in random order of the rows; `rows` reads and
+writes random rows of a `RowStore`; `clicks` trains the model of docs/examples/clicks.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench import results, transfer
+from tests.bench.measure import milliseconds, require_gpu, row_sets
+from tests.bench.results import Results, memory
+from w2v import PagedEmbedding, PagedOptimizer, RowStore
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/clicks.py"
+Pair = list[Tensor]  # ids of users and of items
+Step = Callable[[Any], None]
+DIM = 64
+STRIDE = 48_271  # a prime: neighbours by use are not neighbours by row
+SLOW_STEPS = 6  # measured where a step takes a tenth of a second
+
+
+def zipf(rows: int, count: int, skew: float) -> Tensor:
+    """Return ids of which some row has the share 1 / r ** skew, r = 1, 2, ..."""
+    power = 1 - skew
+    uniform = torch.rand(count, dtype=torch.float64, device="cuda")
+    rank = ((1 + uniform * ((rows + 1) ** power - 1)) ** (1 / power)).long() - 1
+    return rank.clamp_(0, rows - 1) * STRIDE % rows
+
+
+def per_second(batches: Iterable[Any], step: Step, warmups: int) -> float:
+    """Return steps per second over all batches but the first ones."""
+    batches = iter(batches)
+    for batch in islice(batches, warmups):
+        step(batch)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    steps = 0
+    for batch in batches:
+        step(batch)
+        steps += 1
+    torch.cuda.synchronize()
+    return steps / (time.perf_counter() - start)
+
+
+def measure(
+    found: Results, case: str, make: Callable[[], tuple[Any, Step, Any]], warmups: int, batch: int
+) -> None:
+    """Measure batches and a step, with the memory that both take.
+
+    `make` returns the batches, the step, and the tables whose transfers count.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    host, gpu = memory(), torch.cuda.memory_allocated()
+    batches, step, tables = make()
+    rate = per_second(batches, step, warmups)
+    figures = {
+        "step [ms]": 1000 / rate,
+        "samples/s": rate * batch,
+        "GPU [MiB]": (torch.cuda.max_memory_allocated() - gpu) / 2**20,
+        "host [MiB]": memory() - host,
+    }
+    stats = [table.store.stats for table in tables]
+    if used := sum(its.rows_used for its in stats):
+        figures["rows from CPU memory [%]"] = 100 * sum(its.rows_read for its in stats) / used
+    found.add(case, figures)
+
+
+def tables(rows: int, batch: int, steps: int, skew: float, found: Results) -> None:
+    """Measure steps of two tables and Adam, by where the rows are."""
+    pairs = [
+        [zipf(rows, batch, skew).cpu().pin_memory() for _ in range(2)] for _ in range(2 * steps)
+    ]
+    about = f"2 x {rows} x {DIM}, {batch} ids"
+
+    def paged(storage: str, gpu_bytes: str | int, ahead: int) -> tuple[Any, Step, Any]:
+        users, items = (
+            PagedEmbedding(rows, DIM, storage=storage, gpu_bytes=gpu_bytes, seed=seed)
+            for seed in range(2)
+        )
+        optimizer = PagedOptimizer([users, items], "Adam", lr=0.1)
+
+        def step(pair: Pair) -> None:
+            optimizer.zero_grad()
+            loss_of(users(pair[0]), items(pair[1])).backward()
+            optimizer.step()
+
+        batches = optimizer.pages(pairs, [0, 1], ahead) if ahead else pairs
+        return batches, step, [users, items]
+
+    def dense(kind: type, device: str, **settings: Any) -> tuple[Any, Step, Any]:
+        sparse = kind is torch.optim.SparseAdam
+        embeddings = [nn.Embedding(rows, DIM, device=device, sparse=sparse) for _ in range(2)]
+        optimizer = kind([table.weight for table in embeddings], lr=0.1, **settings)
+
+        def step(pair: Pair) -> None:
+            optimizer.zero_grad()
+            vectors = (
+                table(ids.to(device, non_blocking=True)).to("cuda")
+                for table, ids in zip(embeddings, pair, strict=True)
+            )
+            loss_of(*vectors).backward()
+            optimizer.step()
+
+        return pairs if device == "cuda" else pairs[: 2 + SLOW_STEPS], step, []
+
+    cases: dict[str, Callable[[], tuple[Any, Step, Any]]] = {
+        "on the GPU": lambda: paged("cuda", 0, 0),
+        "on the GPU, pages": lambda: paged("cuda", 0, 2),
+        "in CPU memory": lambda: paged("pinned", 0, 0),
+        "in CPU memory, room for 10 %": lambda: paged("pinned", "10%", 0),
+        "in CPU memory, room for 10 %, pages": lambda: paged("pinned", "10%", 2),
+        "torch on the GPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cuda"),
+        "torch on the GPU, fused Adam": lambda: dense(torch.optim.Adam, "cuda", fused=True),
+        "torch on the CPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cpu"),
+    }
+    for case, make in cases.items():
+        warmups = 2 if "on the CPU" in case else steps
+        measure(found, f"{about}: {case}", make, warmups, batch)
+
+
+def loss_of(users_BD: Tensor, items_BD: Tensor) -> Tensor:
+    """Return a loss of dot products."""
+    return nn.functional.softplus(-(users_BD * items_BD).sum(1)).mean()
+
+
+def rows(table_rows: int, moved: int, found: Results) -> None:
+    """Measure random rows of a `RowStore`, of its kernels, and by CuPy."""
+    sets = row_sets(table_rows, moved)
+    values_ND = torch.randn(moved, transfer.DIM, device="cuda")
+
+    def store(table_rows: int, values_ND: Tensor) -> transfer.Way:
+        rows = RowStore(table_rows, transfer.DIM, storage="pinned")
+        return rows.get, lambda ids: rows.put(ids, values_ND), lambda ids: ids, False
+
+    ways = {"RowStore": store, "kernels": transfer.ours, "CuPy pinned": transfer.by_cupy}
+    for name, make in ways.items():
+        get, put, convert, _ = make(table_rows, values_ND)
+        asked = [convert(ids) for ids in sets]
+        put(asked[0])
+        assert torch.equal(get(asked[0]), values_ND)
+        figures = {
+            "get [ms]": milliseconds(partial(call, get, asked), queued=False),
+            "put [ms]": milliseconds(partial(call, put, asked), queued=False),
+        }
+        found.add(f"{moved} of {table_rows} rows: {name}", figures)
+
+
+def call(run: Callable[[Any], object], asked: list[Any], i: int) -> None:
+    run(asked[i % len(asked)])
+
+
+def clicks(scale: float, batch: int, steps: int, found: Results) -> None:
+    """Measure the click model: tables on the GPU, and with room for 10 %."""
+    example = runpy.run_path(str(EXAMPLE))
+    sizes = [max(3, round(rows * scale)) for rows in example["CRITEO"]]
+    made = [example["samples"](sizes, batch, 1.05) for _ in range(2 * steps)]
+
+    def train(storage: str, gpu_bytes: str | int) -> tuple[Any, Step, Any]:
+        model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
+        paged = PagedOptimizer(model, "Adagrad", lr=0.1)
+        dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
+
+        def step(sample: tuple) -> None:
+            numbers, ids, offsets, clicked = sample
+            logits = model(numbers.to("cuda"), ids, offsets)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to("cuda"))
+            paged.zero_grad()
+            dense.zero_grad()
+            loss.backward()
+            paged.step()
+            dense.step()
+
+        return paged.pages(made, key=lambda sample: sample[1]), step, model.bags
+
+    about = f"clicks, {len(sizes)} tables, {sum(sizes)} rows x {DIM}, {batch} samples"
+    for case, where in {
+        "on the GPU": ("cuda", 0),
+        "in CPU memory": ("pinned", 0),
+        "in CPU memory, room for 10 %": ("pinned", "10%"),
+    }.items():
+        measure(found, f"{about}: {case}", lambda where=where: train(*where), steps, batch)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = results.parser(__doc__)
+    parts = ["tables", "rows", "clicks"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="of each of `tables`")
+    parser.add_argument("--batch", type=int, default=65_536, help="ids of each of `tables`")
+    parser.add_argument("--skew", type=float, default=1.05, help="exponent of Zipf's law, not 1")
+    parser.add_argument("--steps", type=int, default=200, help="to warm up, and again to measure")
+    parser.add_argument("--scale", type=float, default=6, help="of the tables of `clicks`")
+    parser.add_argument("--samples", type=int, default=8192, help="of a step of `clicks`")
+    args = parser.parse_args(arguments)
+    require_gpu("bench-library")
+    torch.manual_seed(0)
+    found = Results("library", args.results)
+    if "tables" in args.parts:
+        tables(args.rows, args.batch, args.steps, args.skew, found)
+    if "rows" in args.parts:
+        rows(10_000_000, 131_072, found)
+    if "clicks" in args.parts:
+        clicks(args.scale, args.samples, args.steps // 4, found)
+
+
+if __name__ == "__main__":
+    main()

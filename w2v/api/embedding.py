@@ -227,6 +227,10 @@ class PagedEmbedding(nn.Module):
         # Once it is open, no function for initial weights is left, which may not be picklable.
         return dict(vars(self), _store=self.store, _init=None, _waiting=None, _ahead=None)
 
+    def _look_up(self, ids: Ids) -> UniqueRows:
+        """Begin to look up the rows of ids."""
+        return UniqueRows(ids, len(self.store), self.device, self.padding_idx)
+
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
 
@@ -241,7 +245,7 @@ class PagedEmbedding(nn.Module):
         with store.lock, torch.no_grad():
             found = self._ahead
             if found is None or not found.is_of(ids):
-                found = store._lookup(ids)
+                found = self._look_up(ids)
             slots, rows_U = found.places, found.rows
             records_UR = store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
@@ -255,15 +259,11 @@ class PagedEmbedding(nn.Module):
                     weight_UD.copy_(whole_UD)
                 store._write(rows_U, records_UR)
             page = _Page(rows_U, records_UR, store.version)
-        padding = None
-        if self.padding_idx is not None:
-            place = torch.nonzero(rows_U == self.padding_idx)
-            padding = int(place) if len(place) else None
         if trains:
             weight_UD = nn.Parameter(weight_UD)
             # The graph keeps the page; without a backward pass it goes, and nothing has changed.
             weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
-        return weight_UD, slots, padding
+        return weight_UD, slots, found.padding
 
     @torch.no_grad()
     def _collect(self, page: _Page, weight_UD: Tensor) -> None:
@@ -684,7 +684,7 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    found = [table.store._lookup(its_ids) for table, its_ids in zip(tables, ids, strict=True)]
+    found = [table._look_up(its_ids) for table, its_ids in zip(tables, ids, strict=True)]
     for table, its in zip(tables, found, strict=True):
         table.store._announce(its)
     return found

@@ -25,6 +25,7 @@ from w2v.model.table import Init, RowState, SplitTable, Storage, Table
 from w2v.transfer.cache import CachedLink
 from w2v.transfer.engine import TransferStats
 from w2v.transfer.links import Link, MappedLink, link_between
+from w2v.transfer.streams import current_stream
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
@@ -44,7 +45,7 @@ class _Later:
         if self._numbers.is_cuda:
             pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
             self._numbers = pinned.copy_(self._numbers, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
+            self._event = current_stream().record_event()
 
     @property
     def is_known(self) -> bool:
@@ -111,21 +112,28 @@ class UniqueRows(Lookup):
     Attributes:
         places: The place of each id among the rows, in the shape of the ids.
         rows_N: The rows, and then some of them again.
+        padding: A row; once `rows` are known, its place among them, None if it is not there.
         number: Number of an announced page.
     """
 
     number = 0
 
-    def __init__(self, given: Ids, rows: int, device: torch.device):
+    def __init__(self, given: Ids, rows: int, device: torch.device, padding: int | None = None):
         self._given = given  # keeps its memory from becoming that of others
         self._name = _name_of(given)
+        self.padding = padding
         super().__init__(given, rows, device)
 
     def _found_later(self) -> _Later:
         place_N = self.is_new_N.cumsum(0)  # the first one is not marked
         self.places = torch.empty_like(place_N).scatter_(0, self.order_N, place_N).view(self.shape)
         self.rows_N = self.sorted_N.scatter(0, place_N, self.sorted_N)
-        return _Later(*self.bounds, place_N[-1]) if len(place_N) else _Later(*self.bounds)
+        if not len(place_N):
+            return _Later(*self.bounds)
+        numbers = [*self.bounds, place_N[-1]]
+        if self.padding is not None:
+            numbers.append(torch.where(self.sorted_N == self.padding, place_N, -1).max())
+        return _Later(*numbers)
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, unchanged."""
@@ -135,6 +143,8 @@ class UniqueRows(Lookup):
     def rows(self) -> Tensor:
         """The unique rows, sorted: int64 [U]; `IndexError` as in `check`."""
         last = self.check()
+        if self.padding is not None:
+            self.padding = last[1] if last and last[1] >= 0 else None
         return self.rows_N[: last[0] + 1] if last else self.rows_N
 
 
@@ -345,9 +355,6 @@ class Rows:
     def _empty_caches(self) -> None:
         for cache in self._caches:
             cache.flush()
-
-    def _lookup(self, ids: Ids) -> UniqueRows:
-        return UniqueRows(ids, len(self), self.device)
 
     def _check(self, found: Lookup, non_blocking: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""

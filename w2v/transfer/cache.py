@@ -297,6 +297,25 @@ class MappedCache(RowCache):
         return max(int(refused) for _, refused in self._planner.notices)
 
 
+class WholeTable(Engine):
+    """Cache with room for a whole table, which is copied when it is made."""
+
+    def __init__(self, table: Table, device: torch.device):
+        super().__init__([table])
+        view = View(table.records_VR.to(device, copy=True), None)
+        self._page = Page(view, view)
+
+    @property
+    def stats(self) -> TransferStats:
+        return TransferStats(rows_read=self._tables[0].rows)
+
+    def page(self) -> Page:
+        return self._page
+
+    def flush(self) -> None:
+        self._tables[0].records_VR.copy_(self._page.inputs.records_SR)
+
+
 class CachedLink(Link):
     """Link with a cache of one table's rows; a page is the rows of one call.
 
@@ -318,12 +337,15 @@ class CachedLink(Link):
         self._table = table
         self.slots = min(slots, table.rows)
         self._device = device
-        self._cache: RowCache | None = None
+        self._is_whole = self.slots == table.rows
+        self._cache: Engine | None = None
         self._past = TransferStats()  # of caches before this one
-        self._uses_V = torch.zeros(table.rows, dtype=torch.int32, device=device)
+        self._rows_used = 0
+        planned = 0 if self._is_whole else table.rows
+        self._uses_V = torch.zeros(planned, dtype=torch.int32, device=device)
         # The last announced page that has the row; pages are numbered from 1 on.
-        self._last_page_V = torch.zeros(table.rows, dtype=torch.int32, device=device)
-        self._marks_TV = torch.zeros(1, table.rows, dtype=torch.bool, device=device)
+        self._last_page_V = torch.zeros_like(self._uses_V)
+        self._marks_TV = torch.zeros(1, planned, dtype=torch.bool, device=device)
         self._announced = self._number = 0  # the last announced page, the last prefetched one
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
@@ -334,10 +356,13 @@ class CachedLink(Link):
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far."""
-        return TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
+        found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
+        return found._replace(rows_used=self._rows_used)
 
     def announce(self, rows_N: Tensor, number: int) -> None:
         """Evict the rows of a page to come last; rows may repeat."""
+        if self._is_whole:
+            return
         self._last_page_V.index_fill_(0, rows_N, number)
         self._announced = number
 
@@ -346,19 +371,22 @@ class CachedLink(Link):
         if rows_U is self._rows_U or rows_U is self._coming_U or len(rows_U) > self.slots:
             return
         self._plans += 1
-        if self._plans == self._next_order:
+        if self._plans == self._next_order and not self._is_whole:
             self._next_order += min(3 * self._plans, LONGEST_ORDER)
             self.flush()
             self._uses_V >>= 1  # so that rows of long ago do not stay for ever
         if self._cache is None:
             self._cache = self._new_cache()
+        self._coming_U = rows_U
+        self._rows_used += len(rows_U)
+        if self._is_whole:
+            return
         self._number = number or self._number
         is_ahead = self._announced > self._number
         soon_V = self._last_page_V > self._number if is_ahead else None
         self._uses_V.index_add_(0, rows_U, torch.ones_like(rows_U, dtype=torch.int32))
         self._marks_TV.zero_()[0].index_fill_(0, rows_U, True)
         self._cache.prefetch(self._marks_TV, soon_V)
-        self._coming_U = rows_U
 
     def hold(self, rows_U: Tensor) -> bool:
         """Make this the current page; return whether its rows have slots."""
@@ -402,7 +430,9 @@ class CachedLink(Link):
             self._past = self.stats
             self._cache = self._rows_U = self._coming_U = None
 
-    def _new_cache(self) -> RowCache:
+    def _new_cache(self) -> Engine:
+        if self._is_whole:
+            return WholeTable(self._table, self._device)
         uses_TV = self._uses_V[None] if self._plans > 1 else None
         if isinstance(self._link, MappedLink):
             return MappedCache([self._table], self.slots, self._device, uses_TV)

@@ -1,4 +1,4 @@
-"""The library beside what torch offers: steps of embeddings, rows of a store.
+"""Steps of paged embeddings and rows of a store, beside torch and CuPy.
 
     python tests/bench/library.py [--parts tables rows clicks]
 

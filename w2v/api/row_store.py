@@ -64,7 +64,7 @@ class Lookup:
         shape: Shape of the ids.
         sorted_N: The ids, sorted; those that are no rows are made rows.
         order_N: Where each sorted id stands among the ids; equal ids stay in order.
-        is_new_N: Whether a sorted id differs from the one before it.
+        bounds: The least and the greatest id, on the device.
 
     Raises:
         ValueError: Ids are not integers.
@@ -85,8 +85,6 @@ class Lookup:
             ids_N = ids_N.int()  # takes half as long to sort
         sorted_N, self.order_N = ids_N.sort(stable=True)
         self.sorted_N = sorted_N.long().clamp_(0, rows - 1)
-        self.is_new_N = torch.zeros_like(self.sorted_N, dtype=torch.bool)
-        torch.ne(self.sorted_N[1:], self.sorted_N[:-1], out=self.is_new_N[1:])
         self._found = self._found_later()
 
     def _found_later(self) -> _Later:
@@ -125,7 +123,9 @@ class UniqueRows(Lookup):
         super().__init__(given, rows, device)
 
     def _found_later(self) -> _Later:
-        place_N = self.is_new_N.cumsum(0)  # the first one is not marked
+        is_new_N = torch.zeros_like(self.sorted_N, dtype=torch.bool)
+        torch.ne(self.sorted_N[1:], self.sorted_N[:-1], out=is_new_N[1:])
+        place_N = is_new_N.cumsum(0)
         self.places = torch.empty_like(place_N).scatter_(0, self.order_N, place_N).view(self.shape)
         self.rows_N = self.sorted_N.scatter(0, place_N, self.sorted_N)
         if not len(place_N):
@@ -292,19 +292,19 @@ class Rows:
             self.version += 1
             values_ND = to_device(values, self.device).to(self.table.dtype)
             values_ND = values_ND.reshape(-1, self.table.dim)
-            is_last_N = torch.ones_like(found.is_new_N)
-            is_last_N[:-1] = found.is_new_N[1:]
-            if isinstance(self._link, MappedLink) and self._is_exact:
+            rows_N, order_N = found.sorted_N, found.order_N
+            rows_N[:-1].masked_fill_(rows_N[1:] == rows_N[:-1], -1)  # the last one counts
+            skips = isinstance(self._link, MappedLink) and self._is_exact
+            if skips and non_blocking:
+                low, high = found.bounds
+                rows_N.masked_fill_((low < 0) | (high >= len(self)), -1)
+            self._check(found, skips and non_blocking)
+            if skips:
                 padding = self._weights.records_VR.shape[1] - self.table.dim
                 values_NW = F.pad(values_ND, (0, padding)) if padding else values_ND.contiguous()
-                low, high = found.bounds
-                is_valid = (low >= 0) & (high < len(self))
-                rows_N = torch.where(is_last_N & is_valid, found.sorted_N, -1)
-                self._link.write(self._weights, rows_N, values_NW, found.order_N)
-                self._check(found, non_blocking)
+                self._link.write(self._weights, rows_N, values_NW, order_N)
                 return
-            found.check()
-            rows_U, order_U = found.sorted_N[is_last_N], found.order_N[is_last_N]
+            rows_U, order_U = rows_N[rows_N >= 0], order_N[rows_N >= 0]
             if self._is_exact:
                 self._link.write(self._weights, rows_U, values_ND, order_U)
                 return

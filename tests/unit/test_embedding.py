@@ -19,6 +19,7 @@ from tests.support.embeddings import (
     embedding,
     everywhere,
     optimizer_state,
+    places,
     train_step,
     trainable,
     weights,
@@ -565,3 +566,30 @@ def test_pages_of_a_loader_with_workers():
             train_step(table, optimizer, mine[1], mine[0])
             train_step(plain, plain_optimizer, theirs[1], theirs[0])
     assert torch.equal(weights(table), weights(plain))
+
+
+@places("cpu-cpu", "pinned-cuda", "cpu-cuda")
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead):
+    """Gradients are whole numbers, so that sums are exact."""
+    rows, steps = 5000, 100
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randint(-9, 9, (rows, DIM), generator=generator).float()
+    table = PagedEmbedding.from_pretrained(
+        start, freeze=False, storage=storage, device=device, gpu_bytes="8%"
+    )
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0)
+    batches = [
+        (torch.rand(150, generator=generator) ** 2 * rows).long() * 7 % rows for _ in range(steps)
+    ]
+    loader = [(ids,) for ids in batches]
+    for (ids,) in optimizer.pages(loader, 0, ahead) if ahead else loader:
+        if device == "cuda":
+            torch.cuda._sleep(int(torch.randint(200_000, (), generator=generator)))
+        table(ids).sum().backward()
+        optimizer.step()
+    for ids in batches:
+        start.index_add_(0, ids, torch.full((len(ids), DIM), -1.0))
+    assert torch.equal(weights(table), start)
+    stats = table.store.stats
+    assert stats.rows_used > stats.rows_read > stats.rows_written > rows // 12

@@ -32,7 +32,7 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 
 # Plans after which a `CachedLink` orders rows by use: first, and at most from one time to the next.
 FIRST_ORDER = 16
-LONGEST_ORDER = 4096
+LONGEST_ORDER = 8192
 
 
 class RowCache(Engine, ABC):
@@ -372,7 +372,7 @@ class CachedLink(Link):
             return
         self._plans += 1
         if self._plans == self._next_order and not self._is_whole:
-            self._next_order += min(3 * self._plans, LONGEST_ORDER)
+            self._next_order += min(7 * self._next_order, LONGEST_ORDER)
             self.flush()
             self._uses_V >>= 1  # so that rows of long ago do not stay for ever
         if self._cache is None:

@@ -135,7 +135,9 @@ class View(NamedTuple):
 
     def slots(self, rows_U: Tensor) -> Tensor:
         """Return the slot of each row: int64 [U]."""
-        return rows_U if self.slot_of_V is None else self.slot_of_V[rows_U].long()
+        if self.slot_of_V is None:
+            return rows_U
+        return self.slot_of_V.index_select(0, rows_U).long()
 
 
 class Page(NamedTuple):

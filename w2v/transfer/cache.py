@@ -345,7 +345,8 @@ class CachedLink(Link):
         self._uses_V = torch.zeros(planned, dtype=torch.int32, device=device)
         # The last announced page that has the row; pages are numbered from 1 on.
         self._last_page_V = torch.zeros_like(self._uses_V)
-        self._marks_TV = torch.zeros(1, planned, dtype=torch.bool, device=device)
+        self._marks_V = torch.zeros(planned, dtype=torch.bool, device=device)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._announced = self._number = 0  # the last announced page, the last prefetched one
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
@@ -384,9 +385,8 @@ class CachedLink(Link):
         self._number = number or self._number
         is_ahead = self._announced > self._number
         soon_V = self._last_page_V > self._number if is_ahead else None
-        self._uses_V.index_add_(0, rows_U, torch.ones_like(rows_U, dtype=torch.int32))
-        self._marks_TV.zero_()[0].index_fill_(0, rows_U, True)
-        self._cache.prefetch(self._marks_TV, soon_V)
+        self._uses_V.index_add_(0, rows_U, self._one.expand(len(rows_U)))
+        self._cache.prefetch(self._marks_V.zero_().index_fill_(0, rows_U, True)[None], soon_V)
 
     def hold(self, rows_U: Tensor) -> bool:
         """Make this the current page; return whether its rows have slots."""

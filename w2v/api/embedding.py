@@ -227,10 +227,6 @@ class PagedEmbedding(nn.Module):
         # Once it is open, no function for initial weights is left, which may not be picklable.
         return dict(vars(self), _store=self.store, _init=None, _waiting=None, _ahead=None)
 
-    def _look_up(self, ids: Ids) -> UniqueRows:
-        """Begin to look up the rows of ids."""
-        return UniqueRows(ids, len(self.store), self.device, self.padding_idx)
-
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
 
@@ -245,7 +241,7 @@ class PagedEmbedding(nn.Module):
         with store.lock, torch.no_grad():
             found = self._ahead
             if found is None or not found.is_of(ids):
-                found = self._look_up(ids)
+                found = store._look_up(ids, self.padding_idx)
             slots, rows_U = found.places, found.rows
             records_UR = store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
@@ -684,10 +680,10 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    found = [table._look_up(its_ids) for table, its_ids in zip(tables, ids, strict=True)]
-    for table, its in zip(tables, found, strict=True):
-        table.store._announce(its)
-    return found
+    return [
+        table.store._look_up(its_ids, table.padding_idx, is_ahead=True)
+        for table, its_ids in zip(tables, ids, strict=True)
+    ]
 
 
 def _share_cache(tables: list[PagedEmbedding]) -> None:

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from w2v.kernels.cuda_cache import RowFinder
 from w2v.model import table_file
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
-from w2v.transfer.cache import CachedLink
+from w2v.transfer.cache import CachedLink, RowUses
 from w2v.transfer.engine import TransferStats
 from w2v.transfer.links import Link, MappedLink, link_between
 from w2v.transfer.streams import current_stream
@@ -39,12 +40,11 @@ class _Columns(NamedTuple):
 class _Later:
     """Numbers on the compute device that the CPU reads when it needs them."""
 
-    def __init__(self, *numbers: Tensor):
-        self._numbers = torch.stack(numbers)
-        self._event = None
-        if self._numbers.is_cuda:
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
             pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-            self._numbers = pinned.copy_(self._numbers, non_blocking=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = current_stream().record_event()
 
     @property
@@ -57,7 +57,7 @@ class _Later:
         return self._numbers.tolist()
 
 
-class Lookup:
+class SortedIds:
     """Ids, sorted on the compute device, for which the CPU does not wait.
 
     Attributes:
@@ -65,75 +65,65 @@ class Lookup:
         sorted_N: The ids, sorted; those that are no rows are made rows.
         order_N: Where each sorted id stands among the ids; equal ids stay in order.
         bounds: The least and the greatest id, on the device.
-
-    Raises:
-        ValueError: Ids are not integers.
     """
 
-    @torch.inference_mode(False)  # what is looked up ahead serves training too
     def __init__(self, given: Ids, rows: int, device: torch.device):
-        ids = torch.as_tensor(given)
-        if not ids.numel():
-            ids = ids.to(device, torch.int64)  # an empty list has become float32
-        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
+        ids = _checked(given, device)
         self.shape = ids.shape
-        self._table_rows = rows
-        ids_N = to_device(ids, device).flatten().long()
+        self._rows = rows
+        ids_N = ids.flatten()
         self.bounds = torch.aminmax(ids_N) if len(ids_N) else ids_N.new_zeros(2).unbind()
         if rows < 2**31:
             ids_N = ids_N.int()  # takes half as long to sort
         sorted_N, self.order_N = ids_N.sort(stable=True)
         self.sorted_N = sorted_N.long().clamp_(0, rows - 1)
-        self._found = self._found_later()
-
-    def _found_later(self) -> _Later:
-        return _Later(*self.bounds)
+        self._found = _Later(torch.stack(self.bounds))
 
     @property
     def is_known(self) -> bool:
         """Whether `check` need not wait."""
         return self._found.is_known
 
-    def check(self) -> list[int]:
+    def check(self) -> None:
         """Raise `IndexError` if an id is not a row."""
-        first, last, *others = self._found.read()
-        if first < 0 or last >= self._table_rows:
-            wrong = first if first < 0 else last
-            raise IndexError(f"id {wrong} is not a row; rows are 0 to {self._table_rows - 1}")
-        return others
+        first, last = self._found.read()
+        _check_bounds(first, last, self._rows)
 
 
-class UniqueRows(Lookup):
-    """The unique rows of ids.
+class UniqueRows:
+    """The unique rows of ids, for which the CPU waits when it asks for them.
 
     Attributes:
         places: The place of each id among the rows, in the shape of the ids.
-        rows_N: The rows, and then some of them again.
-        padding: A row; once `rows` are known, its place among them, None if it is not there.
-        number: Number of an announced page.
+        number: Number of the page, 0 for ids that were not announced.
     """
 
-    number = 0
-
-    def __init__(self, given: Ids, rows: int, device: torch.device, padding: int | None = None):
+    def __init__(self, store: Rows, given: Ids, padding: int | None = None, number: int = 0):
         self._given = given  # keeps its memory from becoming that of others
         self._name = _name_of(given)
-        self.padding = padding
-        super().__init__(given, rows, device)
-
-    def _found_later(self) -> _Later:
-        is_new_N = torch.zeros_like(self.sorted_N, dtype=torch.bool)
-        torch.ne(self.sorted_N[1:], self.sorted_N[:-1], out=is_new_N[1:])
-        place_N = is_new_N.cumsum(0)
-        self.places = torch.empty_like(place_N).scatter_(0, self.order_N, place_N).view(self.shape)
-        self.rows_N = self.sorted_N.scatter(0, place_N, self.sorted_N)
-        if not len(place_N):
-            return _Later(*self.bounds)
-        numbers = [*self.bounds, place_N[-1]]
-        if self.padding is not None:
-            numbers.append(torch.where(self.sorted_N == self.padding, place_N, -1).max())
-        return _Later(*numbers)
+        self._table_rows = len(store)
+        self.number = number
+        ids = _checked(given, store.device)
+        ids_N = ids.flatten()
+        uses = store.uses
+        if not len(ids_N):
+            places_N = self._rows_N = ids_N
+            found = torch.zeros(4, dtype=torch.int64)
+        elif ids.is_cuda:
+            counted = uses.count_V, uses.page_of_V if number else None, number
+            places_N, self._rows_N, found = store.finder.find(ids_N, padding, *counted)
+        else:
+            self._rows_N, places_N = torch.unique(ids_N, return_inverse=True)
+            first, last = int(self._rows_N[0]), int(self._rows_N[-1])
+            place = torch.nonzero(self._rows_N == (-1 if padding is None else padding))
+            numbers = [len(self._rows_N), min(0, first), last, int(place) + 1 if len(place) else 0]
+            found = torch.tensor(numbers)
+            if first >= 0 and last < len(store):
+                uses.note(self._rows_N, number)
+        if number:
+            uses.announced = number
+        self.places = places_N.view(ids.shape)
+        self._found = _Later(found)
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, unchanged."""
@@ -141,11 +131,36 @@ class UniqueRows(Lookup):
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """The unique rows, sorted: int64 [U]; `IndexError` as in `check`."""
-        last = self.check()
-        if self.padding is not None:
-            self.padding = last[1] if last and last[1] >= 0 else None
-        return self.rows_N[: last[0] + 1] if last else self.rows_N
+        """The unique rows, sorted: int64 [U].
+
+        Raises:
+            IndexError: An id is not a row.
+        """
+        count, first, last, self._padding = self._found.read()
+        _check_bounds(first, last, self._table_rows)
+        return self._rows_N[:count]
+
+    @property
+    def padding(self) -> int | None:
+        """The place of the padding row among the rows, if it is there."""
+        return self._padding - 1 if len(self.rows) and self._padding else None
+
+
+def _checked(given: Ids, device: torch.device) -> Tensor:
+    """Return ids, int64 on the device; raise `ValueError` for other values."""
+    ids = torch.as_tensor(given)
+    if not ids.numel():
+        ids = ids.to(device, torch.int64)  # an empty list has become float32
+    if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
+        raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
+    return to_device(ids, device).long()
+
+
+def _check_bounds(first: int, last: int, rows: int) -> None:
+    """Raise `IndexError` unless both are rows of the table."""
+    if first < 0 or last >= rows:
+        wrong = first if first < 0 else last
+        raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
 
 
 class Rows:
@@ -164,17 +179,20 @@ class Rows:
         self.lock = threading.RLock()
         self.version = 0
         self.cache_bytes = cache_bytes
-        self._unchecked: deque[Lookup] = deque()
-        self._announced = 0
+        self._unchecked: deque[SortedIds] = deque()
         self._replace_table(table)
 
     def _replace_table(self, table: Table) -> None:
         """Read and write another table from now on."""
         self.table = table
         # The records of a split table are those of both its tables, joined.
-        self._parts = [(part, self._link_to(part)) for part in self._tables()]
+        slots = self.cache_bytes * len(self) // max(1, self.paged_bytes)
+        is_planned = 0 < slots < len(self)
+        self.uses = RowUses(len(self) if is_planned else 0, self.device)
+        self._parts = [(part, self._link_to(part, slots)) for part in self._tables()]
         self._caches = [link for _, link in self._parts if isinstance(link, CachedLink)]
         self.version += 1
+        vars(self).pop("finder", None)
         # What `get` and `put` move: the weights, as the GPU can move units of 16 bytes alone.
         self._link = link_between(table, self.device)
         unit = 16 // table.dtype.itemsize if isinstance(self._link, MappedLink) else 1
@@ -183,13 +201,17 @@ class Rows:
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
         self._is_exact = width == table.dim or not has_states
 
-    def _link_to(self, part: Table) -> Link:
-        """Return the link of a table, with its share of the cache."""
+    def _link_to(self, part: Table, slots: int) -> Link:
+        """Return the link of a table, with a cache of so many rows."""
         link = link_between(part, self.device)
-        if not self.cache_bytes or part.storage == "cuda":
+        if not slots or part.storage == "cuda":
             return link
-        slots = self.cache_bytes * len(self) // max(1, self.paged_bytes)
-        return CachedLink(link, part, slots, self.device)
+        return CachedLink(link, part, slots, self.device, self.uses)
+
+    @functools.cached_property
+    def finder(self) -> RowFinder:
+        """Finds unique rows on a GPU."""
+        return RowFinder(len(self), self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -264,7 +286,7 @@ class Rows:
         see whether all ids are rows: the `IndexError` comes at a later call.
         """
         with self.lock:
-            found = Lookup(ids, len(self), self.device)
+            found = SortedIds(ids, len(self), self.device)
             self._empty_caches()
             shape = len(found.sorted_N), self._weights.records_VR.shape[1]
             rows_NW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
@@ -284,7 +306,7 @@ class Rows:
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
-            found = Lookup(ids, len(self), self.device)
+            found = SortedIds(ids, len(self), self.device)
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -356,7 +378,7 @@ class Rows:
         for cache in self._caches:
             cache.flush()
 
-    def _check(self, found: Lookup, non_blocking: bool) -> None:
+    def _check(self, found: SortedIds, non_blocking: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
         self._unchecked.append(found)
         while self._unchecked and (not non_blocking or self._unchecked[0].is_known):
@@ -364,13 +386,11 @@ class Rows:
 
     # What is made here serves training too.
     @torch.inference_mode(False)
-    def _announce(self, found: UniqueRows) -> None:
-        """Evict the rows of a coming page to come last."""
+    def _look_up(self, ids: Ids, padding: int | None, is_ahead: bool = False) -> UniqueRows:
+        """Begin to find the rows of ids; those of coming pages are evicted last."""
         with self.lock:
-            self._announced += 1
-            found.number = self._announced
-            for cache in self._caches:
-                cache.announce(found.rows_N, found.number)
+            number = self.uses.announced + 1 if is_ahead else 0
+            return UniqueRows(self, ids, padding, number)
 
     @torch.inference_mode(False)
     def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.kernels.launch import THREADS, launch
+from w2v.kernels.launch import THREADS, blocks_for, launch
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
@@ -92,6 +92,59 @@ class MovePlanner:
         launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *room, *found)
         slots = self._order_N, self._slot_of_TV
         launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists)
+
+
+class RowFinder:
+    """Finds the unique rows of ids, without sorting; for one stream at a time.
+
+    Args:
+        rows: Rows of the table.
+        device: The GPU.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self._rows = rows
+        self._warps = -(-rows // WARP_ROWS)
+        words = self._warps * WARP_ROWS // 32
+        self._state = torch.empty(8 + words, dtype=torch.int32, device=device)
+        self._found, self._words = self._state[:8].view(torch.int64), self._state[8:]
+        self._before = torch.empty_like(self._words)
+        self._counts = torch.empty(self._warps + 1, dtype=torch.int32, device=device)
+        self._done = torch.zeros((), dtype=torch.int32, device=device)
+
+    def find(
+        self,
+        ids_N: Tensor,
+        padding: int | None,
+        uses_V: Tensor | None,
+        page_of_V: Tensor | None,
+        page: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Find the rows of ids, int64 on the GPU.
+
+        Args:
+            ids_N: The ids.
+            padding: A row whose place is wanted.
+            uses_V: Counts the look-ups of each row, int32.
+            page_of_V: Becomes `page` for these rows, int32.
+            page: Number of a page.
+
+        Returns:
+            The place of each id among the rows; the rows, sorted, in a buffer as long as the ids;
+            and numbers that the next call overwrites: how many rows, the least and the greatest id
+            that is no row (0: none), and 1 + the place of `padding` (0: it is not there).
+        """
+        places_N, rows_N = torch.empty_like(ids_N), torch.empty_like(ids_N)
+        self._state.zero_()
+        ids = ids_N, ids_N.shape[0], self._rows, self._words
+        blocks, warps = blocks_for(ids_N.shape[0]), -(-32 * self._warps // THREADS)
+        listed = self._words, self._counts, self._warps
+        launch("cache.cu", "mark_ids", {}, blocks, *ids, self._found)
+        launch("cache.cu", "count_ids", {}, warps, *listed, self._done, self._found)
+        uses = uses_V, page_of_V, page, -1 if padding is None else padding, self._found
+        launch("cache.cu", "list_ids", {}, warps, *listed, self._before, rows_N, *uses)
+        launch("cache.cu", "place_ids", {}, blocks, *ids, self._before, places_N)
+        return places_N, rows_N, self._found
 
 
 def exchange_records(

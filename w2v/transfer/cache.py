@@ -316,6 +316,27 @@ class WholeTable(Engine):
         self._tables[0].records_VR.copy_(self._page.inputs.records_SR)
 
 
+class RowUses:
+    """How often each row was looked up, and the last page that is known to have it.
+
+    Pages are numbered from 1 on.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.is_empty = not rows
+        counts = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        self.count_V, self.page_of_V = (None, None) if self.is_empty else counts.unbind()
+        self.announced = 0  # the last page
+
+    def note(self, rows_U: Tensor, page: int) -> None:
+        """Count a look-up of these rows, for a page if it is not 0."""
+        if self.is_empty:
+            return
+        self.count_V.index_add_(0, rows_U, torch.ones_like(rows_U, dtype=torch.int32))
+        if page:
+            self.page_of_V.index_fill_(0, rows_U, page)
+
+
 class CachedLink(Link):
     """Link with a cache of one table's rows; a page is the rows of one call.
 
@@ -330,9 +351,10 @@ class CachedLink(Link):
         table: The table.
         slots: Rows that the cache holds, its capacity.
         device: The compute device.
+        uses: Uses of the rows, which the caller counts.
     """
 
-    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
+    def __init__(self, link: Link, table: Table, slots: int, device: torch.device, uses: RowUses):
         self._link = link
         self._table = table
         self.slots = min(slots, table.rows)
@@ -341,13 +363,10 @@ class CachedLink(Link):
         self._cache: Engine | None = None
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
+        self._uses = uses
         planned = 0 if self._is_whole else table.rows
-        self._uses_V = torch.zeros(planned, dtype=torch.int32, device=device)
-        # The last announced page that has the row; pages are numbered from 1 on.
-        self._last_page_V = torch.zeros_like(self._uses_V)
         self._marks_V = torch.zeros(planned, dtype=torch.bool, device=device)
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._announced = self._number = 0  # the last announced page, the last prefetched one
+        self._number = 0  # of the last page that was prefetched
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
         self._rows_U: Tensor | None = None  # of the current page
@@ -360,13 +379,6 @@ class CachedLink(Link):
         found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
         return found._replace(rows_used=self._rows_used)
 
-    def announce(self, rows_N: Tensor, number: int) -> None:
-        """Evict the rows of a page to come last; rows may repeat."""
-        if self._is_whole:
-            return
-        self._last_page_V.index_fill_(0, rows_N, number)
-        self._announced = number
-
     def prefetch(self, rows_U: Tensor, number: int = 0) -> None:
         """Begin to bring a page; the current one stays until it is held."""
         if rows_U is self._rows_U or rows_U is self._coming_U or len(rows_U) > self.slots:
@@ -375,7 +387,7 @@ class CachedLink(Link):
         if self._plans == self._next_order and not self._is_whole:
             self._next_order += min(7 * self._next_order, LONGEST_ORDER)
             self.flush()
-            self._uses_V >>= 1  # so that rows of long ago do not stay for ever
+            self._uses.count_V.copy_(self._uses.count_V >> 1)  # the past counts for less
         if self._cache is None:
             self._cache = self._new_cache()
         self._coming_U = rows_U
@@ -383,9 +395,8 @@ class CachedLink(Link):
         if self._is_whole:
             return
         self._number = number or self._number
-        is_ahead = self._announced > self._number
-        soon_V = self._last_page_V > self._number if is_ahead else None
-        self._uses_V.index_add_(0, rows_U, self._one.expand(len(rows_U)))
+        is_ahead = self._uses.announced > self._number
+        soon_V = self._uses.page_of_V > self._number if is_ahead else None
         self._cache.prefetch(self._marks_V.zero_().index_fill_(0, rows_U, True)[None], soon_V)
 
     def hold(self, rows_U: Tensor) -> bool:
@@ -433,7 +444,7 @@ class CachedLink(Link):
     def _new_cache(self) -> Engine:
         if self._is_whole:
             return WholeTable(self._table, self._device)
-        uses_TV = self._uses_V[None] if self._plans > 1 else None
+        uses_TV = self._uses.count_V[None] if self._plans > 1 else None
         if isinstance(self._link, MappedLink):
             return MappedCache([self._table], self.slots, self._device, uses_TV)
         return TorchCache(self._link, [self._table], self.slots, self._device, uses_TV)

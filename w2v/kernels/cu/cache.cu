@@ -202,3 +202,74 @@ extern "C" __global__ void list(
         });
     if (changed) cached[word] ^= changed;
 }
+
+struct Found {  // of some ids
+    long long unique;            // rows
+    long long least, greatest;   // id that is no row; 0 if there is none
+    long long padding;           // 1 + the place of the padding row among the unique ones, or 0
+};
+
+// The unique rows of ids, sorted, and the place of each id among them, by four kernels. A row has
+// one bit, in words that are 0 before, as is *found.
+
+// Set the bits of the rows.
+extern "C" __global__ void mark_ids(
+    const long long* ids, long long count, long long rows, unsigned* words, Found* found) {
+    each_thread(count, [&](long long i) {
+        const long long id = ids[i];
+        if (id < 0) atomicMin(&found->least, id);
+        if (id >= rows) atomicMax(&found->greatest, id);
+        if (id < 0 || id >= rows) return;
+        const unsigned bit = 1u << id % 32;
+        if (!(words[id / 32] & bit)) atomicOr(words + id / 32, bit);
+    });
+}
+
+// Count the rows: prefix sums over stretches. done: as in `survey`.
+extern "C" __global__ void count_ids(
+    const unsigned* words, int* counts, int stretches, unsigned* done, Found* found) {
+    if (warp_id() < stretches) {
+        const int count = __reduce_add_sync(ALL, __popc(words[32 * warp_id() + lane_id()]));
+        if (lane_id() == 0) counts[warp_id()] = count;
+    }
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const int all = exclusive_sums(counts, stretches);
+    if (threadIdx.x) return;
+    found->unique = all;
+    *done = 0;
+}
+
+// List the rows. before: number of rows before each word. uses: how often a row was looked up;
+// page_of: the last page that has it, `page`; both may be null. padding: a row, or -1.
+extern "C" __global__ void list_ids(
+    const unsigned* words, const int* counts, int stretches, int* before, long long* unique,
+    int* uses, int* page_of, int page, long long padding, Found* found) {
+    if (warp_id() >= stretches) return;
+    const long long word = 32 * warp_id() + lane_id();
+    const unsigned bits = words[word];
+    before[word] = counts[warp_id()] + prefix_sum(__popc(bits)) - __popc(bits);
+    each_bit(bits, word, counts[warp_id()], [&](int n, long long row) {
+        unique[n] = row;
+        if (uses) uses[row]++;
+        if (page_of) page_of[row] = page;
+        if (row == padding) found->padding = n + 1;
+    });
+}
+
+// Find the place of each id among the rows; 0 for one that is no row.
+extern "C" __global__ void place_ids(
+    const long long* ids, long long count, long long rows, const unsigned* words,
+    const int* before, long long* places) {
+    each_thread(count, [&](long long i) {
+        const long long id = ids[i];
+        const bool is_row = id >= 0 && id < rows;
+        const unsigned below = (1u << id % 32) - 1;
+        places[i] = is_row ? before[id / 32] + __popc(words[id / 32] & below) : 0;
+    });
+}

@@ -90,12 +90,14 @@ def tables(rows: int, batch: int, steps: int, skew: float, found: Results) -> No
     ]
     about = f"2 x {rows} x {DIM}, {batch} ids"
 
-    def paged(storage: str, gpu_bytes: str | int, ahead: int) -> tuple[Any, Step, Any]:
+    def paged(
+        storage: str, gpu_bytes: str | int, ahead: int, fused: bool = False
+    ) -> tuple[Any, Step, Any]:
         users, items = (
             PagedEmbedding(rows, DIM, storage=storage, gpu_bytes=gpu_bytes, seed=seed)
             for seed in range(2)
         )
-        optimizer = PagedOptimizer([users, items], "Adam", lr=0.1)
+        optimizer = PagedOptimizer([users, items], "Adam", lr=0.1, fused=fused)
 
         def step(pair: Pair) -> None:
             optimizer.zero_grad()
@@ -127,6 +129,9 @@ def tables(rows: int, batch: int, steps: int, skew: float, found: Results) -> No
         "in CPU memory": lambda: paged("pinned", 0, 0),
         "in CPU memory, room for 10 %": lambda: paged("pinned", "10%", 0),
         "in CPU memory, room for 10 %, pages": lambda: paged("pinned", "10%", 2),
+        "on the GPU, pages, fused": lambda: paged("cuda", 0, 2, fused=True),
+        "in CPU memory, pages, fused": lambda: paged("pinned", 0, 2, fused=True),
+        "in CPU memory, room for 10 %, pages, fused": lambda: paged("pinned", "10%", 2, fused=True),
         "torch on the GPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cuda"),
         "torch on the GPU, fused Adam": lambda: dense(torch.optim.Adam, "cuda", fused=True),
         "torch on the CPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cpu"),
@@ -175,7 +180,7 @@ def clicks(scale: float, batch: int, steps: int, found: Results) -> None:
 
     def train(storage: str, gpu_bytes: str | int) -> tuple[Any, Step, Any]:
         model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
-        paged = PagedOptimizer(model, "Adagrad", lr=0.1)
+        paged = PagedOptimizer(model, "Adagrad", lr=0.1, fused=True)
         dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
 
         def step(sample: tuple) -> None:

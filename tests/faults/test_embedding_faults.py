@@ -374,6 +374,14 @@ def test_what_is_no_table_is_refused(tmp_path):
         PagedOptimizer([{"params": table}, {"params": nn.Sequential(table)}], "SGD", lr=0.1)
 
 
+@pytest.mark.parametrize(
+    "name, words", [("Adam", "device='cpu' .*; leave it out"), ("NAdam", "no kernel for this")]
+)
+def test_fused_steps_that_do_not_exist_are_refused(tmp_path, name, words):
+    with pytest.raises(ValueError, match=f"fused=True .*{words}"):
+        PagedOptimizer(embedding(tmp_path), name, lr=0.1, fused=True)
+
+
 @pytest.mark.parametrize("settings", [{"init": normal(DIM + 1, 1.0, 1)}, {"device": "gpu"}])
 def test_a_table_that_fails_leaves_no_file(tmp_path, settings):
     with pytest.raises(ValueError):

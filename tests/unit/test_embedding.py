@@ -25,6 +25,7 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.api.row_store import RowStore
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
 
@@ -409,12 +410,12 @@ def test_modules_move_between_devices(tmp_path, storage):
 MANY = 60  # rows of tables whose caches are too small for them
 
 
-def two_tables(gpu_bytes, device="cpu", name="Adam", **settings):
+def two_tables(gpu_bytes, device="cpu", name="Adam", fused=False, step="table", **settings):
     """Return two tables, one of bags, and their optimizer."""
     storage = "pinned" if device == "cuda" else "cpu"
     sizes = {"storage": storage, "device": device, "gpu_bytes": gpu_bytes, "seed": 1} | settings
     tables = PagedEmbedding(MANY, DIM, **sizes), PagedEmbeddingBag(2 * MANY, DIM, **sizes)
-    return tables, PagedOptimizer(tables, name, lr=0.1)
+    return tables, PagedOptimizer(tables, name, lr=0.1, fused=fused, step=step)
 
 
 def skewed(steps, batch=8, seed=5):
@@ -568,9 +569,59 @@ def test_pages_of_a_loader_with_workers():
     assert torch.equal(weights(table), weights(plain))
 
 
+FUSED_SETTINGS = [
+    *({"name": name} for name in ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax")),
+    {"step": "row"},
+    {"max_norm": 1.0},
+    {"padding_idx": 3},
+    {"scale_grad_by_freq": True},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", FUSED_SETTINGS, ids=str)
+@pytest.mark.parametrize("storage, share", [("cuda", 0), ("pinned", 0), ("pinned", "25%")])
+def test_fused_steps_are_those_of_torch_but_for_rounding(storage, share, settings):
+    runs = [two_tables(share, "cuda", storage=storage, **settings) for _ in range(2)]
+    runs[1] = two_tables(share, "cuda", storage=storage, fused=True, **settings)
+    for tables, optimizer in runs:
+        train_both(tables, optimizer, optimizer.pages(skewed(30), KEYS))
+        train_both(tables, optimizer, skewed(10), between=other_uses)
+    for found, expected in zip(*(all_records(tables) for tables, _ in runs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_steps_of_16_bit_tables_learn(dtype):
+    (table, _), optimizer = two_tables("25%", "cuda", "Adamax", fused=True, dtype=dtype)
+    target = torch.randn(12, DIM, device="cuda")
+    for _ in range(200):
+        ((table(range(12)) - target) ** 2).sum().backward()
+        optimizer.step()
+    assert (weights(table)[:12].float() - target.cpu()).abs().max() < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, count", [(1, 5), (900, 3000), (1025, 1), (3_000_000, 70_000)])
+def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
+    store = RowStore(rows, 4, storage="cuda")
+    for padding in (None, 0, rows - 1):
+        ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
+        found = store._look_up(ids, padding)
+        expected, places = torch.unique(ids, return_inverse=True)
+        assert torch.equal(found.rows, expected) and torch.equal(found.places, places)
+        place = torch.nonzero(expected == padding) if padding is not None else []
+        assert found.padding == (int(place) if len(place) else None)
+    for wrong in (-1, rows, 2**40, -(2**40)):
+        with pytest.raises(IndexError, match=f"id {wrong} is not a row"):
+            len(store._look_up(torch.tensor([0, wrong], device="cuda"), None).rows)
+
+
 @places("cpu-cpu", "pinned-cuda", "cpu-cuda")
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead):
+@pytest.mark.parametrize("fused", [False, True])
+def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, fused):
     """Gradients are whole numbers, so that sums are exact."""
     rows, steps = 5000, 100
     generator = torch.Generator().manual_seed(2)
@@ -578,7 +629,7 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead):
     table = PagedEmbedding.from_pretrained(
         start, freeze=False, storage=storage, device=device, gpu_bytes="8%"
     )
-    optimizer = PagedOptimizer(table, "SGD", lr=1.0)
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=fused and device == "cuda")
     batches = [
         (torch.rand(150, generator=generator) ** 2 * rows).long() * 7 % rows for _ in range(steps)
     ]

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from w2v.api.row_store import Ids, Rows, UniqueRows, open_device
 from w2v.config import OptimizerConfig, TransferConfig
+from w2v.kernels import cuda
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
 
@@ -135,6 +136,8 @@ class PagedEmbedding(nn.Module):
         self.path = path
         self.state_storage = state_storage
         self.trainable = True
+        self._fused = False
+        self._stepped_by: RowOptimizer | None = None  # the one whose state was checked
         self._seed = int(torch.randint(1 << 62, ())) if seed is None else operator.index(seed)
         self._init = init if init is None or callable(init) else _copy_of(init, self)
         self._zero_padding = self.padding_idx is not None and (init is None or callable(init))
@@ -178,8 +181,12 @@ class PagedEmbedding(nn.Module):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        weight_UD, slots, padding = self._fetch(ids)
-        return F.embedding(slots, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        weight_UD, places, padding, page = self._fetch(ids)
+        if self._trains and self._fused and not self.scale_grad_by_freq:
+            collect = partial(self._add_grad, page)
+            return _SummedEmbedding.apply(self._parameter, weight_UD, places, padding, collect)
+        weight_UD = self._with_grad(weight_UD, page)
+        return F.embedding(places, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
     def grow(self, num_embeddings: int, init: Init | None = None) -> None:
         """Append rows; the others keep weight and optimizer state.
@@ -225,25 +232,30 @@ class PagedEmbedding(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        return dict(vars(self), _store=self.store, _init=None, _waiting=None, _ahead=None)
+        gone = dict.fromkeys(("_init", "_waiting", "_ahead", "_stepped_by"))
+        return dict(vars(self), _store=self.store, **gone)
 
-    def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
+    @property
+    def _trains(self) -> bool:
+        return self.trainable and torch.is_grad_enabled()
+
+    def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None, _Page]:
         """Fetch the rows of ids.
 
         Returns:
-            Their weights [U, D], which send their gradient to `_collect`; the place of each id in
-            them; and the place of the padding row, None where no id is padding.
+            Their weights [U, D]; the place of each id in them; the place of the padding row, None
+            where no id is padding; and the page.
         """
-        trains = self.trainable and torch.is_grad_enabled()
-        if trains:
+        if self._trains:
             _refuse_ranks()
         store = self.store
         with store.lock, torch.no_grad():
             found = self._ahead
             if found is None or not found.is_of(ids):
                 found = store._look_up(ids, self.padding_idx)
-            slots, rows_U = found.places, found.rows
-            records_UR = store._read(rows_U)
+            rows_U = found.rows
+            in_place = self._fused and self.max_norm is None
+            records_UR = store._read_weights(rows_U) if in_place else store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]
             if self.max_norm is not None:
                 # As in nn.Embedding, which changes its weights in the forward pass too. On a GPU,
@@ -254,18 +266,27 @@ class PagedEmbedding(nn.Module):
                     torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                     weight_UD.copy_(whole_UD)
                 store._write(rows_U, records_UR)
-            page = _Page(rows_U, records_UR, store.version)
-        if trains:
-            weight_UD = nn.Parameter(weight_UD)
-            # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-            weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
-        return weight_UD, slots, found.padding
+            page = _Page(rows_U, weight_UD if self._fused else records_UR, store.version)
+        return weight_UD, found.places, found.padding, page
 
-    @torch.no_grad()
+    def _with_grad(self, weight_UD: Tensor, page: _Page) -> Tensor:
+        """Return the weights of a page, which send their gradient to it."""
+        if not self._trains:
+            return weight_UD
+        weight_UD = nn.Parameter(weight_UD)
+        # The graph keeps the page; without a backward pass it goes, and nothing has changed.
+        weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
+        return weight_UD
+
     def _collect(self, page: _Page, weight_UD: Tensor) -> None:
-        """Add the gradient of a page to those that wait for the step."""
+        """Take the gradient from the weights of a page."""
         grad_UD = weight_UD.grad.detach()
         weight_UD.grad = None
+        self._add_grad(page, grad_UD)
+
+    @torch.no_grad()
+    def _add_grad(self, page: _Page, grad_UD: Tensor) -> None:
+        """Add the gradient of a page to those that wait for the step."""
         with self.store.lock:
             if self._parameter.grad is not None:
                 # A row of several pages has one gradient, their sum, as it is stepped once.
@@ -292,7 +313,8 @@ class PagedEmbedding(nn.Module):
     def _refreshed(self, page: _Page) -> _Page:
         """Read the rows again if the table has changed since."""
         if page.version != self.store.version:
-            page.records = self.store._read(page.rows)
+            read = self.store._read_weights if self._fused else self.store._read
+            page.records = read(page.rows)
             page.version = self.store.version
         return page
 
@@ -301,6 +323,11 @@ class PagedEmbedding(nn.Module):
         """Step the rows that have gradients, and write them back."""
         with self.store.lock:
             if (grad_UD := self._parameter.grad) is None:
+                return
+            if self._fused:
+                rows_U = self._waiting.rows
+                self.store._step_fused(optimizer, rows_U, grad_UD, lr)
+                self._expose(_Page(rows_U[:0], self._waiting.records[:0], -1), None)
                 return
             page = self._refreshed(self._waiting)
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
@@ -321,8 +348,9 @@ class PagedEmbedding(nn.Module):
         self._store, self._layout, self._init = store, layout, None
         _share_cache([self])
 
-    def _attach(self, optimizer: RowOptimizer) -> None:
+    def _attach(self, optimizer: RowOptimizer, fused: bool) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
+        self._fused, self._stepped_by = fused, None
         layout = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
         had, has = _names(self._layout), _names(layout)
         if self._store is None:
@@ -360,10 +388,20 @@ class PagedEmbedding(nn.Module):
 
     def _check(self, optimizer: RowOptimizer) -> None:
         """Raise `ValueError` unless the table has the state of the optimizer."""
+        if self._stepped_by is optimizer:
+            return
+        if self._fused and not optimizer.formula:
+            raise ValueError("fused=True has no kernel for this optimizer; leave it out")
+        if self._fused and (self.device.type, self.state_storage) != ("cuda", None):
+            where = f"device={str(self.device)!r} and state_storage={self.state_storage}"
+            raise ValueError(f"fused=True cannot step a table with {where}; leave it out")
+        if self._fused and self.dtype == torch.float64:
+            raise ValueError("fused=True cannot step float64; leave it out")
         needed = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
         if (wanted := _names(needed)) != (found := _names(self._layout)):
             reason = f"a step now needs the state {wanted}, but the table has {found}"
             raise ValueError(f"{reason}; make a new PagedOptimizer")
+        self._stepped_by = optimizer
 
     def _state(self) -> dict[str, Tensor]:
         """Return views of the optimizer state, by their names in torch."""
@@ -381,6 +419,7 @@ class PagedEmbedding(nn.Module):
             if self._parameter.grad is not None:
                 raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
             self.device = open_device(empty.device, self.storage)
+            self._stepped_by = None
             self._parameter.data = empty
             if self._store is not None:
                 self._store.flush()
@@ -411,6 +450,32 @@ class PagedEmbedding(nn.Module):
             )
         else:
             self.weight.copy_(state_dict[key].detach())
+
+
+class _SummedEmbedding(torch.autograd.Function):
+    """Look up vectors; the sums of their gradients go to `collect`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parameter: Tensor,
+        weight_UD: Tensor,
+        places: Tensor,
+        padding: int | None,
+        collect: Callable[[Tensor], None],
+    ) -> Tensor:
+        """Return the vectors; `parameter` is there to be trained."""
+        ctx.rows, ctx.places, ctx.padding, ctx.collect = len(weight_UD), places, padding, collect
+        return F.embedding(places, weight_UD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        grad_ND = grads[0].reshape(-1, grads[0].shape[-1]).float().contiguous()
+        sum_UD = cuda.sum_gradients(grad_ND, ctx.places.flatten(), ctx.rows)
+        if ctx.padding is not None:
+            sum_UD[ctx.padding] = 0
+        ctx.collect(sum_UD)
+        return (None,) * 5
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -464,13 +529,14 @@ class PagedEmbeddingBag(PagedEmbedding):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        weight_UD, slots, padding = self._fetch(ids)
+        weight_UD, places, padding, page = self._fetch(ids)
+        weight_UD = self._with_grad(weight_UD, page)
         if offsets is not None:
-            offsets = offsets.to(slots)
+            offsets = offsets.to(places)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(weight_UD)
         return F.embedding_bag(
-            slots,
+            places,
             weight_UD.contiguous(),  # the kernels of bags do not take the stride of records
             offsets,
             scale_grad_by_freq=self.scale_grad_by_freq,
@@ -495,6 +561,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim.
         lr: Learning rate. Sparse rows need 10 to 200 times torch's defaults.
         step: Whether bias correction counts the steps of the "table" or of each "row".
+        fused: Add gradients and step rows by kernels of this library, on a GPU: several times
+            faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
+            row whose step is not finite keeps its values.
         **args: Other arguments of the optimizer, such as betas.
     """
 
@@ -505,10 +574,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         *,
         lr: float,
         step: Literal["table", "row"] = "table",
+        fused: bool = False,
         **args: Any,
     ):
         if step not in ("table", "row"):
             raise ValueError(f"step={step!r} is unknown; choose 'table' or 'row'")
+        self._fused = fused
         self._name = optimizer_name(optimizer)
         self._counts = step
         self._tables: dict[nn.Parameter, PagedEmbedding] = {}
@@ -535,7 +606,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
         for table in tables:
-            table._attach(optimizer)
+            table._attach(optimizer, self._fused)
+            table._check(optimizer)
         super().add_param_group(dict(param_group, params=parameters))
         self._tables.update(zip(parameters, tables, strict=True))
         _share_cache(list(self._tables.values()))
@@ -656,7 +728,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold."""
-        own = {"_name": self._name, "_counts": self._counts, "_tables": self._tables}
+        names = "_name", "_counts", "_fused", "_tables"
+        own = {name: getattr(self, name) for name in names}
         return super().__getstate__() | own | {"_row_optimizers": {}}
 
     def _row_optimizer(self, number: int, group: dict[str, Any]) -> RowOptimizer:

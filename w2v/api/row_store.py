@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from w2v.kernels import cuda
 from w2v.kernels.cuda_cache import RowFinder
 from w2v.model import table_file
+from w2v.model.optim import RowOptimizer
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
 from w2v.transfer.cache import CachedLink, RowUses
@@ -413,6 +415,38 @@ class Rows:
             parts.append(part.decode(stored_UR))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def _in_place(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return records on the compute device and slots, if rows have any."""
+        (part, link), *others = self._parts
+        if isinstance(link, CachedLink) and not others:
+            return link.in_place(rows_U)
+        return (part.records_VR, rows_U) if type(link) is Link and not others else None
+
+    @torch.inference_mode(False)
+    def _read_weights(self, rows_U: Tensor) -> Tensor:
+        """Return the decoded weights [U, D] of unique rows, on the compute device."""
+        columns = self.table.columns["weight"]
+        if (found := self._in_place(rows_U)) is None:
+            return self._read(rows_U)[:, columns]
+        records_SR, slots_U = found
+        return self.table.decode(records_SR[:, columns].index_select(0, slots_U))
+
+    def _step_fused(
+        self, optimizer: RowOptimizer, rows_U: Tensor, grad_UD: Tensor, lr: float
+    ) -> None:
+        """Step unique rows by the fused kernel, in place if they are on the GPU."""
+        self.version += 1
+        grad_UD = grad_UD.contiguous()
+        if (found := self._in_place(rows_U)) is not None:
+            cuda.step_rows(optimizer, self.table, *found, grad_UD, lr)
+            return
+        ((part, link),) = self._parts
+        shape = len(rows_U), part.width
+        stored_UR = torch.empty(shape, dtype=part.dtype, device=self.device)
+        link.read(part, rows_U, stored_UR)
+        cuda.step_rows(optimizer, part, stored_UR, None, grad_UD, lr)
+        link.write(part, rows_U, stored_UR)
+
     @torch.inference_mode(False)
     def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of unique rows into the table."""
@@ -467,10 +501,20 @@ class RowStore(Rows):
         return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
 
 
+_pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; unpinned memory alone would wait for it."""
-    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
-        values = values.pin_memory()
+    if device.type == "cuda" and values.device.type == "cpu":
+        address = values.data_ptr()
+        if address not in _pinned:  # to ask takes 30 us
+            if values.is_pinned():
+                _pinned.add(address)
+            else:
+                values = values.pin_memory()
+        if len(_pinned) > 4096:
+            _pinned.clear()
     return values.to(device, non_blocking=True)
 
 

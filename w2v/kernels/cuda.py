@@ -17,10 +17,12 @@ from w2v.kernels.batch import (
     FAULT_BITS,
     Batch,
     Grads,
+    OptimizerLike,
     Page,
     StepShape,
     StepState,
     TableGrads,
+    TableLike,
     Update,
     zeros_ahead,
 )
@@ -95,12 +97,7 @@ class CudaKernels(Kernels):
         # Both tables count their steps, and count alike: the kernel needs one number.
         steps = [optimizer.count_step(table) for table in tables]
         step, step_column = steps[0]
-        macros: dict[str, int | str] = {
-            "STEP": optimizer.formula,
-            "STATES": optimizer.state_count,
-            "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
-            "WIDE": 1 if dim % 4 else 4,
-        }
+        macros = _step_macros(optimizer, page.inputs.records_SR.dtype, dim)
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
         inputs, outputs = (
@@ -134,6 +131,63 @@ def scatter_records(
 ) -> None:
     """Copy table[rows[u]] = records[slots[u]]; otherwise as `gather_records`."""
     _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
+
+
+def sum_gradients(grad_ND: Tensor, places_N: Tensor, rows: int) -> Tensor:
+    """Return the sums [U, D] of gradients by place, added in no fixed order."""
+    sums_UD = torch.zeros(rows, grad_ND.shape[1], device=grad_ND.device)
+    count, dim = grad_ND.shape
+    blocks = blocks_for(32 * count)
+    launch("rows.cu", "add_gradients", {}, blocks, grad_ND, places_N, count, dim, sums_UD)
+    return sums_UD
+
+
+def step_rows(
+    optimizer: OptimizerLike,
+    table: TableLike,
+    records_SR: Tensor,
+    slots_U: Tensor | None,
+    grad_UD: Tensor,
+    lr: float,
+) -> None:
+    """Step stored records in place, by the fused kernel; gradients become 0.
+
+    Args:
+        optimizer: Its formula is one of the kernel's.
+        table: Says what a record holds, and has the scalars of the state.
+        records_SR: Records on the GPU.
+        slots_U: The record of each row; by default 0, 1, 2, ...
+        grad_UD: Gradients of unique rows, float32.
+        lr: Learning rate.
+
+    A row whose step is not finite keeps its record.
+    """
+    rows, dim = grad_UD.shape
+    number, step_column = optimizer.count_step(table)
+    macros = _step_macros(optimizer, records_SR.dtype, dim)
+    # The kernel numbers rows, and resets what `unique.cu` has set: here a buffer that nobody reads.
+    scratch = torch.empty(rows, dtype=torch.int32, device=grad_UD.device)
+    rows_U = torch.arange(rows, dtype=torch.int32, device=grad_UD.device)
+    slots = None if slots_U is None else slots_U.int()
+    counts = torch.tensor([rows, 0, 0, 0, 0], device="cpu", pin_memory=True)
+    count, none, stepped, loss, fault = counts.to(grad_UD.device, non_blocking=True).unbind()
+    given = records_SR, slots, scratch, rows_U, grad_UD, None, count, signed(table.next_noise())
+    other = None, None, None, None, None, None, none, 0
+    record = records_SR.shape[1], dim, step_column, number
+    hyper = 0, *optimizer.hyper(lr)
+    # With neither a step's number nor a bit, no fault is ever set; 0 is the double 0 as well.
+    blocks = blocks_for(32 * rows)
+    faults = stepped, loss, fault, 0, 0
+    launch("optim.cu", "step", macros, blocks, *given, *other, *record, *hyper, *faults)
+
+
+def _step_macros(optimizer: OptimizerLike, dtype: torch.dtype, dim: int) -> dict[str, int | str]:
+    return {
+        "STEP": optimizer.formula,
+        "STATES": optimizer.state_count,
+        "ELEMENT": ELEMENTS[dtype],
+        "WIDE": 1 if dim % 4 else 4,
+    }
 
 
 def _move(

@@ -317,7 +317,7 @@ class WholeTable(Engine):
 
 
 class RowUses:
-    """How often each row was looked up, and the last page that is known to have it.
+    """Look-ups of each row, and the last page that is known to have it.
 
     Pages are numbered from 1 on.
     """
@@ -398,6 +398,10 @@ class CachedLink(Link):
         is_ahead = self._uses.announced > self._number
         soon_V = self._uses.page_of_V > self._number if is_ahead else None
         self._cache.prefetch(self._marks_V.zero_().index_fill_(0, rows_U, True)[None], soon_V)
+
+    def in_place(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the records in the cache and the rows' slots, if it has room."""
+        return (self._view.records_SR, self._slots_U) if self.hold(rows_U) else None
 
     def hold(self, rows_U: Tensor) -> bool:
         """Make this the current page; return whether its rows have slots."""

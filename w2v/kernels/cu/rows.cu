@@ -86,3 +86,12 @@ extern "C" __global__ void exchange(
         }
     });
 }
+
+// Add gradient i to row places[i] of the sums, in no fixed order.
+extern "C" __global__ void add_gradients(
+    const float* grads, const long long* places, long long count, int dim, float* sums) {
+    each_warp(count, [&](long long i) {
+        for (int d = lane_id(); d < dim; d += 32)
+            atomicAdd(sums + places[i] * dim + d, grads[i * dim + d]);
+    });
+}

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.kernels import cuda
-from w2v.kernels.cuda_cache import RowFinder
+from w2v.kernels import cuda, cuda_cache
 from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
@@ -59,77 +58,68 @@ class _Later:
         return self._numbers.tolist()
 
 
-class SortedIds:
-    """Ids, sorted on the compute device, for which the CPU does not wait.
-
-    Attributes:
-        shape: Shape of the ids.
-        sorted_N: The ids, sorted; those that are no rows are made rows.
-        order_N: Where each sorted id stands among the ids; equal ids stay in order.
-        bounds: The least and the greatest id, on the device.
-    """
-
-    def __init__(self, given: Ids, rows: int, device: torch.device):
-        ids = _checked(given, device)
-        self.shape = ids.shape
-        self._rows = rows
-        ids_N = ids.flatten()
-        self.bounds = torch.aminmax(ids_N) if len(ids_N) else ids_N.new_zeros(2).unbind()
-        if rows < 2**31:
-            ids_N = ids_N.int()  # takes half as long to sort
-        sorted_N, self.order_N = ids_N.sort(stable=True)
-        self.sorted_N = sorted_N.long().clamp_(0, rows - 1)
-        self._found = _Later(torch.stack(self.bounds))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `check` need not wait."""
-        return self._found.is_known
-
-    def check(self) -> None:
-        """Raise `IndexError` if an id is not a row."""
-        first, last = self._found.read()
-        _check_bounds(first, last, self._rows)
-
-
 class UniqueRows:
     """The unique rows of ids, for which the CPU waits when it asks for them.
 
     Attributes:
-        places: The place of each id among the rows, in the shape of the ids.
+        shape: Shape of the ids.
+        places_N: The place of each id among the rows.
+        rows_N: The rows, then `fill` on a GPU.
         number: Number of the page, 0 for ids that were not announced.
     """
 
-    def __init__(self, store: Rows, given: Ids, padding: int | None = None, number: int = 0):
+    def __init__(
+        self,
+        store: Rows,
+        given: Ids,
+        padding: int | None = None,
+        number: int = 0,
+        fill: int | None = None,
+    ):
         self._given = given  # keeps its memory from becoming that of others
         self._name = _name_of(given)
         self._table_rows = len(store)
         self.number = number
-        ids = _checked(given, store.device)
-        ids_N = ids.flatten()
+        ids = torch.as_tensor(given)
+        if not ids.numel():
+            ids = ids.to(store.device, torch.int64)  # an empty list has become float32
+        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
+            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
+        self.shape = ids.shape
+        ids_N = to_device(ids, store.device).long().flatten()
         uses = store.uses
         if not len(ids_N):
-            places_N = self._rows_N = ids_N
+            places_N = self.rows_N = ids_N
             found = torch.zeros(4, dtype=torch.int64)
-        elif ids.is_cuda:
+        elif ids_N.is_cuda:
             counted = uses.count_V, uses.page_of_V if number else None, number
-            places_N, self._rows_N, found = store.finder.find(ids_N, padding, *counted)
+            places_N, self.rows_N, found = store.finder.find(ids_N, padding, *counted, fill)
         else:
-            self._rows_N, places_N = torch.unique(ids_N, return_inverse=True)
-            first, last = int(self._rows_N[0]), int(self._rows_N[-1])
-            place = torch.nonzero(self._rows_N == (-1 if padding is None else padding))
-            numbers = [len(self._rows_N), min(0, first), last, int(place) + 1 if len(place) else 0]
+            self.rows_N, places_N = torch.unique(ids_N, return_inverse=True)
+            first, last = int(self.rows_N[0]), int(self.rows_N[-1])
+            place = torch.nonzero(self.rows_N == (-1 if padding is None else padding))
+            numbers = [len(self.rows_N), min(0, first), last, int(place) + 1 if len(place) else 0]
             found = torch.tensor(numbers)
             if first >= 0 and last < len(store):
-                uses.note(self._rows_N, number)
+                uses.note(self.rows_N, number)
         if number:
             uses.announced = number
-        self.places = places_N.view(ids.shape)
+        self.places_N = places_N
         self._found = _Later(found)
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, unchanged."""
         return self._name == _name_of(ids)
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each id among the rows, in the shape of the ids."""
+        return self.places_N.view(self.shape)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `rows` need not wait."""
+        return self._found.is_known
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -139,30 +129,15 @@ class UniqueRows:
             IndexError: An id is not a row.
         """
         count, first, last, self._padding = self._found.read()
-        _check_bounds(first, last, self._table_rows)
-        return self._rows_N[:count]
+        if first < 0 or last >= self._table_rows:
+            wrong = first if first < 0 else last
+            raise IndexError(f"id {wrong} is not a row; rows are 0 to {self._table_rows - 1}")
+        return self.rows_N[:count]
 
     @property
     def padding(self) -> int | None:
         """The place of the padding row among the rows, if it is there."""
         return self._padding - 1 if len(self.rows) and self._padding else None
-
-
-def _checked(given: Ids, device: torch.device) -> Tensor:
-    """Return ids, int64 on the device; raise `ValueError` for other values."""
-    ids = torch.as_tensor(given)
-    if not ids.numel():
-        ids = ids.to(device, torch.int64)  # an empty list has become float32
-    if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-        raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
-    return to_device(ids, device).long()
-
-
-def _check_bounds(first: int, last: int, rows: int) -> None:
-    """Raise `IndexError` unless both are rows of the table."""
-    if first < 0 or last >= rows:
-        wrong = first if first < 0 else last
-        raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
 
 
 class Rows:
@@ -181,7 +156,7 @@ class Rows:
         self.lock = threading.RLock()
         self.version = 0
         self.cache_bytes = cache_bytes
-        self._unchecked: deque[SortedIds] = deque()
+        self._unchecked: deque[UniqueRows] = deque()
         self._replace_table(table)
 
     def _replace_table(self, table: Table) -> None:
@@ -197,7 +172,8 @@ class Rows:
         vars(self).pop("finder", None)
         # What `get` and `put` move: the weights, as the GPU can move units of 16 bytes alone.
         self._link = link_between(table, self.device)
-        unit = 16 // table.dtype.itemsize if isinstance(self._link, MappedLink) else 1
+        self._is_mapped = isinstance(self._link, MappedLink)
+        unit = 16 // table.dtype.itemsize if self._is_mapped else 1
         width = -(-table.dim // unit) * unit
         self._weights = _Columns(table.records_VR[:, :width])
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
@@ -211,9 +187,9 @@ class Rows:
         return CachedLink(link, part, slots, self.device, self.uses)
 
     @functools.cached_property
-    def finder(self) -> RowFinder:
+    def finder(self) -> cuda_cache.RowFinder:
         """Finds unique rows on a GPU."""
-        return RowFinder(len(self), self.device)
+        return cuda_cache.RowFinder(len(self), self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -285,16 +261,18 @@ class Rows:
         """Return rows [*ids.shape, D] in the table's dtype.
 
         Rows are copied on the current stream of torch. With `non_blocking` the CPU does not wait to
-        see whether all ids are rows: the `IndexError` comes at a later call.
+        see whether all ids are rows of pinned memory: the `IndexError` comes at a later call.
         """
         with self.lock:
-            found = SortedIds(ids, len(self), self.device)
+            waits = not (non_blocking and self._is_mapped)
+            found = UniqueRows(self, ids, fill=None if waits else 0)
+            self._check(found, waits)
             self._empty_caches()
-            shape = len(found.sorted_N), self._weights.records_VR.shape[1]
-            rows_NW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
-            self._link.read(self._weights, found.sorted_N, rows_NW, found.order_N)
-            self._check(found, non_blocking)
-            rows_ND = rows_NW[:, : self.table.dim].contiguous()
+            rows_U = found.rows if waits else found.rows_N
+            shape = len(rows_U), self._weights.records_VR.shape[1]
+            stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
+            self._link.read(self._weights, rows_U, stored_UW)
+            rows_ND = stored_UW[:, : self.table.dim].index_select(0, found.places_N)
             return rows_ND.view(*found.shape, self.table.dim)
 
     @torch.inference_mode(False)
@@ -308,33 +286,27 @@ class Rows:
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
-            found = SortedIds(ids, len(self), self.device)
+            waits = not (non_blocking and self._is_mapped and self._is_exact)
+            found = UniqueRows(self, ids, fill=None if waits else -1)
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
+            values_NW = to_device(values, self.device).to(self.table.dtype)
+            values_NW = values_NW.reshape(-1, self.table.dim)
+            if padding := self._weights.records_VR.shape[1] - self.table.dim:
+                values_NW = F.pad(values_NW, (0, padding))
+            self._check(found, waits)
+            rows_U = found.rows if waits else found.rows_N  # negative ones are not written
             self._empty_caches()
             self.version += 1
-            values_ND = to_device(values, self.device).to(self.table.dtype)
-            values_ND = values_ND.reshape(-1, self.table.dim)
-            rows_N, order_N = found.sorted_N, found.order_N
-            rows_N[:-1].masked_fill_(rows_N[1:] == rows_N[:-1], -1)  # the last one counts
-            skips = isinstance(self._link, MappedLink) and self._is_exact
-            if skips and non_blocking:
-                low, high = found.bounds
-                rows_N.masked_fill_((low < 0) | (high >= len(self)), -1)
-            self._check(found, skips and non_blocking)
-            if skips:
-                padding = self._weights.records_VR.shape[1] - self.table.dim
-                values_NW = F.pad(values_ND, (0, padding)) if padding else values_ND.contiguous()
-                self._link.write(self._weights, rows_N, values_NW, order_N)
-                return
-            rows_U, order_U = rows_N[rows_N >= 0], order_N[rows_N >= 0]
+            last_U = _last_ids(found.places_N, len(rows_U))
             if self._is_exact:
-                self._link.write(self._weights, rows_U, values_ND, order_U)
+                self._link.write(self._weights, rows_U, values_NW.contiguous(), last_U)
                 return
             records_UR = self._read(rows_U)
             # In the table's dtype already: `_write` has nothing left to round at random.
-            records_UR[:, self.table.columns["weight"]] = values_ND[order_U].to(records_UR.dtype)
+            values_UD = values_NW[last_U, : self.table.dim].to(records_UR.dtype)
+            records_UR[:, self.table.columns["weight"]] = values_UD
             self._write(rows_U, records_UR)
 
     def save(self, path: str | Path) -> None:
@@ -369,7 +341,7 @@ class Rows:
                 torch.cuda.synchronize(self.device)
             self.table.flush()
             while self._unchecked:
-                self._unchecked.popleft().check()
+                len(self._unchecked.popleft().rows)
 
     def _tables(self) -> list[Table]:
         """Return the table, or both tables of a split one."""
@@ -380,11 +352,11 @@ class Rows:
         for cache in self._caches:
             cache.flush()
 
-    def _check(self, found: SortedIds, non_blocking: bool) -> None:
+    def _check(self, found: UniqueRows, waits: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
         self._unchecked.append(found)
-        while self._unchecked and (not non_blocking or self._unchecked[0].is_known):
-            self._unchecked.popleft().check()
+        while self._unchecked and (waits or self._unchecked[0].is_known):
+            len(self._unchecked.popleft().rows)
 
     # What is made here serves training too.
     @torch.inference_mode(False)
@@ -502,6 +474,15 @@ class RowStore(Rows):
 
 
 _pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
+
+
+def _last_ids(places_N: Tensor, rows: int) -> Tensor:
+    """Return the last id of each row: int64 [rows]."""
+    if places_N.is_cuda:
+        return cuda_cache.last_ids(places_N, rows)
+    last_U = places_N.new_zeros(rows)
+    order_N = torch.arange(len(places_N))
+    return last_U.scatter_reduce_(0, places_N, order_N, "amax")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

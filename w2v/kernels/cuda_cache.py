@@ -119,6 +119,7 @@ class RowFinder:
         uses_V: Tensor | None,
         page_of_V: Tensor | None,
         page: int,
+        fill: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Find the rows of ids, int64 on the GPU.
 
@@ -128,13 +129,15 @@ class RowFinder:
             uses_V: Counts the look-ups of each row, int32.
             page_of_V: Becomes `page` for these rows, int32.
             page: Number of a page.
+            fill: What stands behind the rows; alone, if an id is not a row.
 
         Returns:
             The place of each id among the rows; the rows, sorted, in a buffer as long as the ids;
             and numbers that the next call overwrites: how many rows, the least and the greatest id
             that is no row (0: none), and 1 + the place of `padding` (0: it is not there).
         """
-        places_N, rows_N = torch.empty_like(ids_N), torch.empty_like(ids_N)
+        places_N = torch.empty_like(ids_N)
+        rows_N = places_N.new_empty(len(ids_N)) if fill is None else torch.full_like(ids_N, fill)
         self._state.zero_()
         ids = ids_N, ids_N.shape[0], self._rows, self._words
         blocks, warps = blocks_for(ids_N.shape[0]), -(-32 * self._warps // THREADS)
@@ -145,6 +148,14 @@ class RowFinder:
         launch("cache.cu", "list_ids", {}, warps, *listed, self._before, rows_N, *uses)
         launch("cache.cu", "place_ids", {}, blocks, *ids, self._before, places_N)
         return places_N, rows_N, self._found
+
+
+def last_ids(places_N: Tensor, rows: int) -> Tensor:
+    """Return the last id of each row: int64 [rows]."""
+    last_U = torch.zeros(rows, dtype=torch.int64, device=places_N.device)
+    count = places_N.shape[0]
+    launch("cache.cu", "last_ids", {}, blocks_for(count), places_N, count, last_U)
+    return last_U
 
 
 def exchange_records(

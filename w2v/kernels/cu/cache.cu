@@ -245,16 +245,19 @@ extern "C" __global__ void count_ids(
     *done = 0;
 }
 
-// List the rows. before: number of rows before each word. uses: how often a row was looked up;
-// page_of: the last page that has it, `page`; both may be null. padding: a row, or -1.
+// List the rows, unless an id is no row. before: number of rows before each word. uses: how often a
+// row was looked up; page_of: the last page that has it, `page`; both may be null. padding: a row,
+// or -1.
 extern "C" __global__ void list_ids(
     const unsigned* words, const int* counts, int stretches, int* before, long long* unique,
     int* uses, int* page_of, int page, long long padding, Found* found) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
     const unsigned bits = words[word];
+    const bool valid = found->least == 0 && found->greatest == 0;
     before[word] = counts[warp_id()] + prefix_sum(__popc(bits)) - __popc(bits);
     each_bit(bits, word, counts[warp_id()], [&](int n, long long row) {
+        if (!valid) return;
         unique[n] = row;
         if (uses) uses[row]++;
         if (page_of) page_of[row] = page;
@@ -272,4 +275,9 @@ extern "C" __global__ void place_ids(
         const unsigned below = (1u << id % 32) - 1;
         places[i] = is_row ? before[id / 32] + __popc(words[id / 32] & below) : 0;
     });
+}
+
+// Find the last id of each row; last is 0 before.
+extern "C" __global__ void last_ids(const long long* places, long long count, long long* last) {
+    each_thread(count, [&](long long i) { atomicMax(last + places[i], i); });
 }

@@ -254,6 +254,7 @@ class PagedEmbedding(nn.Module):
             if found is None or not found.is_of(ids):
                 found = store._look_up(ids, self.padding_idx)
             rows_U = found.rows
+            store._prefetch(found)
             in_place = self._fused and self.max_norm is None
             records_UR = store._read_weights(rows_U) if in_place else store._read(rows_U)
             weight_UD = records_UR[:, store.table.columns["weight"]]

@@ -65,6 +65,7 @@ class UniqueRows:
         shape: Shape of the ids.
         places_N: The place of each id among the rows.
         rows_N: The rows, then `fill` on a GPU.
+        words: A bit for each row of the table, on a GPU.
         number: Number of the page, 0 for ids that were not announced.
     """
 
@@ -80,6 +81,7 @@ class UniqueRows:
         self._name = _name_of(given)
         self._table_rows = len(store)
         self.number = number
+        self.words: Tensor | None = None
         ids = torch.as_tensor(given)
         if not ids.numel():
             ids = ids.to(store.device, torch.int64)  # an empty list has become float32
@@ -93,7 +95,9 @@ class UniqueRows:
             found = torch.zeros(4, dtype=torch.int64)
         elif ids_N.is_cuda:
             counted = uses.count_V, uses.page_of_V if number else None, number
-            places_N, self.rows_N, found = store.finder.find(ids_N, padding, *counted, fill)
+            places_N, self.rows_N, self.words, found = store.finder.find(
+                ids_N, padding, *counted, fill
+            )
         else:
             self.rows_N, places_N = torch.unique(ids_N, return_inverse=True)
             first, last = int(self.rows_N[0]), int(self.rows_N[-1])
@@ -372,7 +376,7 @@ class Rows:
         with self.lock:
             rows_U = found.rows
             for cache in self._caches:
-                cache.prefetch(rows_U, found.number)
+                cache.prefetch(rows_U, found.number, found.words)
                 if hold:
                     cache.hold(rows_U)
 

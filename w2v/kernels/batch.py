@@ -135,9 +135,7 @@ class View(NamedTuple):
 
     def slots(self, rows_U: Tensor) -> Tensor:
         """Return the slot of each row: int64 [U]."""
-        if self.slot_of_V is None:
-            return rows_U
-        return self.slot_of_V.index_select(0, rows_U).long()
+        return rows_U if self.slot_of_V is None else self.slot_of_V[rows_U].long()
 
 
 class Page(NamedTuple):

@@ -7,6 +7,7 @@ Shapes: B centers, K negatives, V rows of a table, U unique rows, D dimensions, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -166,11 +167,10 @@ def step_rows(
     number, step_column = optimizer.count_step(table)
     macros = _step_macros(optimizer, records_SR.dtype, dim)
     # The kernel numbers rows, and resets what `unique.cu` has set: here a buffer that nobody reads.
-    scratch = torch.empty(rows, dtype=torch.int32, device=grad_UD.device)
-    rows_U = torch.arange(rows, dtype=torch.int32, device=grad_UD.device)
+    rows_U, scratch = _numbers(grad_UD.device, 1 << max(0, rows - 1).bit_length())
     slots = None if slots_U is None else slots_U.int()
-    counts = torch.tensor([rows, 0, 0, 0, 0], device="cpu", pin_memory=True)
-    count, none, stepped, loss, fault = counts.to(grad_UD.device, non_blocking=True).unbind()
+    count = torch.full((), rows, dtype=torch.int64, device=grad_UD.device)
+    none, stepped, loss, fault = _zeros(grad_UD.device)
     given = records_SR, slots, scratch, rows_U, grad_UD, None, count, signed(table.next_noise())
     other = None, None, None, None, None, None, none, 0
     record = records_SR.shape[1], dim, step_column, number
@@ -179,6 +179,18 @@ def step_rows(
     blocks = blocks_for(32 * rows)
     faults = stepped, loss, fault, 0, 0
     launch("optim.cu", "step", macros, blocks, *given, *other, *record, *hyper, *faults)
+
+
+@functools.lru_cache(maxsize=4)
+def _numbers(device: torch.device, count: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers 0, 1, 2, ... and a buffer as long: int32."""
+    numbers = torch.arange(count, dtype=torch.int32, device=device)
+    return numbers, torch.empty_like(numbers)
+
+
+@functools.cache
+def _zeros(device: torch.device) -> tuple[Tensor, ...]:
+    return torch.zeros(4, dtype=torch.int64, device=device).unbind()
 
 
 def _step_macros(optimizer: OptimizerLike, dtype: torch.dtype, dim: int) -> dict[str, int | str]:

@@ -106,9 +106,7 @@ class RowFinder:
         self._rows = rows
         self._warps = -(-rows // WARP_ROWS)
         words = self._warps * WARP_ROWS // 32
-        self._state = torch.empty(8 + words, dtype=torch.int32, device=device)
-        self._found, self._words = self._state[:8].view(torch.int64), self._state[8:]
-        self._before = torch.empty_like(self._words)
+        self._before = torch.empty(words, dtype=torch.int32, device=device)
         self._counts = torch.empty(self._warps + 1, dtype=torch.int32, device=device)
         self._done = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -120,7 +118,7 @@ class RowFinder:
         page_of_V: Tensor | None,
         page: int,
         fill: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Find the rows of ids, int64 on the GPU.
 
         Args:
@@ -133,21 +131,29 @@ class RowFinder:
 
         Returns:
             The place of each id among the rows; the rows, sorted, in a buffer as long as the ids;
-            and numbers that the next call overwrites: how many rows, the least and the greatest id
-            that is no row (0: none), and 1 + the place of `padding` (0: it is not there).
+            their bits; and numbers: how many rows, the least and the greatest id that is no row (0:
+            none), and 1 + the place of `padding` (0: it is not there).
         """
         places_N = torch.empty_like(ids_N)
         rows_N = places_N.new_empty(len(ids_N)) if fill is None else torch.full_like(ids_N, fill)
-        self._state.zero_()
-        ids = ids_N, ids_N.shape[0], self._rows, self._words
+        state = torch.zeros(8 + len(self._before), dtype=torch.int32, device=ids_N.device)
+        found, words = state[:8].view(torch.int64), state[8:]
+        ids = ids_N, ids_N.shape[0], self._rows, words
         blocks, warps = blocks_for(ids_N.shape[0]), -(-32 * self._warps // THREADS)
-        listed = self._words, self._counts, self._warps
-        launch("cache.cu", "mark_ids", {}, blocks, *ids, self._found)
-        launch("cache.cu", "count_ids", {}, warps, *listed, self._done, self._found)
-        uses = uses_V, page_of_V, page, -1 if padding is None else padding, self._found
+        listed = words, self._counts, self._warps
+        launch("cache.cu", "mark_ids", {}, blocks, *ids, found)
+        launch("cache.cu", "count_ids", {}, warps, *listed, self._done, found)
+        uses = uses_V, page_of_V, page, -1 if padding is None else padding, found
         launch("cache.cu", "list_ids", {}, warps, *listed, self._before, rows_N, *uses)
         launch("cache.cu", "place_ids", {}, blocks, *ids, self._before, places_N)
-        return places_N, rows_N, self._found
+        return places_N, rows_N, words, found
+
+
+def mark_page(words: Tensor, page_of_V: Tensor, page: int, marks_V: Tensor, soon_V: Tensor) -> None:
+    """Mark the rows of a page by its bits, and those of later pages."""
+    rows = page_of_V.shape[0]
+    marks = marks_V, soon_V
+    launch("cache.cu", "mark_page", {}, blocks_for(rows), words, rows, page_of_V, page, *marks)
 
 
 def last_ids(places_N: Tensor, rows: int) -> Tensor:

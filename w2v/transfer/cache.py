@@ -365,7 +365,8 @@ class CachedLink(Link):
         self._rows_used = 0
         self._uses = uses
         planned = 0 if self._is_whole else table.rows
-        self._marks_V = torch.zeros(planned, dtype=torch.bool, device=device)
+        marks = torch.zeros(2, planned, dtype=torch.bool, device=device)
+        self._marks_V, self._soon_V = marks.unbind()
         self._number = 0  # of the last page that was prefetched
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
@@ -379,8 +380,14 @@ class CachedLink(Link):
         found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
         return found._replace(rows_used=self._rows_used)
 
-    def prefetch(self, rows_U: Tensor, number: int = 0) -> None:
-        """Begin to bring a page; the current one stays until it is held."""
+    def prefetch(self, rows_U: Tensor, number: int = 0, words: Tensor | None = None) -> None:
+        """Begin to bring a page; the current one stays until it is held.
+
+        Args:
+            rows_U: Its rows.
+            number: Its number, 0 for a page that was not announced.
+            words: A bit for each of its rows, on a GPU, where they are at hand.
+        """
         if rows_U is self._rows_U or rows_U is self._coming_U or len(rows_U) > self.slots:
             return
         self._plans += 1
@@ -395,9 +402,13 @@ class CachedLink(Link):
         if self._is_whole:
             return
         self._number = number or self._number
-        is_ahead = self._uses.announced > self._number
-        soon_V = self._uses.page_of_V > self._number if is_ahead else None
-        self._cache.prefetch(self._marks_V.zero_().index_fill_(0, rows_U, True)[None], soon_V)
+        if words is not None:
+            page_of_V = self._uses.page_of_V
+            cuda_cache.mark_page(words, page_of_V, self._number, self._marks_V, self._soon_V)
+        else:
+            self._marks_V.zero_().index_fill_(0, rows_U, True)
+            torch.gt(self._uses.page_of_V, self._number, out=self._soon_V)
+        self._cache.prefetch(self._marks_V[None], self._soon_V)
 
     def in_place(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the records in the cache and the rows' slots, if it has room."""
@@ -416,7 +427,8 @@ class CachedLink(Link):
         self.prefetch(rows_U)
         if rows_U is not self._rows_U:
             self._view = self._cache.page().inputs
-            self._slots_U = self._view.slots(rows_U)
+            slot_of_V = self._view.slot_of_V
+            self._slots_U = rows_U if slot_of_V is None else slot_of_V.index_select(0, rows_U)
             self._rows_U, self._coming_U = rows_U, None
         return True
 
@@ -434,7 +446,7 @@ class CachedLink(Link):
     ) -> None:
         assert table is self._table and slots_U is None
         if self.hold(rows_U):
-            self._view.records_SR.index_copy_(0, self._slots_U, records_SR)
+            self._view.records_SR.index_copy_(0, self._slots_U.long(), records_SR)
         else:
             self._link.write(table, rows_U, records_SR)
 

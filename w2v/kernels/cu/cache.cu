@@ -281,3 +281,12 @@ extern "C" __global__ void place_ids(
 extern "C" __global__ void last_ids(const long long* places, long long count, long long* last) {
     each_thread(count, [&](long long i) { atomicMax(last + places[i], i); });
 }
+
+// Set marks to the rows of some words, and soon to the rows that a page after `page` has.
+extern "C" __global__ void mark_page(
+    const unsigned* words, long long rows, const int* page_of, int page, bool* marks, bool* soon) {
+    each_thread(rows, [&](long long row) {
+        marks[row] = words[row / 32] >> row % 32 & 1;
+        soon[row] = page_of[row] > page;
+    });
+}

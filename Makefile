@@ -140,7 +140,7 @@ bench-precision: $(INSTALLED) ## measure steps by batch size and precision: CORP
 bench-run: $(INSTALLED) ## measure whole commands and their phases, cold and warm: CORPUS
 	$(PY) tests/bench/run.py --corpus "$(CORPUS)" $(ARGS)
 
-bench-library: $(INSTALLED) ## measure embeddings and rows beside torch; 110 GiB of memory
+bench-library: $(INSTALLED) ## measure embeddings and rows beside torch; 40 GiB of memory
 	$(PY) tests/bench/library.py $(ARGS)
 
 bench: bench-transfer bench-train bench-zipf bench-precision ## run the benchmarks of one GPU

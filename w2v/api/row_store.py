@@ -95,8 +95,8 @@ class UniqueRows:
             found = torch.zeros(4, dtype=torch.int64)
         elif ids_N.is_cuda:
             counted = uses.count_V, uses.page_of_V if number else None, number
-            places_N, self.rows_N, self.words, found = store.finder.find(
-                ids_N, padding, *counted, fill
+            places_N, self.rows_N, self.words, found = cuda_cache.find_rows(
+                ids_N, len(store), padding, *counted, fill
             )
         else:
             self.rows_N, places_N = torch.unique(ids_N, return_inverse=True)
@@ -173,7 +173,6 @@ class Rows:
         self._parts = [(part, self._link_to(part, slots)) for part in self._tables()]
         self._caches = [link for _, link in self._parts if isinstance(link, CachedLink)]
         self.version += 1
-        vars(self).pop("finder", None)
         # What `get` and `put` move: the weights, as the GPU can move units of 16 bytes alone.
         self._link = link_between(table, self.device)
         self._is_mapped = isinstance(self._link, MappedLink)
@@ -189,11 +188,6 @@ class Rows:
         if not slots or part.storage == "cuda":
             return link
         return CachedLink(link, part, slots, self.device, self.uses)
-
-    @functools.cached_property
-    def finder(self) -> cuda_cache.RowFinder:
-        """Finds unique rows on a GPU."""
-        return cuda_cache.RowFinder(len(self), self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""

@@ -94,59 +94,47 @@ class MovePlanner:
         launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists)
 
 
-class RowFinder:
-    """Finds the unique rows of ids, without sorting; for one stream at a time.
+def find_rows(
+    ids_N: Tensor,
+    rows: int,
+    padding: int | None,
+    uses_V: Tensor | None,
+    page_of_V: Tensor | None,
+    page: int,
+    fill: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find the unique rows of ids without sorting.
 
     Args:
+        ids_N: The ids, int64 on the GPU.
         rows: Rows of the table.
-        device: The GPU.
+        padding: A row whose place is wanted.
+        uses_V: Counts the look-ups of each row, int32.
+        page_of_V: Becomes `page` for these rows, int32.
+        page: Number of a page.
+        fill: What stands behind the rows; alone, if an id is not a row.
+
+    Returns:
+        The place of each id among the rows; the rows, sorted, in a buffer as long as the ids; their
+        bits; and numbers: how many rows, the least and the greatest id that is no row (0: none),
+        and 1 + the place of `padding` (0: it is not there).
     """
-
-    def __init__(self, rows: int, device: torch.device):
-        self._rows = rows
-        self._warps = -(-rows // WARP_ROWS)
-        words = self._warps * WARP_ROWS // 32
-        self._before = torch.empty(words, dtype=torch.int32, device=device)
-        self._counts = torch.empty(self._warps + 1, dtype=torch.int32, device=device)
-        self._done = torch.zeros((), dtype=torch.int32, device=device)
-
-    def find(
-        self,
-        ids_N: Tensor,
-        padding: int | None,
-        uses_V: Tensor | None,
-        page_of_V: Tensor | None,
-        page: int,
-        fill: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Find the rows of ids, int64 on the GPU.
-
-        Args:
-            ids_N: The ids.
-            padding: A row whose place is wanted.
-            uses_V: Counts the look-ups of each row, int32.
-            page_of_V: Becomes `page` for these rows, int32.
-            page: Number of a page.
-            fill: What stands behind the rows; alone, if an id is not a row.
-
-        Returns:
-            The place of each id among the rows; the rows, sorted, in a buffer as long as the ids;
-            their bits; and numbers: how many rows, the least and the greatest id that is no row (0:
-            none), and 1 + the place of `padding` (0: it is not there).
-        """
-        places_N = torch.empty_like(ids_N)
-        rows_N = places_N.new_empty(len(ids_N)) if fill is None else torch.full_like(ids_N, fill)
-        state = torch.zeros(8 + len(self._before), dtype=torch.int32, device=ids_N.device)
-        found, words = state[:8].view(torch.int64), state[8:]
-        ids = ids_N, ids_N.shape[0], self._rows, words
-        blocks, warps = blocks_for(ids_N.shape[0]), -(-32 * self._warps // THREADS)
-        listed = words, self._counts, self._warps
-        launch("cache.cu", "mark_ids", {}, blocks, *ids, found)
-        launch("cache.cu", "count_ids", {}, warps, *listed, self._done, found)
-        uses = uses_V, page_of_V, page, -1 if padding is None else padding, found
-        launch("cache.cu", "list_ids", {}, warps, *listed, self._before, rows_N, *uses)
-        launch("cache.cu", "place_ids", {}, blocks, *ids, self._before, places_N)
-        return places_N, rows_N, words, found
+    warps = -(-rows // WARP_ROWS)
+    sizes = [8, *[warps * WARP_ROWS // 32] * 2, warps + 1, 1]
+    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=ids_N.device)
+    numbers, words, before, counts, done = zeros.split(sizes)
+    found = numbers.view(torch.int64)
+    places_N = torch.empty_like(ids_N)
+    rows_N = torch.empty_like(ids_N) if fill is None else torch.full_like(ids_N, fill)
+    ids = ids_N, ids_N.shape[0], rows, words
+    blocks, survey_blocks = blocks_for(ids_N.shape[0]), -(-32 * warps // THREADS)
+    listed = words, counts, warps
+    launch("cache.cu", "mark_ids", {}, blocks, *ids, found)
+    launch("cache.cu", "count_ids", {}, survey_blocks, *listed, done, found)
+    uses = uses_V, page_of_V, page, -1 if padding is None else padding, found
+    launch("cache.cu", "list_ids", {}, survey_blocks, *listed, before, rows_N, *uses)
+    launch("cache.cu", "place_ids", {}, blocks, *ids, before, places_N)
+    return places_N, rows_N, words, found
 
 
 def mark_page(words: Tensor, page_of_V: Tensor, page: int, marks_V: Tensor, soon_V: Tensor) -> None:

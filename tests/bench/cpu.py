@@ -122,8 +122,8 @@ def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str
         steps.export_vectors(trainer, folder)
         clock.done("export")
         clock.figures["analogies [%]"] = 100 * score.total.accuracy
-        similarities = evaluate.similarities(*words_and_vectors)
-        clock.figures |= {found.name: found.spearman or 0.0 for found in similarities}
+        for name in SCORES[1:]:
+            clock.figures[name] = evaluate.similarity(*words_and_vectors, name).spearman or 0.0
     return clock.figures | {"torch [MiB]": torch_memory}
 
 

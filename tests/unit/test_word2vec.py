@@ -296,8 +296,6 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"settings": ["model.window=3"]}, "'model.window=3' cannot be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
-        ({"sentences": [COLORS], "min_count": 1, "sg": 0, "device": "cuda"}, "no kernels for sg=0"),
-        ({"sentences": [COLORS], "min_count": 1, "hs": 1, "device": "cuda"}, "no kernels for hs=1"),
         ({"negative": 0}, "^negative=0 .* 1 without hs=1"),
         ({"device": "gpu"}, "^device=gpu .* did you mean cuda?"),
         (

@@ -490,7 +490,7 @@ def test_training_on_the_cpu(name, cap, architecture):
 
 
 ENGINES = pytest.mark.parametrize(
-    "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 450, 3)]
+    "engine, slots, steps_per_page", [("resident", 0, 1), ("cache", 500, 1), ("cache", 510, 3)]
 )
 
 

@@ -96,9 +96,11 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
-    """Open a file, decompressed by its suffix; any error names the file.
+    """Open a file, decompressed if it ends in .gz, .bz2, .xz or .zst.
 
-    Of a .jsonl file this is the text in `field` of each line, with a line feed.
+    Any error names the file.
+
+    Of a .jsonl file it is the text in `field` of each line, with a line feed.
     """
     import smart_open
 

@@ -292,6 +292,7 @@ def make_plan(
                 f"transfer.gpu_bytes has room for {slots:,} rows, too few for a batch of {size:,}: "
                 f"using train.batch_size={fits}"
             )
+            # From the given settings, so that automatic ones suit the smaller batch.
             smaller = replace(given, train=replace(given.train, batch_size=fits))
             return make_plan(smaller, (vocab, corpus), run, ranks)
     # Only now, so that a plan that is made anew for a smaller batch warns once.

@@ -68,9 +68,9 @@ class TrainingStep:
         grads = self.kernels.gradients(batch, page, grads, lr)
         # Each rank gets the gradients of its own rows, summed over all ranks,
         grads = self.exchange.reduce(grads)
-        # and updates these rows where the engine has them. A number that is not finite sets
-        # `state.fault` and is not written, nor is anything by later steps. Sequential SGD alone has
-        # written before it knows.
+        # and updates these rows, its own and not the borrowed page. A number that is not finite
+        # sets `state.fault` and is not written, nor is anything by later steps. Sequential SGD
+        # alone has updated rows during `gradients`, so that bad values are already written.
         update = Update(self.optimizer, (self.inputs, self.outputs), lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(grads.loss, grads.pairs)
@@ -99,7 +99,8 @@ class TrainingStep:
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Draw the next page's batches, find their rows and start to bring them."""
         if self.planning:
-            # [-1] will end the page just launched, and [0] the page before it.
+            # Recorded behind the steps just launched. Of the two events, [0] is behind those of
+            # the page before; at the first page there is only one, with nothing to wait for.
             reusable = self._computed.popleft() if len(self._computed) == 2 else None
             self._computed.append(current_stream().record_event(reusable))
         with on_stream(self.planning):
@@ -110,8 +111,8 @@ class TrainingStep:
                 self.planning.wait_event(self._computed[0])
             if marks_TV is not None:
                 ahead = page[-1].batch.ahead
-                # Rows of the lookahead window are evicted last: those whose last piece of it is not
-                # drawn yet.
+                # A row is used soon if its word occurs in text of the lookahead window that is not
+                # drawn yet. Such rows are evicted last.
                 soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
                 self.engine.prefetch(marks_TV, soon_V)
         if self.planning:

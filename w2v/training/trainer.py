@@ -61,7 +61,7 @@ class Diverged(ValueError):
 class TrainedBatch(NamedTuple):
     """A batch, what its step learned from it, and the learning rate."""
 
-    batch: Batch  # `batch.after` is the sampler's position behind it; pages are drawn ahead of that
+    batch: Batch  # `sampler.position` is further on than `batch.after`: pages are drawn ahead
     loss: Tensor  # summed over the positive pairs and their negatives, on the device
     pairs: Tensor  # number of positive pairs
     lr: float
@@ -194,7 +194,8 @@ class Trainer:
                     decision = self._lockstep.decision()
                     if decision.status:
                         self._stop(done.batch.after, decision.status)
-                    # Ranks vote batches ahead and so more than once for a save, by its number.
+                    # Votes travel several batches ahead, so that several ask for the same save;
+                    # its number shows which are repeats.
                     if decision.save > self._save_timer.saves:
                         self._save(done.batch.after)
                 # Between two epochs.
@@ -227,7 +228,7 @@ class Trainer:
         except BaseException:
             try:
                 self.checkpoints.wait()
-            except OSError:  # it counts for more than vectors, which by now have made room
+            except OSError:  # the disk was full: vectors that failed have made room by now
                 self.checkpoints.save(self._final, copied=False)
                 self.checkpoints.wait()
             raise
@@ -267,7 +268,7 @@ class Trainer:
         )
 
     def _check(self) -> None:
-        """Raise what has gone wrong, where the device has been waited for anyway."""
+        """Raise errors of writing and divergence; waits for the device."""
         self.checkpoints.raise_failure()
         self.loop.check_finite(self._remedy, self._first_step)
 

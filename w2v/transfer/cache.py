@@ -65,10 +65,9 @@ class RowCache(Engine, ABC):
         assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
         # Sorted first: it takes 48 bytes a row for a moment, which the records need afterwards.
         self._order_N = _order_by_use(shape, device, uses_TV)
-        # Kernels find the last record, nobody's, where a row without a slot would lie.
+        # The last record is a dummy, slot S, to which rows without a slot point.
         records = slots + 1, tables[0].width
         self._records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
-        # Slot S stands for rows that are not cached.
         self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
         views = [View(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
         self._page = Page(views[0], views[-1])  # of one table, both are the same

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md"]
-DOCUMENTS += [ROOT / "docs" / name for name in ("performance.md", "tuning.md")]
+DOCUMENTS += [ROOT / "docs" / name for name in ("performance.md", "tuning.md", "library.md")]
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -134,13 +134,35 @@ TABLES = {
         ],
     ),
     "cores": Table(
-        ["cpu-2026-11-22"],
+        ["cpu-2026-11-22", "cpu-2026-11-22-2"],
         {r"(.* cores?)": r"\1"},
         [
             Column("gensim, M words/s", "gensim [words/s]", ".2f", 1e-6),
             Column("w2v SGD", "SGD [words/s]", ".2f", 1e-6),
             Column("w2v Adam", "Adam [words/s]", ".2f", 1e-6),
         ],
+    ),
+    "models": Table(
+        ["train-2026-11-22"],
+        {r"(.*)": r"\1"},
+        [
+            Column("resident, M words/s", "resident [words/s]", ".0f", 1e-6),
+            Column("half of the rows cached", "mapped:50% [words/s]", ".0f", 1e-6),
+        ],
+    ),
+    "library": Table(
+        ["library-2026-11-22"],
+        {r".* ids: (.*)": r"\1"},
+        [
+            Column("step", "step [ms]", ".2f ms"),
+            Column("GPU MiB", "GPU [MiB]", ".0f"),
+            Column("host MiB", "host [MiB]", ".0f"),
+        ],
+    ),
+    "stores": Table(
+        ["library-2026-11-22"],
+        {r".* rows: (.*)": r"\1"},
+        [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),
     "reading": Table(
         ["reading-2026-11-22", "reading-2026-11-22-2"],

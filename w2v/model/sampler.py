@@ -277,7 +277,8 @@ class Sampler:
         for number, chunk in enumerate(chain(chunks, later)):
             pieces = self._read(chunk).tensor_split(CHUNK_PIECES)
             for piece, words_p in enumerate(pieces, number * CHUNK_PIECES):
-                # In the tensor that was already given out, so its reader sees the newest pieces.
+                # In the tensor that was already given out: its reader, on the same stream, sees the
+                # newest pieces.
                 last_piece_V.index_fill_(0, words_p.long(), piece)
             if number >= self._lookahead:
                 yield Ahead(last_piece_V, (number - self._lookahead) * CHUNK_PIECES)
@@ -296,6 +297,7 @@ class Sampler:
 
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
+        # Rank 0 has the keys of a run of one process.
         numbers = (self._seed, *place, self._rank) if self._rank else (self._seed, *place)
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")

@@ -537,7 +537,7 @@ def expected_uses(plan: Plan) -> Tensor:
     if model.negative:
         uses_TV[1, :words] = kept_V
     if model.negative and not plan.paging.lookahead:
-        # With lookahead, both rows of a word move together, and negatives are not foreseen.
+        # With lookahead, both rows of a word have the same rank, so that they move together.
         noise_V = noise_distribution(vocab.counts, model.ns_exponent)
         uses_TV[1, :words] += noise_V * (model.negative * kept_V.sum())
     if tree := plan.text.tree:  # a node is used by all words below it

@@ -67,6 +67,7 @@ def train_word2vec(neighbors, options):
         epochs=options.epochs,
         min_count=1,
         sample=0,
+        sg=1,  # skip-gram, as DeepWalk
     )
     rows = [model.wv.key_to_index[str(node)] for node in range(len(neighbors))]
     return torch.from_numpy(model.wv.vectors[rows])

@@ -61,7 +61,7 @@ def test_arguments_have_gensims_order_and_defaults():
     further = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in further)
     differ = {name for name in theirs if ours[name].default != theirs[name].default}
-    assert differ == {"sg", "alpha", "min_alpha", "workers"}
+    assert differ == {"alpha", "min_alpha", "workers"}
     train = inspect.signature(Word2Vec.train).parameters
     assert [*train, "kwargs"] == list(inspect.signature(gensim.models.Word2Vec.train).parameters)
 
@@ -223,7 +223,7 @@ def test_callbacks_see_each_epoch():
 
     recorder = Recorder()
     settings = {"callbacks": [recorder], "compute_loss": True, "shrink_windows": False}
-    model = Word2Vec(sentences(), epochs=3, **settings, **SMALL)
+    model = Word2Vec(sentences(), epochs=3, sg=1, **settings, **SMALL)
     assert recorder.calls == ["train", "epoch", "epoch", "epoch", "end"]
     assert len(set(recorder.similarities)) == 3
     # gensim's running sum; a sentence of 8 words has 2 * (7 + 6) pairs with a window of 2.
@@ -535,7 +535,7 @@ def test_subsampling_is_gensims(sample):
 
 @pytest.mark.parametrize("shrink_windows", [True, False])
 def test_a_window_wider_than_any_sentence_is_the_whole_sentence(shrink_windows):
-    arguments = {"window": 10**9, "shrink_windows": shrink_windows, "compute_loss": True}
+    arguments = {"window": 10**9, "shrink_windows": shrink_windows, "compute_loss": True, "sg": 1}
     model = Word2Vec(sentences(100), **SMALL | {"epochs": 1} | arguments)
     pairs = model.get_latest_training_loss() / model.loss_per_pair
     assert pairs == pytest.approx(100 * 8 * 7)  # nearly all drawn windows exceed the sentence

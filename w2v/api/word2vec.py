@@ -80,7 +80,7 @@ class Word2Vec(word2vec.Word2Vec):
     Args:
         alpha: Learning rate of the optimizer. By default it suits the optimizer and the text.
         min_alpha: Learning rate at the end of training, 0 by default.
-        sg: 1 for skip-gram, which is the default here; 0 for CBOW.
+        sg: 1 for skip-gram, 0 for CBOW.
         hs: 1 for hierarchical softmax; beside negative sampling, unless negative is 0.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
@@ -110,7 +110,7 @@ class Word2Vec(word2vec.Word2Vec):
         seed=1,
         workers=None,
         min_alpha=None,
-        sg=1,
+        sg=0,
         hs=0,
         negative=5,
         ns_exponent=0.75,

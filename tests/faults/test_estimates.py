@@ -81,7 +81,8 @@ def arguments(tmp_path_factory):
     words = np.char.add("w", ids.astype(str)).reshape(-1, 20)
     (folder / "text.txt").write_text("\n".join(map(" ".join, words)))
     paths = [f"corpus.path={folder}/text.txt", f"corpus.data_dir={folder}", f"run.dir={folder}"]
-    arguments = [*paths, "vocab.min_count=1", "train.epochs=1"]
+    # Copies of tables for checkpoints are made when the first line is logged.
+    arguments = [*paths, "vocab.min_count=1", "train.epochs=1", "run.log_seconds=0.1"]
     open_corpus(load_config([], arguments))  # train.py does it in a process of its own
     return arguments
 

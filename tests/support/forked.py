@@ -129,6 +129,7 @@ class Programs:
         ranks = ranks if forked else ranks or 1
         arguments = list(map(str, arguments))
         order = program, arguments, str(self.output), limits, ranks, restarts, forked
+        self.output.write_text("")  # what the last program wrote is not this one's
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         self._running = True

@@ -397,8 +397,8 @@ def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch
         run = next(small.iterdir())
         assert status == 2 and f"{run}/checkpoints: No space left" in error, error
         assert "a checkpoint of 5,120,000 bytes" in error and "make room there" in error
-        saved = latest(run / "checkpoints")
-        assert saved.state["epochs_done"] in (1, 2) and not temporary_files(run)
+        saved = latest(run / "checkpoints")  # one that falls due while another is written waits
+        assert saved.state["epochs_done"] in (1, 2, 3) and not temporary_files(run)
         assert run_main(train, "--resume", run)[0] == 2  # still full
         assert latest(run / "checkpoints").path == saved.path
         subprocess.run(["mount", "-o", "remount,size=100m", str(small)], check=True)

@@ -31,7 +31,7 @@ from w2v.training.memory import Machine
 ROOT = Path(__file__).parents[2]
 CONFIGS = [ROOT / "configs/text8.yaml", ROOT / "configs/optimizers/adam.yaml"]
 COMMON = ["corpus.path=zipf", "vocab.min_count=1", "run.checkpoint_minutes=0"]
-COMMON += ["model.negative_pool_steps=8", "transfer.engine=mapped"]
+GENERATED = ["model.negative_pool_steps=8", "transfer.engine=mapped"]
 SETTINGS = ["model.negative_pool=65536", "transfer.gpu_bytes=10%"]
 SENTENCE = 1000  # words, about as many as in an article
 
@@ -70,14 +70,23 @@ def generate(
     return vocab, Corpus(ids_N.cpu().numpy(), offsets_S, total)
 
 
-def measure(benchmark: str, settings: list[str], args: argparse.Namespace) -> None:
-    """Plan a run, time its steps after the warm-up, and save the figures."""
-    config = load_config(CONFIGS, [*COMMON, *settings, *args.set])
+def measure(
+    benchmark: str,
+    settings: list[str],
+    args: argparse.Namespace,
+    text: tuple[Vocab, Corpus] | None = None,
+) -> None:
+    """Plan a run, time its steps after the warm-up, and save the figures.
+
+    The text is generated unless it is given.
+    """
+    settings = [*settings, *args.set]
+    config = load_config(CONFIGS, [*COMMON, *([] if text else GENERATED), *settings])
     ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank else console.DETAILS)
     device = plan.choose_device(config, Machine.here(ranks))
     began = time.perf_counter()
-    text = generate(args.vocabulary, args.words, args.exponent, device)
+    text = text or generate(args.vocabulary, args.words, args.exponent, device)
     generated = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
@@ -91,8 +100,8 @@ def measure(benchmark: str, settings: list[str], args: argparse.Namespace) -> No
     by_stage = stages.measure(steps)
     if ranks.rank == 0:
         gpus = f"{ranks.size} GPU{'s' * (ranks.size > 1)}, " if benchmark == "ranks" else ""
-        case = f"{gpus}{args.vocabulary} words of a text of {text[1].raw_words}, " + " ".join(
-            [config.optimizer.name, config.train.precision, planned.engine, *settings, *args.set]
+        case = f"{gpus}{len(text[0].words)} words of a text of {text[1].raw_words}, " + " ".join(
+            [config.optimizer.name, config.train.precision, planned.engine, *settings]
         )
         times = {"generated in [s]": generated, "set-up [s]": set_up}
         Results(benchmark, args.results).add(case, figures | times | by_stage)

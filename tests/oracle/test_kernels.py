@@ -71,7 +71,16 @@ VARIANTS = [
         )
     ),
     *(
-        ("optim.cu", {"STEP": name, "STATES": states, "ELEMENT": n % 3, "WIDE": (4, 1)[n % 2]})
+        (
+            "optim.cu",
+            {
+                "STEP": name,
+                "STATES": states,
+                "ELEMENT": n % 3,
+                "WIDE": (4, 1)[n % 2],
+                "RANKS": (0, 3)[n // 2 % 2],
+            },
+        )
         for n, (name, states) in enumerate(FORMULAS.items())
     ),
 ]

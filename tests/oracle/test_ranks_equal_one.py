@@ -175,6 +175,22 @@ def test_ranks_in_processes(pool, kernels, device, engine, room):
     check(partial(pool.run, in_deterministic_mode), device, **how)
 
 
+PEERS = [
+    {},
+    {"dim": 5, "steps_per_page": 5},
+    {"cap": 8, "steps_per_page": 4, "engine": "cache", "room": 0.95},
+    {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9},
+    {"objective": Objective(True, tree=TREE), "name": "RMSprop"},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], scope="module")
+@pytest.mark.parametrize("how", PEERS, ids=str)
+def test_ranks_that_read_the_memory_of_peers(pool, device, how):
+    check(partial(pool.run, in_deterministic_mode), device, kernels="cuda", peers=True, **how)
+
+
 def count_exchanges(ranks, **how):
     """Return how often a rank sends rows while it trains."""
     sends = []
@@ -292,11 +308,12 @@ def shard_operations(kernels, batch, seed):
     slots_TV = torch.randperm(2 * shape.stride, generator=g).int().to(device).view(2, -1)
     records_SR = torch.randn(2 * shape.stride, shape.dim + 8, generator=g).to(device, shape.dtype)
     page = Page(View(records_SR, slots_TV[0]), View(records_SR, None))
-    weights_MD, owned = kernels.gather_weights(ids_U, page)
+    owned = kernels.own(ids_U)
+    weights_MD = kernels.gather_weights(ids_U, page)
     found |= {"marks": marks_TV, "weights": weights_MD[ids_U >= 0]}
 
     # They come in the order of the list, with zero gradients.
-    _, borrowed = kernels.borrow(rows_U, weights_MD, owned)
+    borrowed, _ = kernels.borrow(rows_U, weights_MD, owned)
     number_TV = torch.stack([borrowed.inputs.number_V, borrowed.outputs.number_V])
     grad_UD, pairs_U = borrowed.inputs.grad_UD, borrowed.inputs.pairs_U
     found |= {"numbers": number_TV.view(-1)[rows_U[rows_U >= 0]]}

@@ -7,6 +7,7 @@ import torch
 
 from w2v.config import ModelConfig
 from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
@@ -42,12 +43,14 @@ def make_step(
     threads=1,
     product=None,
     ranks=SINGLE,
+    peers=False,
     folder=None,
 ):
     """Return a `TrainingStep` on this rank's part of two tables.
 
     Kernels and engine are named as in `make_kernels` and `make_engine`. Tables are stored on the
     device, or pinned for an engine that pages, unless `storage` says where; "mmap" needs a folder.
+    Ranks with `peers` read each other's GPUs.
     """
     optimizer = RowOptimizer(config)
     paged_storage = "pinned" if device == "cuda" else "cpu"
@@ -62,10 +65,15 @@ def make_step(
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
     state = StepState(device)
+    engine = make_engine(engine, tables, slots, uses_TV, device)
     exchange = Exchange(kernels, steps_per_page)
     if ranks is not SINGLE:
-        exchange = RankExchange(ranks, kernels, shape, steps_per_page, state, planning)
-    engine = make_engine(engine, tables, slots, uses_TV, device)
+        parts = ranks, kernels, shape, steps_per_page, state, planning
+        exchange = RankExchange(*parts)
+    if ranks is not SINGLE and peers:
+        memory = PeerMemory(ranks)
+        assert not memory.obstacle(device)
+        exchange = PeerExchange(*parts, memory, window_rows=2 * rows)
     return TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
 
 

@@ -206,11 +206,11 @@ class RankExchange(Exchange):
 
     def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
         self._route = rows
-        weights_MD, self._owned = self._kernels.gather_weights(rows.ids_M, page)
+        self._owned = self._kernels.own(rows.ids_M)
+        weights_MD = self._kernels.gather_weights(rows.ids_M, page)
         # Weights go where ids came from, so that recv and send change places.
         weights_UD = self._ranks.all_to_all(weights_MD, rows.recv, rows.send)
-        borrowed_page, borrowed = self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
-        return borrowed, borrowed_page
+        return self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
 
     def reduce(self, grads: Grads) -> Grads:
         route, owned, fault = self._route, self._owned, self._state.fault

@@ -98,11 +98,14 @@ class ShardKernels(Kernels, Protocol):
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
         """Set the marks, bool [2, rows of the shard], of the requested rows."""
 
-    def gather_weights(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
-        """Return the requested weights [M, D], and zero gradients for them."""
+    def own(self, ids_M: Tensor) -> Grads:
+        """Return the unique requested rows, with zero gradients."""
 
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Page, Grads]:
-        """Return a page of the borrowed weights, and zero gradients for them."""
+    def gather_weights(self, ids_M: Tensor, page: Page) -> Tensor:
+        """Return the requested weights [M, D]; those of headers are not set."""
+
+    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, Page]:
+        """Return zero gradients of the borrowed rows, and a page of them."""
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         """Write loss, pairs and fault into the headers of the gradients."""

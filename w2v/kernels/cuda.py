@@ -24,6 +24,7 @@ from w2v.kernels.batch import (
     StepState,
     TableGrads,
     TableLike,
+    Tree,
     Update,
     zeros_ahead,
 )
@@ -98,7 +99,8 @@ class CudaKernels(Kernels):
         # Both tables count their steps, and count alike: the kernel needs one number.
         steps = [optimizer.count_step(table) for table in tables]
         step, step_column = steps[0]
-        macros = _step_macros(optimizer, page.inputs.records_SR.dtype, dim)
+        ranks, sources = self._sources()
+        macros = _step_macros(optimizer, page.inputs.records_SR.dtype, dim, ranks)
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
         inputs, outputs = (
@@ -110,10 +112,15 @@ class CudaKernels(Kernels):
         # 2 is the fault bit of the input table; the output table has the next.
         fault = state.rows_updated, grads.loss, state.fault, state.step << FAULT_BITS, 2
         blocks = blocks_for(32 * rows)
-        launch("optim.cu", "step", macros, blocks, *inputs, *outputs, *record, *hyper, *fault)
+        args = *inputs, *outputs, *record, *hyper, *fault
+        launch("optim.cu", "step", macros, blocks, *args, *sources)
 
     def finish(self) -> None:
         self._rows = None
+
+    def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
+        """Return RANKS and PLACES of optim.cu: where gradients are read."""
+        return 0, (None, None, None, 0)
 
 
 def gather_records(
@@ -165,7 +172,7 @@ def step_rows(
     """
     rows, dim = grad_UD.shape
     number, step_column = optimizer.count_step(table)
-    macros = _step_macros(optimizer, records_SR.dtype, dim)
+    macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
     # The kernel numbers rows, and resets what `unique.cu` has set: here a buffer that nobody reads.
     rows_U, scratch = _numbers(grad_UD.device, 1 << max(0, rows - 1).bit_length())
     slots = None if slots_U is None else slots_U.int()
@@ -178,7 +185,8 @@ def step_rows(
     # With neither a step's number nor a bit, no fault is ever set; 0 is the double 0 as well.
     blocks = blocks_for(32 * rows)
     faults = stepped, loss, fault, 0, 0
-    launch("optim.cu", "step", macros, blocks, *given, *other, *record, *hyper, *faults)
+    sources = None, None, None, 0
+    launch("optim.cu", "step", macros, blocks, *given, *other, *record, *hyper, *faults, *sources)
 
 
 @functools.lru_cache(maxsize=4)
@@ -193,12 +201,15 @@ def _zeros(device: torch.device) -> tuple[Tensor, ...]:
     return torch.zeros(4, dtype=torch.int64, device=device).unbind()
 
 
-def _step_macros(optimizer: OptimizerLike, dtype: torch.dtype, dim: int) -> dict[str, int | str]:
+def _step_macros(
+    optimizer: OptimizerLike, dtype: torch.dtype, dim: int, ranks: int
+) -> dict[str, int | str]:
     return {
         "STEP": optimizer.formula,
         "STATES": optimizer.state_count,
         "ELEMENT": ELEMENTS[dtype],
         "WIDE": 1 if dim % 4 else 4,
+        "RANKS": ranks,
     }
 
 
@@ -238,12 +249,19 @@ def find_unique_rows(
 def most_rows(batch: Batch) -> tuple[int, int]:
     """Return the most rows of each table that the batch may touch."""
     centers, negatives = batch.negatives_BK.shape
+    return rows_at_most(centers, negatives, batch.window, batch.pool, batch.objective.tree)
+
+
+def rows_at_most(
+    centers: int, negatives: int, window: int, pool: int, tree: Tree | None
+) -> tuple[int, int]:
+    """Return the most rows of each table that such a batch may touch."""
     # Of a pool, no more words can be drawn than it holds.
-    drawn = min(centers * negatives, batch.pool or centers * negatives)
-    outputs = centers + drawn if _word_targets(batch) else 0
-    if tree := batch.objective.tree:  # of V words, with V - 1 inner nodes
+    drawn = min(centers * negatives, pool or centers * negatives)
+    outputs = centers + drawn if negatives or not tree else 0
+    if tree:  # of V words, with V - 1 inner nodes
         outputs += min(centers * tree.depth, tree.begin_V.shape[0] - 2)
-    return centers + 2 * batch.window, outputs
+    return centers + 2 * window, outputs
 
 
 def with_room(

@@ -393,16 +393,19 @@ class ReferenceKernels(ShardKernels):
         for marks_V, (_, rows) in zip(marks_TV, self._by_table(ids_M), strict=True):
             marks_V[rows] = True
 
-    def gather_weights(self, ids_M: Tensor, page: Page) -> tuple[Tensor, Grads]:
-        dim, stride = self.shape.dim, self.shape.stride
-        weights_MD = page.inputs.records_SR.new_zeros(len(ids_M), dim)
-        owned = []
-        for view, (is_here_M, rows) in zip(page, self._by_table(ids_M), strict=True):
-            weights_MD[is_here_M] = view.records_SR[view.slots(rows), :dim]
+    def own(self, ids_M: Tensor) -> Grads:
+        stride, owned = self.shape.stride, []
+        for _, rows in self._by_table(ids_M):
             owned.append(unique_rows(rows, torch.ones_like(rows, dtype=torch.bool), stride))
-        return weights_MD, self._zero_grads(*owned)
+        return self._zero_grads(*owned)
 
-    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Page, Grads]:
+    def gather_weights(self, ids_M: Tensor, page: Page) -> Tensor:
+        weights_MD = page.inputs.records_SR.new_zeros(len(ids_M), self.shape.dim)
+        for view, (is_here_M, rows) in zip(page, self._by_table(ids_M), strict=True):
+            weights_MD[is_here_M] = view.records_SR[view.slots(rows), : self.shape.dim]
+        return weights_MD
+
+    def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, Page]:
         is_row_U = rows_U >= 0
         number_TV = torch.full((2, self.shape.rows), -1, dtype=torch.int32, device=rows_U.device)
         numbers = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
@@ -413,7 +416,7 @@ class ReferenceKernels(ShardKernels):
         pairs_U = torch.zeros_like(numbers) if self.shape.count_pairs else None
         inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in number_TV)
         page = Page(View(weights_UD, number_TV[0]), View(weights_UD, number_TV[1]))
-        return page, Grads(inputs, outputs, owned.loss, owned.pairs)
+        return Grads(inputs, outputs, owned.loss, owned.pairs), page
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         facts = torch.stack([borrowed.loss.view(torch.int64), borrowed.pairs, fault])

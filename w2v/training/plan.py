@@ -23,10 +23,11 @@ import w2v
 from w2v.config import Config, ConfigError
 from w2v.distributed import launcher
 from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
 from w2v.kernels.batch import StepShape, StepState, chunk_words, table_rows
-from w2v.kernels.cuda import CudaKernels
+from w2v.kernels.cuda import CudaKernels, rows_at_most
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import auto, heldout
@@ -432,12 +433,8 @@ def build(plan: Plan) -> TrainingLoop:
     )
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
     state = StepState(plan.device)
-    exchange = Exchange(kernels, plan.paging.steps)
-    if plan.ranks.size > 1:
-        steps = plan.paging.steps
-        shards = cast(ShardKernels, kernels)
-        exchange = RankExchange(plan.ranks, shards, plan.shape, steps, state, planning)
     engine = make_engine(plan, [inputs, outputs])
+    exchange = make_exchange(plan, kernels, engine, state, planning)
     parts = kernels, engine, exchange, plan.optimizer, state, planning
     return_freed_memory()
     return TrainingLoop(config, sampler, TrainingStep(inputs, outputs, *parts))
@@ -485,6 +482,29 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
         lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads, last_row=words
     )
     return inputs, outputs
+
+
+def make_exchange(
+    plan: Plan,
+    kernels: Kernels,
+    engine: Engine,
+    state: StepState,
+    planning: torch.cuda.Stream | None,
+) -> Exchange:
+    """Return the exchange: GPUs read each other's memory if they can."""
+    ranks, shape, steps, model = plan.ranks, plan.shape, plan.paging.steps, plan.config.model
+    if ranks.size == 1:
+        return Exchange(kernels, steps)
+    if isinstance(kernels, CudaShardKernels) and engine.stays:
+        peers = PeerMemory(ranks)
+        why = peers.obstacle(plan.device)
+        log.info(f"ranks send rows by NCCL: {why}" if why else "ranks read each other's memory")
+        if not why:
+            centers = -(-plan.config.train.batch_size // ranks.size)
+            sizes = centers, model.negative, model.window, model.negative_pool, plan.text.tree
+            most = sum(rows_at_most(*sizes))
+            return PeerExchange(ranks, kernels, shape, steps, state, planning, peers, most)
+    return RankExchange(ranks, cast(ShardKernels, kernels), shape, steps, state, planning)
 
 
 def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:

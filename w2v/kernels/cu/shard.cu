@@ -96,17 +96,37 @@ extern "C" __global__ void group_by_owner(
     }
 }
 
+// Wait until all ranks have come here for the turn-th time. What a rank's kernels before this one
+// have written, and block 0 of this one, is then there for all.
+__device__ void meet(const Peer* peers, int me, int turn) {
+    __syncthreads();
+    if (blockIdx.x == 0)
+        each_rank([&](int rank) {
+            __threadfence_system();
+            *(volatile int*)(peers[rank].flags + me) = turn;
+        });
+    __syncthreads();
+    each_rank([&](int rank) {
+        while (*(volatile int*)(peers[me].flags + rank) - turn < 0) {}
+        __threadfence_system();
+    });
+    __syncthreads();
+}
+
 // Set place_of[rows[n]] = n, headers aside, and zero the gradient of each row, and its number of
 // pairs unless `pairs` is null.
+__device__ void index_row(
+    long long row, long long n, int* place_of, float* grads, int* pairs, int dim) {
+    const int lane = lane_id();
+    for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
+    if (lane) return;
+    if (row >= 0) place_of[row] = (int)n;
+    if (pairs) pairs[n] = 0;
+}
+
 extern "C" __global__ void index_borrowed(
     const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
-    each_warp(count, [&](long long n) {
-        const int lane = threadIdx.x % 32;
-        for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
-        if (lane) return;
-        if (rows[n] >= 0) place_of[rows[n]] = (int)n;
-        if (pairs) pairs[n] = 0;
-    });
+    each_warp(count, [&](long long n) { index_row(rows[n], n, place_of, grads, pairs, dim); });
 }
 
 // The ids received from all ranks; several may name the same row.
@@ -142,12 +162,8 @@ extern "C" __global__ void mark_requested(REQUESTS, bool* input_marks, bool* out
     });
 }
 
-// List the unique requested rows, and copy the weights of all requested rows, the first `dim`
-// elements of each record.
-extern "C" __global__ void gather_weights(
-    REQUESTS, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, int dim,
-    Element* weights) {
-    typedef Pack<WIDE>::Stored Vector;
+// List the unique requested rows.
+__device__ void list_unique(REQUESTS, GRADS(in), GRADS(out)) {
     const Requests requests = {ids, stride};
     each_thread(count, [&](long long n) {
         if (requests.is_header(n)) return;
@@ -156,26 +172,82 @@ extern "C" __global__ void gather_weights(
         else
             add_unique(requests.row(n), index_in, rows_in, count_in);
     });
+}
+
+extern "C" __global__ void own(REQUESTS, GRADS(in), GRADS(out)) {
+    list_unique(
+        ids, count, stride, index_in, rows_in, grads_in, pairs_in, count_in, index_out, rows_out,
+        grads_out, pairs_out, count_out);
+}
+
+// List the unique requested rows; once all ranks have stepped theirs, do as `index_borrowed` and
+// copy the weights from their owners.
+//
+// borrowed: rows of this rank's batch by owner. sent: how many of them each rank owns. rows_all:
+// rows of a table; those of the output table are behind them.
+extern "C" __global__ void borrow_from_peers(
+    REQUESTS, GRADS(in), GRADS(out), const Peer* peers, int me, int turn,
+    const long long* borrowed, long long borrowed_count, const int* sent, long long rows_all,
+    long long row_width, int dim, int* place_of, Element* weights) {
+    typedef Pack<WIDE>::Stored Vector;
+    list_unique(
+        ids, count, stride, index_in, rows_in, grads_in, pairs_in, count_in, index_out, rows_out,
+        grads_out, pairs_out, count_out);
+    meet(peers, me, turn);
+    if (blockIdx.x == 0)  // others may have read the last step's until now
+        each_rank([&](int rank) { peers[me].starts[rank] = begin_of(rank, sent); });
+    // The rows are grouped by rank: neighbouring warps read from different ranks.
+    const long long part = (borrowed_count + RANKS - 1) / RANKS;
+    each_warp(part * RANKS, [&](long long item) {
+        const long long n = item % RANKS * part + item / RANKS;
+        if (n >= borrowed_count) return;
+        const long long row = borrowed[n];
+        if (row >= 0) {
+            const bool output = row >= rows_all;
+            const long long in_table = output ? row - rows_all : row, own = in_table / RANKS;
+            const Peer& owner = peers[in_table % RANKS];
+            const int* slot = output ? owner.slot_out : owner.slot_in;
+            const Element* records =
+                (const Element*)(output ? owner.records_out : owner.records_in);
+            const Vector* record = (const Vector*)(records + (slot ? slot[own] : own) * row_width);
+            for (int i = lane_id(); i < dim / WIDE; i += 32)
+                ((Vector*)(weights + n * dim))[i] = record[i];
+        }
+        index_row(row, n, place_of, peers[me].grads, peers[me].pairs, dim);
+    });
+}
+
+// Copy the weights of all requested rows, the first `dim` elements of each record.
+extern "C" __global__ void gather_weights(
+    REQUESTS, VIEW(in), VIEW(out), long long row_width, int dim, Element* weights) {
+    typedef Pack<WIDE>::Stored Vector;
+    const Requests requests = {ids, stride};
     each_warp(count, [&](long long n) {
         if (requests.is_header(n)) return;
         const int row = requests.row(n);
         const int* slot = requests.is_output(n) ? slot_out : slot_in;
         const Element* records = requests.is_output(n) ? records_out : records_in;
         const Vector* record = (const Vector*)(records + (slot ? slot[row] : row) * row_width);
-        for (int i = threadIdx.x % 32; i < dim / WIDE; i += 32)
+        for (int i = lane_id(); i < dim / WIDE; i += 32)
             ((Vector*)(weights + n * dim))[i] = record[i];
     });
 }
 
 // Write the facts of this rank's step into the header of the gradients for each rank.
-extern "C" __global__ void write_headers(
+__device__ void write_facts(
     const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
     float* grads) {
     const long long facts[] = {__double_as_longlong(*loss), *pairs, *fault};
-    each_thread(RANKS, [&](long long rank) {
+    each_rank([&](int rank) {
         int* words = (int*)(grads + begin_of(rank, sent) * dim);
         for (int n = 0; n < 6; n++) words[n] = (int)(facts[n / 2] >> 32 * (n % 2));
     });
+}
+
+extern "C" __global__ void write_headers(
+    const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
+    float* grads) {
+    if (blockIdx.x == 0) write_facts(loss, pairs, fault, sent, dim, grads);
 }
 
 // Return fact n of a header.
@@ -183,35 +255,43 @@ __device__ long long fact(const int* words, int n) {
     return (long long)words[2 * n + 1] << 32 | (unsigned)words[2 * n];
 }
 
+// Set loss and pairs to the sums of the ranks' facts, added in the order of the ranks, so that
+// every rank gets the same bits. The fault of any rank, found one step before, becomes the fault of
+// all.
+//
+// header_of(rank): where its facts are.
+template <class HeaderOf>
+__device__ void add_facts(
+    HeaderOf header_of, double* loss, long long* pairs, long long* fault) {
+    double loss_sum = 0;
+    long long pairs_sum = 0, faults = 0;
+    for (int rank = 0; rank < RANKS; rank++) {
+        const int* header = (const int*)header_of(rank);
+        loss_sum += __longlong_as_double(fact(header, 0));
+        pairs_sum += fact(header, 1);
+        faults |= fact(header, 2);
+    }
+    *loss = loss_sum;
+    *pairs = pairs_sum;
+    *fault = faults;
+}
+
 // Add the received gradients to those of the unique rows, and the numbers of pairs unless
 // grad_pairs is null.
-//
-// Loss and pairs become the sums over all headers, added in the order of the ranks, so that every
-// rank gets the same bits. The fault of any rank, found one step before, becomes the fault of all.
 extern "C" __global__ void collect(
     REQUESTS, const int* received, const float* grads, const int* grad_pairs, GRADS(in),
     GRADS(out), int dim, double* loss, long long* pairs, long long* fault) {
     const Requests requests = {ids, stride};
-    if (blockIdx.x + threadIdx.x == 0) {
-        double loss_sum = 0;
-        long long pairs_sum = 0, faults = 0;
-        const float* header = grads;
-        for (int rank = 0; rank < RANKS; header += (long long)received[rank++] * dim) {
-            loss_sum += __longlong_as_double(fact((const int*)header, 0));
-            pairs_sum += fact((const int*)header, 1);
-            faults |= fact((const int*)header, 2);
-        }
-        *loss = loss_sum;
-        *pairs = pairs_sum;
-        *fault = faults;
-    }
+    if (blockIdx.x + threadIdx.x == 0)
+        add_facts(
+            [&](int rank) { return grads + begin_of(rank, received) * dim; }, loss, pairs, fault);
     each_warp(count, [&](long long n) {
         if (requests.is_header(n)) return;
         const bool output = requests.is_output(n);
         const long long index = (output ? index_out : index_in)[requests.row(n)];
         const float* from = grads + n * dim;
         float* to = (output ? grads_out : grads_in) + index * dim;
-        const int lane = threadIdx.x % 32;
+        const int lane = lane_id();
 #if WIDE == 4 && __CUDA_ARCH__ >= 900
         for (int i = lane; i < dim / 4; i += 32)
             atomicAdd((float4*)to + i, ((const float4*)from)[i]);
@@ -220,5 +300,36 @@ extern "C" __global__ void collect(
 #endif
         if (lane == 0 && grad_pairs)
             atomicAdd((output ? pairs_out : pairs_in) + index, grad_pairs[n]);
+    });
+}
+
+// Write the facts of this rank's step; once all ranks have theirs and all gradients, add the facts
+// and note where the windows have the gradients of each unique row.
+//
+// sent: how many gradients this rank has for each. places: -1 before.
+extern "C" __global__ void find_gradients(
+    REQUESTS, const int* received, const int* index_in, const int* index_out, PLACES, int me,
+    int turn, const int* sent, int dim, double* loss, long long* pairs, long long* fault) {
+    __shared__ long long begin[RANKS];  // of the ids that each rank requests,
+    __shared__ int start[RANKS];        // and of their gradients in its window
+    const Requests requests = {ids, stride};
+    if (blockIdx.x == 0) write_facts(loss, pairs, fault, sent, dim, peers[me].grads);
+    meet(peers, me, turn);
+    each_rank([&](int rank) {
+        begin[rank] = begin_of(rank, received);
+        start[rank] = *(volatile int*)(peers[rank].starts + me);
+    });
+    __syncthreads();
+    if (blockIdx.x + threadIdx.x == 0)
+        add_facts(
+            [&](int rank) { return peers[rank].grads + (long long)start[rank] * dim; }, loss,
+            pairs, fault);
+    each_thread(count, [&](long long n) {
+        if (requests.is_header(n)) return;
+        int rank = RANKS - 1;
+        while (n < begin[rank]) rank--;
+        const bool output = requests.is_output(n);
+        const long long index = (output ? index_out : index_in)[requests.row(n)];
+        (output ? places_out : places_in)[rank * room + index] = start[rank] + (n - begin[rank]);
     });
 }

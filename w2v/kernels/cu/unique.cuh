@@ -18,3 +18,18 @@ __device__ bool add_unique(int row, int* index, int* rows, unsigned long long* c
     index[row] = next;
     return true;
 }
+
+// What each rank of a host lets the others read, at addresses of this process: records of both
+// tables, and its `Window` (cuda_shard.py).
+struct Peer {
+    const void* records_in;
+    const int* slot_in;
+    const void* records_out;
+    const int* slot_out;
+    float* grads;
+    int *pairs, *starts, *flags;
+};
+
+// Kernel parameters: where the windows of the ranks have the gradients of the unique rows of both
+// tables, -1 for none: those of rank r begin at element r * room.
+#define PLACES const Peer *peers, int *places_in, int *places_out, long long room

@@ -61,7 +61,8 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
         self._peers: Peers | None = None
-        self._lent_UD: Tensor | None = None  # weights that peers have lent
+        self._lent: Page | None = None  # weights that peers have lent, in memory of all steps,
+        self._lent_grads: tuple[TableGrads, TableGrads] | None = None  # and their gradients
         self._places: tuple[Tensor, Tensor] | None = None  # PLACES of unique.cuh
         self._macros: dict[str, int | str] = {
             "RANKS": shape.world_size,
@@ -121,7 +122,8 @@ class CudaShardKernels(CudaKernels, ShardKernels):
             pairs_U = torch.empty(count, dtype=torch.int32, device=shape.device)
         zeroed = grad_UD, pairs_U, shape.dim
         self._launch("index_borrowed", 32 * count, rows_U, count, self._number_TV, *zeroed)
-        return self._borrowed(weights_UD, grad_UD, pairs_U, owned)
+        page, (inputs, outputs) = self._borrowed(weights_UD, grad_UD, pairs_U)
+        return Grads(inputs, outputs, owned.loss, owned.pairs), page
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
         facts = borrowed.loss, borrowed.pairs, fault
@@ -148,7 +150,8 @@ class CudaShardKernels(CudaKernels, ShardKernels):
     def join_peers(self, peers: Peers) -> None:
         """Read weights and gradients from peers from now on."""
         self._peers = peers
-        self._lent_UD = peers.window.grad_UD.to(self.shape.dtype, copy=True)
+        weights_UD = peers.window.grad_UD.to(self.shape.dtype, copy=True)
+        self._lent, self._lent_grads = self._borrowed(weights_UD, *peers.window[:2])
 
     def borrow_from_peers(
         self, rows_U: Tensor, send_N: Tensor, ids_M: Tensor, turn: int
@@ -169,9 +172,10 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         borrowed = rows_U, count, send_N, self.shape.rows, peers.row_width, self.shape.dim
         args = *owned.inputs, *owned.outputs, *peers[:2], turn, *borrowed
         threads = max(32 * count, len(ids_M))
-        lent = self._number_TV, self._lent_UD
+        lent = self._number_TV, self._lent.inputs.records_SR
         self._launch("borrow_from_peers", threads, *self._requests(ids_M), *args, *lent)
-        return *self._borrowed(self._lent_UD, *peers.window[:2], owned), owned
+        inputs, outputs = self._lent_grads
+        return Grads(inputs, outputs, owned.loss, owned.pairs), self._lent, owned
 
     def find_gradients(
         self, received: Requests, send_N: Tensor, owned: Grads, fault: Tensor, turn: int
@@ -196,7 +200,7 @@ class CudaShardKernels(CudaKernels, ShardKernels):
 
     def finish(self) -> None:
         super().finish()
-        self._listed = self._owned = self._places = self._lent_UD = None
+        self._listed = self._owned = self._places = self._lent = None
 
     def _unlisted(self, ids_M: Tensor) -> Grads:
         """Return buffers for the unique rows of `ids_M`, with zero gradients."""
@@ -219,12 +223,13 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         return self._owned[0].rows_U.shape[0]
 
     def _borrowed(
-        self, weights_UD: Tensor, grad_UD: Tensor, pairs_U: Tensor | None, owned: Grads
-    ) -> tuple[Grads, Page]:
+        self, weights_UD: Tensor, grad_UD: Tensor, pairs_U: Tensor | None
+    ) -> tuple[Page, tuple[TableGrads, TableGrads]]:
+        """Return borrowed rows, numbered by `index_borrowed`, and their gradients."""
         numbers = self._number_TV.unbind()
         page = Page(*(View(weights_UD, number_V) for number_V in numbers))
         inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in numbers)
-        return Grads(inputs, outputs, owned.loss, owned.pairs), page
+        return page, (inputs, outputs)
 
     def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
         if not self._peers:

@@ -263,6 +263,9 @@ class Job:
             drawing = max(drawing, POOL_DRAW_BYTES * self.pool)
             targets = 1 + self.negative + (int(self.path_lengths.max()) if self.hs else 0)
             step += 8 * centers * (2 * self.window + targets) * dim
+            if self.on_gpu:  # gradients of all batches under way
+                batches = PAGES * (1 if self.engine == "resident" else MOST_STEPS)
+                stay += batches * gradient * sum(self.touched(centers))
         if self.kernels == "reference" or not self.has_formula:
             # torch steps copies of a table's rows.
             step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)

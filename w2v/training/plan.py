@@ -174,7 +174,9 @@ class Plan:
         """Steps that share a page, and the lookahead window."""
         transfer, size = self.config.transfer, self.ranks.size
         if not self.is_paged or not self.slots:
-            return Paging(transfer.steps_per_page or (MOST_STEPS if self.slots else 1))
+            # Plain torch has the gradients of all batches of a page at once.
+            several = self.slots and self.kernels != "reference"
+            return Paging(transfer.steps_per_page or (MOST_STEPS if several else 1))
         batch_size = self.config.train.batch_size
         # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)

@@ -212,6 +212,7 @@ small, summary { color: var(--faint) }
 pre { overflow-x: auto; font-size: .8rem }
 .panels { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
+.panels img { width: 100% }
 .legend { padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: 0 1rem }
 i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px }
 .bar { display: flex } .bar i { height: 1.2rem; margin: 0; border-radius: 0 }

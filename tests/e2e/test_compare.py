@@ -86,7 +86,7 @@ def test_configs_are_refused_before_training(common, tmp_path, capsys, second, k
     for file in ("good.yaml", "other/good.yaml"):
         (tmp_path / file).write_text("optimizer: {name: Adam, lr: 0.01}")
     arguments = [str(tmp_path / "good.yaml"), str(tmp_path / second)]
-    assert cli.main(["compare", *arguments, "--to", str(tmp_path / "out"), "--set", *common]) == 2
+    assert cli.main(["compare", *arguments, "--to", str(tmp_path / "out"), *common]) == 2
     assert key_words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -94,18 +94,18 @@ def test_configs_are_refused_before_training(common, tmp_path, capsys, second, k
 def test_a_folder_that_cannot_be_made_is_named(common, tmp_path, capsys):
     config = tmp_path / "good.yaml"
     config.write_text("optimizer: {name: Adam, lr: 0.01}")
-    assert cli.main(["compare", str(config), "--to", f"{config}/out", "--set", *common]) == 2
+    assert cli.main(["compare", str(config), "--to", f"{config}/out", *common]) == 2
     assert "good.yaml/out/good-seed1: Not a directory" in capsys.readouterr().err
 
 
 def test_the_program_fits_batches_and_prints_the_table(common, tmp_path, capsys):
     config, folder = tmp_path / "fast.yaml", tmp_path / "out"
     config.write_text("optimizer: {name: Adam, lr: 0.05}")
-    settings = ["--set", *common, "train.epochs=1"]
+    settings = [*common, "train.epochs=1"]
     assert cli.main(["compare", str(config), "--to", str(folder), *settings]) == 0
     run = runs.read(folder / "fast-seed1")
     assert run.settings["train.batch_size"] > 0  # as chosen
-    assert run.settings["train.held_out_words"] == 100  # --set comes last
+    assert run.settings["train.held_out_words"] == 100  # as given
     printed = capsys.readouterr().out
     assert str(folder) in printed
     assert (folder / "table.txt").read_text() in printed
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_without_a_traceback(common, tmp_path, monkeypatch, capsys, 
     name = "adam" if program == "sweep" else "configs/optimizers/adam.yaml"
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        sys, "argv", ["w2v", program, name, "--to", str(tmp_path), "--set", *common]
+        sys, "argv", ["w2v", program, name, "--to", str(tmp_path), *common]
     )
     monkeypatch.setattr(plan, "make_plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)

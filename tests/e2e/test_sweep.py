@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def grid(common, *settings, corpora=(), name="adam"):
-    given = Namespace(base=CONFIGS / "text8.yaml", set=[*common, *settings], corpora=corpora)
-    return sweep.grid(CONFIGS / "optimizers" / f"{name}.yaml", given)
+    given = Namespace(base=CONFIGS / "text8.yaml", corpora=corpora)
+    return sweep.grid(CONFIGS / "optimizers" / f"{name}.yaml", [*common, *settings], given)
 
 
 def test_the_program_prints_the_best_settings_as_yaml(
@@ -26,7 +26,7 @@ def test_the_program_prints_the_best_settings_as_yaml(
 ):
     monkeypatch.chdir(ROOT)
     lrs = ["optimizer.lr=0.01,0.02", "train.batch_size=64", "train.epochs=1"]
-    settings = ["--set", *common, *lrs, BETAS]
+    settings = [*common, *lrs, BETAS]
     assert cli.main(["sweep", "Adam", "--to", str(tmp_path), *settings]) == 0
     (tmp_path / "best.yaml").write_text(capsys.readouterr().out.split("yaml:\n")[1])
     best = load_config([tmp_path / "best.yaml"])

@@ -68,7 +68,10 @@ MISTAKES = [
     ("train my.txt nope.txt", "'nope.txt' is no file"),
     ("train text9", "did you mean text8"),
     ("train adem", "did you mean adam"),
-    ("compare my.txt", "name a text as corpus.path=my.txt"),
+    ("compare my.txt", "name the configs to compare, such as adam adamw"),
+    ("sweep my.txt optimizer.lr=.1,.2", "name the optimizers to search settings of"),
+    ("compare adam --seeds 1,2", "'1,2' is not a whole number; write --seeds 1 2 3 after"),
+    ("compare adam --seeds 1 2 my.txt", "'my.txt' is not a whole number; .* after all else"),
     ("train empty.txt", "is empty or no text"),
     ("train nope.yaml", "config file nope.yaml does not exist"),
     ("train my.txt configs/Adam.yaml", "did you mean configs/optimizers/adam.yaml"),
@@ -114,7 +117,7 @@ MISTAKES = [
     ("export latest", "nothing to write; add --kv"),
     ("map latest --words few", "'few' is not a whole number"),
     ("compare nope.yaml", "config file nope.yaml does not exist"),
-    ("sweep Adamx", "did you mean configs/optimizers/adam"),
+    ("sweep Adamx", "'Adamx' is neither a text nor a config; did you mean adam"),
 ]
 
 

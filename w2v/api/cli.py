@@ -47,6 +47,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """Return a seed from an argument."""
+    if not text.isdecimal():
+        remedy = "write --seeds 1 2 3 after all else"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; {remedy}")
+    return int(text)
+
+
 # The options of each command; `add` is add_argument of its parser.
 
 
@@ -116,27 +124,28 @@ def _add_pictured(add: Callable[..., Any]) -> None:
     add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
 
 
-def _add_trainings(add: Callable[..., Any]) -> None:
-    base = "config that all are laid over (default: %(default)s)"
+def _add_trainings(add: Callable[..., Any], names: str, metavar: str) -> None:
+    add("settings", nargs="+", metavar=f"{metavar} | text | section.key=value", help=names)
+    base = "config with the settings that the others do not have (default: %(default)s)"
     add("--base", default="text8", metavar="CONFIG", help=base)
-    add("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default: 1")
-    add("--set", nargs="*", default=[], metavar="section.key=value", help="laid over all configs")
-    add("--to", type=Path, metavar="FOLDER", help="where the results go")
-    corpora = "texts to train on; settings are ranked by their mean over all (default: the base's)"
+    seeds = "train with each of these seeds (default: 1)"
+    add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
+    add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
+    corpora = "train on each of several texts, and rank by the mean over all"
     add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
     _add_sets(add, "rank by")
 
 
 def _add_compare(add: Callable[..., Any]) -> None:
-    what = "configs to train and compare; or run folders, which are not trained again"
-    add("configs", nargs="+", metavar="CONFIG | RUN", help=what)
-    _add_trainings(add)
+    what = "configs to train and compare, such as adam adamw, with a text and settings for all"
+    what += "; or runs, which are not trained again"
+    _add_trainings(add, what, "config | RUN")
 
 
 def _add_sweep(add: Callable[..., Any]) -> None:
-    names = "optimizers that have files in configs/optimizers; --set key=value,value is an axis"
-    add("names", nargs="+", metavar="NAME", help=names)
-    _add_trainings(add)
+    what = "optimizers, such as adam, with a text and settings for all; each combination of "
+    what += "section.key=value,value is tried (default: learning rates, batch sizes, betas)"
+    _add_trainings(add, what, "config")
 
 
 def _add_completion(add: Callable[..., Any]) -> None:
@@ -155,7 +164,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
     "report": ("write a page about runs: report.html", _add_pictured, "commands:write_report"),
     "card": ("write the model card of a run: README.md", _add_run, "commands:write_card"),
     "compare": (
-        "train configs with seeds, or take runs; print a table",
+        "train several configs, or take runs, and print a table of scores",
         _add_compare,
         "compare:run",
     ),

@@ -1,6 +1,6 @@
 """Train several configs with several seeds, and compare them.
 
-    w2v compare configs/optimizers/*.yaml --seeds 1 2 3 --set corpus.path=text8
+    w2v compare adam adamw my.txt train.epochs=10 --seeds 1 2 3
 
 Runs that are already finished in the folder are not trained again.
 """
@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from w2v.api.train import sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.distributed.ranks import SINGLE
 from w2v.system import console
@@ -180,16 +181,18 @@ def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def load_configs(options: argparse.Namespace) -> dict[str, Config]:
     """Return the configs by name, each checked to be trainable."""
+    files, assignments = sort_settings(options.settings)
+    if not files:
+        raise ConfigError("name the configs to compare, such as adam adamw")
     configs: dict[str, Config] = {}
     for ending, corpus in by_corpus(options).items():
-        for path in options.configs:
+        for path in files:
             stem = Path(path).stem
             if f"{stem}{ending}" in configs:
                 remedy = "runs are named after configs, so rename one"
                 raise ConfigError(f"{path}: another config is called {stem} too; {remedy}")
-            files = [options.base, path]
-            given = [*options.set, *corpus]
-            configs[f"{stem}{ending}"] = planned_config(files, given, stem)
+            given = [*assignments, *corpus]
+            configs[f"{stem}{ending}"] = planned_config([options.base, path], given, stem)
     return configs
 
 
@@ -222,8 +225,8 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
-    if any(Path(name).is_dir() or name == "latest" for name in options.configs):
-        print(report(options.configs, options.to))
+    if any(Path(name).is_dir() or name == "latest" for name in options.settings):
+        print(report(options.settings, options.to))
         return
     console.log_to_console()
     configs = load_configs(options)

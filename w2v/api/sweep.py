@@ -1,6 +1,6 @@
 """Search for an optimizer's best settings on a grid.
 
-    w2v sweep Adamax --base text8 --seeds 1 2 3 --set corpus.path=text8 optimizer.lr=.1,.2
+    w2v sweep adamax my.txt optimizer.lr=.1,.2 --seeds 1 2 3
 
 A sweep is a comparison of the points of a grid over learning rates, batch sizes and other settings.
 Each point is trained with the first seed, then the best with the other seeds, until the best by the
@@ -24,6 +24,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from w2v.api import compare
+from w2v.api.train import sort_settings
 from w2v.config import Config, ConfigError, find_config, load_config
 from w2v.system import console
 from w2v.vectors import runs
@@ -65,14 +66,16 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
     return axes
 
 
-def grid(path: Path, options: argparse.Namespace) -> dict[str, Config]:
+def grid(
+    path: Path, assignments: Sequence[str], options: argparse.Namespace
+) -> dict[str, Config]:
     """Return a config for each point, on each corpus, by the name of its run.
 
     Learning rates and batch sizes that are not given are factors of those that the text needs.
     """
     files = [options.base, path]
     corpora = compare.by_corpus(options)
-    axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(options.set)
+    axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(assignments)
     first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
     first_corpus = next(iter(corpora.values()))
     centre = compare.planned_config(files, [*first, *first_corpus], path.stem)
@@ -136,8 +139,11 @@ def run(options: argparse.Namespace) -> None:
     """Search the settings of each optimizer; print a table and the best."""
     console.log_to_console()
     further = Further(options.questions, options.pairs)
-    for path in [find_config(f"optimizers/{name.lower()}.yaml") for name in options.names]:
-        configs = grid(path, options)
+    files, assignments = sort_settings(options.settings)
+    if not files:
+        raise ConfigError("name the optimizers to search settings of, such as adam")
+    for path in map(find_config, files):
+        configs = grid(path, assignments, options)
         parent = options.to or Path(next(iter(configs.values())).run.dir)
         folder = parent / f"sweep-{path.stem}"
         best = sweep(configs, options.seeds, folder, further)

@@ -1,6 +1,7 @@
 """Invalid uses of an embedding or a row store are refused in one line."""
 
 import gc
+import warnings
 
 import numpy as np
 import pytest
@@ -364,12 +365,24 @@ def test_a_padding_row_outside_the_table_is_refused():
         PagedEmbedding(ROWS, DIM, ROWS)
 
 
+def test_gradients_that_nothing_uses_are_named(tmp_path):
+    table = embedding(tmp_path)
+    with pytest.warns(UserWarning, match="no effect until a PagedOptimizer steps it"):
+        table([1]).sum().backward()
+    PagedOptimizer(table, "SGD", lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table([1]).sum().backward()
+
+
 def test_what_is_no_table_is_refused(tmp_path):
     table = embedding(tmp_path)
     with pytest.raises(ValueError, match="these modules have no PagedEmbedding"):
         PagedOptimizer(nn.Linear(1, 1), "SGD", lr=0.1)
     with pytest.raises(TypeError, match="Parameter is no module; give the PagedEmbedding"):
         PagedOptimizer(nn.Linear(1, 1).parameters(), "SGD", lr=0.1)
+    with pytest.raises(ValueError, match="takes modules, such as the model, not parameters"):
+        PagedOptimizer(table.parameters(), "SGD", lr=0.1)
     with pytest.raises(ValueError, match="a PagedEmbedding is in two groups"):
         PagedOptimizer([{"params": table}, {"params": nn.Sequential(table)}], "SGD", lr=0.1)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -288,6 +289,9 @@ class PagedEmbedding(nn.Module):
     @torch.no_grad()
     def _add_grad(self, page: _Page, grad_UD: Tensor) -> None:
         """Add the gradient of a page to those that wait for the step."""
+        if self._layout is None:
+            unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
+            warnings.warn(unused, stacklevel=2)
         with self.store.lock:
             if self._parameter.grad is not None:
                 # A row of several pages has one gradient, their sum, as it is stepped once.
@@ -587,7 +591,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._row_optimizers: dict[int, tuple[dict[str, Any], RowOptimizer]] = {}  # by group
         defaults = RowOptimizer(OptimizerConfig(name=self._name, lr=lr, args=args)).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
-        groups = [tables] if isinstance(tables, nn.Module) else tables
+        groups = [tables] if isinstance(tables, nn.Module) else list(tables)
+        if not groups:  # a PagedEmbedding has no parameters
+            raise ValueError("PagedOptimizer takes modules, such as the model, not parameters()")
         super().__init__(groups, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

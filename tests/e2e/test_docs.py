@@ -153,7 +153,6 @@ def write_texts(folder, lines):
 
 
 def test_documented_commands_run(programs, monkeypatch):
-    pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     folder = programs.output.parent
     (folder / "configs").symlink_to(ROOT / "configs")

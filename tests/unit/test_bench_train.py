@@ -92,7 +92,6 @@ def test_precision_runs_and_is_plotted(corpus, tmp_path):
     found = Results("precision", tmp_path)
     for batch in (128, 256):
         found.add(f"text float32 fused batch {batch} 30 steps", figures | {"gpu memory [GiB]": 1})
-    pytest.importorskip("matplotlib")
     plot.draw(found.path, tmp_path / "precision.png")
     assert (tmp_path / "precision.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,19 +1,16 @@
 """Plots show the runs and words they should; errors name the remedy."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 import evaluate
 from tests.support.planted import kv_of
 from tests.support.runs import write_run
 from w2v.vectors import export, plots
 from w2v.vectors.runs import picture_path, read
-
-imread = pytest.importorskip("matplotlib.image").imread
-pytest.importorskip("sklearn")
 
 
 def two_clouds(n=30, dim=8, seed=0):
@@ -128,14 +125,3 @@ def test_what_cannot_be_drawn_is_refused(folder, capsys):
         assert evaluate.main(argv) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [("matplotlib.figure", "matplotlib"), ("sklearn.manifold", "scikit-learn")],
-)
-def test_a_missing_package_is_named(folder, capsys, monkeypatch, module, package):
-    monkeypatch.setitem(sys.modules, module, None)
-    assert evaluate.main(["map", str(folder)]) == 2
-    assert f"pip install {package}" in capsys.readouterr().err
-    assert not (folder / "map.png").exists()

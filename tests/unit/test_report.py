@@ -14,7 +14,6 @@ from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
 from w2v.vectors import export, plots, report
 
-pytest.importorskip("sklearn")
 ATTACK = "</script><script>alert(1)</script>"
 BROWSER = shutil.which("chromium")
 

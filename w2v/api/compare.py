@@ -210,8 +210,10 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     try:
         groups = {" ".join(label): row.runs for label, row in zip(labels, compared, strict=True)}
         plots.curves(groups, folder / "curves.png")
-    except plots.PlotError as error:  # the tables need no matplotlib
+    except plots.PlotError as error:  # no run has a point
         log.warning(f"no curves.png: {error}")
+    each_run = [runs.Row(run.settings, [run]) for run in trained]
+    atomic_write(folder / "runs.csv", runs.as_csv(each_run))
     # The last file, by which a comparison is known to be finished.
     atomic_write(folder / "table.csv", runs.as_csv(compared))
     return text
@@ -233,4 +235,4 @@ def run(options: argparse.Namespace) -> None:
     folder = options.to or folder_to_use(Path(next(iter(configs.values())).run.dir))
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
     print(write(trained, folder))
-    print(f"\ntables, curves (with matplotlib) and a folder for each run are in {folder}")
+    print(f"\ntables, curves and a folder for each run are in {folder}")

@@ -66,9 +66,7 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
     return axes
 
 
-def grid(
-    path: Path, assignments: Sequence[str], options: argparse.Namespace
-) -> dict[str, Config]:
+def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) -> dict[str, Config]:
     """Return a config for each point, on each corpus, by the name of its run.
 
     Learning rates and batch sizes that are not given are factors of those that the text needs.

@@ -1,12 +1,15 @@
-"""Draw PNGs: the curves of runs, and a map of words."""
+"""Draw PNGs: the curves of runs, and a map of words.
+
+matplotlib and scikit-learn are imported where they are used: that takes a second.
+"""
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +81,7 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
     grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
     drawn = {}
     for metric, title, x in _panels(runs):
-        with _module("matplotlib").rc_context(grey), io.BytesIO() as file:
+        with import_module("matplotlib").rc_context(grey), io.BytesIO() as file:
             figure = _figure(4.5, 3)
             _draw_panel(figure.subplots(), runs, metric, title, x)
             figure.savefig(file, format="svg", transparent=True)
@@ -111,7 +114,7 @@ def _draw_panel(
         if len(lines) > 1:
             axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
-    ticker = _module("matplotlib.ticker")
+    ticker = import_module("matplotlib.ticker")
     number = ticker.EngFormatter(sep="")
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
@@ -164,11 +167,11 @@ def project(vectors_ND: np.ndarray) -> np.ndarray:
         )
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
-    model = _module("sklearn.manifold").TSNE(
+    model = import_module("sklearn.manifold").TSNE(
         perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
     )
     # On busy cores, threads wait for each other and take six times as long.
-    with _module("threadpoolctl").threadpool_limits(1):
+    with import_module("threadpoolctl").threadpool_limits(1):
         return model.fit_transform(unit_ND)
 
 
@@ -176,8 +179,8 @@ def groups(vectors_ND: np.ndarray) -> np.ndarray:
     """Return the group [N] of each word, by k-means of cosines."""
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     kinds = min(len(COLORS), len(unit_ND))
-    with _module("threadpoolctl").threadpool_limits(1):
-        model = _module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
+    with import_module("threadpoolctl").threadpool_limits(1):
+        model = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
         return model.fit_predict(unit_ND)
 
 
@@ -207,21 +210,11 @@ def _name_dots(
 
 def _figure(width: float, height: float) -> Any:
     """Return a figure, in inches, that needs no window."""
-    figure = _module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    make = import_module("matplotlib.figure").Figure
+    figure = make(figsize=(width, height), layout="constrained")
     # Without a canvas of pixels, each question for the size of a text makes a new one: 5 ms.
-    _module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     return figure
-
-
-def _module(name: str) -> Any:
-    """Import a module of the optional packages."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = "matplotlib" if name.startswith("matplotlib") else "scikit-learn"
-        raise PlotError(
-            f"plots need the package {package}, which cannot be imported; pip install {package}"
-        ) from None
 
 
 def _save(figure: Any, file: Path) -> Path:

@@ -25,7 +25,7 @@ from w2v.vectors.datasets import PAIR_SETS
 
 log = logging.getLogger("w2v")
 # What w2v writes beside runs, which `runs/*` names too.
-OWN = ["pictures", "curves.png", "env.txt", "table.txt", "table.md", "table.csv"]
+OWN = "pictures curves.png env.txt table.txt table.md table.csv runs.csv".split()
 SHOWN = {
     "optimizer.name": "optimizer",
     "optimizer.lr": "lr",

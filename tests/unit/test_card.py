@@ -23,7 +23,7 @@ def test_card_tells_what_the_run_is(run):
         "9 words, 4 distinct",
         "3 epochs, 5,000,000 words in 10.0 s, 0.5 M words/s",
         "| 8 cores, 1 GPU |",
-        "commit unknown, Python unknown, torch 2.10",
+        "w2v unknown, commit unknown, Python unknown, torch 2.10",
         "| analogies, total | 25.0% | 8 | 2 |",
         "| SimLex-999 | - | 5 | 50.0% |",
         "  epochs: 3\n",

@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1
 LARGE_ARRAY_BYTES = 1 << 18
-PACKAGES = "torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy-cuda13x".split()
+PACKAGES = "w2v torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy-cuda13x".split()
 
 
 def cores() -> int:
@@ -202,7 +202,10 @@ def git_commit() -> str:
     """Return the commit of this program, or W2V_COMMIT where there is no git."""
     if "W2V_COMMIT" in os.environ:
         return os.environ["W2V_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # installed, perhaps in a folder of another repository
+        return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -29,7 +29,7 @@ def describe(run: Run) -> str:
         header = HEADER.fullmatch(file.readline().rstrip("\n"))
         words, raw_words, raw_types = map(int, header.groups())
         example = file.readline().rpartition("\t")[0]
-    environment = dict.fromkeys(("machine", "commit", "python", "torch"), "unknown")
+    environment = dict.fromkeys(("machine", "w2v", "commit", "python", "torch"), "unknown")
     if (run.folder / "env.txt").exists():
         lines = (run.folder / "env.txt").read_text(encoding="utf-8").splitlines()
         environment |= dict(line.split(" ", 1) for line in lines if " " in line)
@@ -71,7 +71,7 @@ vectors.most_similar({example!r})
 {scores["words"]:,} words in {seconds:.1f} s, {rate} |
 | loss | {loss} a positive pair{unseen} |
 | hardware | {environment["machine"].replace(" |", ",")} |
-| software | commit {environment["commit"]}, Python {environment["python"]}, \
+| software | w2v {environment["w2v"]}, commit {environment["commit"]}, Python {environment["python"]}, \
 torch {environment["torch"]} |
 | memory | {scores["bytes_host"] / 2**20:,.0f} MiB of tables in CPU memory, \
 {scores["bytes_gpu"] / 2**20:,.0f} MiB of the GPU |

@@ -175,7 +175,7 @@ def test_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
         (["analogies", "{run}", "b1", "b2"], "'b1 b2' is not 3 words"),
         (["score", "{run}/none"], "does not exist"),
         (["score", "{run}", "--questions", "{run}"], "cannot be read"),
-        (["export", "{run}", "--kv", "--to", "{run}/vectors.kv"], "vectors.kv: File exists"),
+        (["export", "{run}", "--kv", "--to", "{run}/vectors.kv"], "vectors.kv names a file"),
         (["card", "{run}"], "{run} "),  # not a finished run
     ],
 )

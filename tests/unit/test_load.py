@@ -18,7 +18,7 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path):
     export.save(kv_of(["the", "paris"], np.eye(2)), folder)
     assert load.find(folder) == load.find("latest", tmp_path / "runs") == folder / "vectors.kv"
     assert load.find(folder / "vectors.bin") == folder / "vectors.bin"
-    with pytest.raises(RunError, match="runs holds several runs; .* such as .*one"):
+    with pytest.raises(RunError, match="runs is a folder of runs; .* such as .*one"):
         load.find(tmp_path / "runs")
     with pytest.raises(RunError, match="onee does not exist; did you mean .*one"):
         load.find(tmp_path / "runs" / "onee")

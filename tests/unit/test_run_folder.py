@@ -43,7 +43,7 @@ def test_latest_is_the_run_created_last(tmp_path):
     os.utime(second / "config.yaml", (1, 1))
     assert run_folder.find_to_resume("latest", str(tmp_path)) == first
     assert run_folder.find_to_resume(str(second), str(tmp_path)) == second
-    with pytest.raises(RunError, match="holds several runs"):
+    with pytest.raises(RunError, match="is a folder of runs"):
         run_folder.find_to_resume(str(tmp_path), str(tmp_path))
 
 

@@ -29,7 +29,29 @@ EXIT_STATUS = (
     "exit status: 0 success, 2 an error, 3 too little memory or disk; "
     "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
 )
-FOREIGN_OPTIONS = {"thread": "threads", "workers": "threads", "k": "topn"}  # fastText, gensim
+FOREIGN_OPTIONS = {  # of fastText and gensim, and what one tries
+    **dict.fromkeys(("thread", "workers"), "threads"),
+    **dict.fromkeys(("k", "n", "top", "number"), "topn"),
+    **dict.fromkeys(("o", "out", "output"), "to"),
+}
+FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and what one tries
+    "test": "score",
+    "eval": "score",
+    "evaluate": "score",
+    "print-word-vectors": "export",
+    "convert": "export",
+    "most-similar": "nn",
+    "distance": "nn",
+    "neighbors": "nn",
+    "neighbours": "nn",
+    "similar": "nn",
+    "word-analogy": "analogies",
+    "resume": "train --resume",
+    "visualize": "map",
+    "version": "--version",
+    "-v": "--version",
+    "-V": "--version",
+}
 UNSUPPORTED = ("minn maxn bucket wordngrams loss pretrainedvectors classes").split()
 
 
@@ -93,12 +115,20 @@ def _add_score(add: Callable[..., Any]) -> None:
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _add_words(add: Callable[..., Any]) -> None:
+def _add_words(add: Callable[..., Any], words: str) -> None:
     _add_run(add)
-    words = "words, or a b c, or king - man + woman (default: one question per line from stdin)"
-    add("words", nargs="*", default=[], metavar="word", help=words)
+    stdin = "(default: one question per line from standard input)"
+    add("words", nargs="*", default=[], metavar="word", help=f"{words} {stdin}")
     answers = "number of answers (default: %(default)s)"
     add("--topn", type=count, default=10, metavar="N", help=answers)
+
+
+def _add_nn(add: Callable[..., Any]) -> None:
+    _add_words(add, "words, each asked by itself")
+
+
+def _add_analogies(add: Callable[..., Any]) -> None:
+    _add_words(add, "three words, man king woman, or a sum, king - man + woman")
 
 
 def _add_map(add: Callable[..., Any]) -> None:
@@ -156,8 +186,8 @@ def _add_completion(add: Callable[..., Any]) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
     "train": ("train word vectors on a text", _add_train, "train:run"),
     "score": ("score analogies, WordSim-353 and SimLex-999", _add_score, "commands:score"),
-    "nn": ("print the nearest neighbors of words", _add_words, "commands:nn"),
-    "analogies": ("answer a b c, or king - man + woman", _add_words, "commands:analogies"),
+    "nn": ("print the nearest neighbors of words", _add_nn, "commands:nn"),
+    "analogies": ("answer analogies: king - man + woman", _add_analogies, "commands:analogies"),
     "export": ("write vectors in other formats", _add_export, "commands:export_vectors"),
     "map": ("draw the most frequent words: map.png", _add_map, "commands:draw_map"),
     "plot": ("draw curves of runs, finished or not: curves.png", _add_pictured, "commands:plot"),
@@ -187,7 +217,7 @@ Train word vectors, and score, query, draw, export and compare them.
 def make_parser(name: str) -> Parser:
     """Return the parser of a command."""
     does, add_options, _ = COMMANDS[name]
-    parser = Parser(prog=f"w2v {name}", description=does, epilog=EXIT_STATUS)
+    parser = Parser(prog=f"w2v {name}", description=f"{does[0].upper()}{does[1:]}.")
     add_options(parser.add_argument)
     return parser
 
@@ -195,9 +225,12 @@ def make_parser(name: str) -> Parser:
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command."""
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = difflib.get_close_matches(name, [*COMMANDS, "--help", "--version"], n=1)
+        near = [FOREIGN_COMMANDS[name]] if name in FOREIGN_COMMANDS else near
         hint = f"did you mean w2v {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
-        if Path(name).exists() or "." in name:
+        if name == "supervised":
+            hint = "it trains word vectors and no classifiers"
+        elif Path(name).exists() or "." in name:
             hint = f"did you mean w2v train {name}?"
         elif name in ("skipgram", "cbow"):  # as in fastText
             hint = f"write w2v train FILE model.architecture={name}"
@@ -208,39 +241,51 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str]) -> None:
-    """Raise `ValueError` at an unknown option; name the one that is meant."""
+    """Raise `ValueError` at unknown options; say what to write instead."""
     known = list(parser._option_string_actions)
     before = [*takewhile(lambda word: word != "--", arguments)]
+    unknown, settings, hints = [], [], []
     for word, following in zip(before, [*before[1:], "VALUE"], strict=False):
         option, _, value = word.partition("=")
         is_known = any(name.startswith(option) for name in known)
         if is_known or not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
             continue
+        unknown.append(option)
         plain = option.lstrip("-").replace("-", "_")
         near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
         foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
         near = [foreign] if foreign in known else near
-        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+        setting = hint = ""
         if command == "train" and (not near or plain == "hs"):
             from w2v.config import nearest_key
 
             if plain == "hs" or (plain == "loss" and "hs" in (value, following)):
-                hint = "write model.hs=true"
+                setting = "model.hs=true"
             elif plain.lower() in UNSUPPORTED:
                 hint = "only whole words are trained, by negative sampling or model.hs=true"
             elif plain in ("cbow", "sg"):
-                hint = "write model.architecture=cbow or model.architecture=skipgram"
+                setting = "model.architecture=cbow or model.architecture=skipgram"
             elif plain in ("input", "train", "corpus", "text", "data"):
-                hint = f"write w2v train {value or following}"
+                setting = f"w2v train {value or following}"
             elif key := nearest_key("optim" if plain == "optimizer" else plain):
-                hint = f"write {key}={value or following}"
-        raise ValueError(f"{option} is not an option of {parser.prog}; {hint}")
+                setting = f"{key}={value or following}"
+        if setting:
+            settings.append(setting)
+        else:
+            hints.append(hint or (f"did you mean {near[0]}?" if near else ""))
+    if unknown:
+        are = "is not an option" if len(unknown) == 1 else "are not options"
+        hints = [f"write {' '.join(settings)}"] * bool(settings) + [*filter(None, hints)]
+        remedy = "; ".join(hints) or f"see {parser.prog} --help"
+        raise ValueError(f"{', '.join(unknown)} {are} of {parser.prog}; {remedy}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
+        if name == "help" and rest:
+            name, rest = rest[0], ["--help"]
         if name in ("-h", "--help", "help"):
             commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
             print(OVERVIEW.format(commands=commands, exit_status=EXIT_STATUS))

@@ -11,7 +11,7 @@ from pathlib import Path
 from w2v.system.files import naming_file, printable
 from w2v.vectors import card, evaluate, export, plots, query
 from w2v.vectors.datasets import EvaluationError
-from w2v.vectors.load import VectorsError, find, load, load_words
+from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
 from w2v.vectors.runs import find_all, picture_path, read
 
 SIGNS = {"+", "-"}
@@ -65,8 +65,10 @@ def export_vectors(options: Namespace) -> None:
         remedy = "add --kv, --bin, --text or --safetensors"
         raise VectorsError(f"export has nothing to write; {remedy}")
     path = find(options.run)
-    kv = load(path)
     folder = Path(options.to or path.parent)
+    if folder.suffix in (*READABLE, ".safetensors"):
+        raise VectorsError(f"--to {folder} names a file; name the folder that it shall be in")
+    kv = load(path)
     with naming_file(folder):
         written = export.save(kv, folder, options.formats) if options.formats else []
         if options.safetensors:

@@ -71,8 +71,8 @@ vectors.most_similar({example!r})
 {scores["words"]:,} words in {seconds:.1f} s, {rate} |
 | loss | {loss} a positive pair{unseen} |
 | hardware | {environment["machine"].replace(" |", ",")} |
-| software | w2v {environment["w2v"]}, commit {environment["commit"]}, Python {environment["python"]}, \
-torch {environment["torch"]} |
+| software | w2v {environment["w2v"]}, commit {environment["commit"]}, \
+Python {environment["python"]}, torch {environment["torch"]} |
 | memory | {scores["bytes_host"] / 2**20:,.0f} MiB of tables in CPU memory, \
 {scores["bytes_gpu"] / 2**20:,.0f} MiB of the GPU |
 

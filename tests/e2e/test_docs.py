@@ -162,8 +162,10 @@ def test_documented_commands_run(programs, monkeypatch):
         tuple(shlex.split(line, comments=True)[1:]) for line in lines_of("w2v")
     )
     for name, *words in commands:
-        if {"transfer.engine=mapped", "sample", "--seeds"} & set(words):
-            continue  # needs a GPU, or half a minute
+        if {"transfer.engine=mapped", "sample", "--seeds", "train.held_out_words=20000"} & set(
+            words
+        ):
+            continue  # needs a GPU, half a minute or a longer text
         arguments = []
         for word in words:
             if word.startswith("runs/2") and not (folder / word).exists():
@@ -218,7 +220,8 @@ def test_long_commands_run_line_by_line(tmp_path):
     write_texts(folder, 17_000)  # enough to hold words out
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PY": sys.executable}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    for line in lines_of("make (?:train|compare|sweep|bench-cpu)", "w2v compare .*--seeds"):
+    long = ("w2v (?:compare|sweep) .*--seeds", "w2v train .*held_out_words=20000")
+    for line in lines_of("make (?:train|compare|sweep|bench-cpu)", *long):
         line = line.replace("w2v", f"{sys.executable} -m w2v")
         subprocess.run(line, shell=True, cwd=folder, env=environment, check=True)
     assert list(folder.glob("runs/compare-*/table.md")) and list(folder.glob("runs/*/vectors.kv"))

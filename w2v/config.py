@@ -407,7 +407,7 @@ def find_config(name: str | Path) -> Path:
 
 
 def shipped_config(name: str) -> Path | None:
-    """Return the shipped file of a name: adam, Adam, optimizers/adam.yaml, text8."""
+    """Return the shipped file of a name: adam or Adam, adam.yaml, text8."""
     name = name.lower() if name in OPTIMIZERS else name
     short = name.removeprefix("configs/").removesuffix(".yaml")
     files = (CONFIGS / f"{short}.yaml", CONFIGS / "optimizers" / f"{short}.yaml")

@@ -119,7 +119,7 @@ MISTAKES = [
     # Vectors.
     ("nn my.txt king", "my.txt is text, not vectors"),
     ("nn fasttext.bin king", "a model of fastText; name its .vec"),
-    ("nn nope king", "nope does not exist; name a run first"),
+    ("nn nope king", "nope does not exist; name a run, such as latest"),
     ("nn latest -n 3 king", "did you mean --topn"),
     ("map latest --output map.png", "did you mean --to"),
     ("score my.pdf", "my.pdf is no vectors file"),

@@ -84,7 +84,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     folder = Path(run)
     if not folder.exists():
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*")])
-        hint = f"did you mean {folder.parent / near[0]}?" if near else "name a run first, or latest"
+        hint = f"did you mean {folder.parent / near[0]}?" if near else "name a run, such as latest"
         raise RunError(f"{run} does not exist; {hint}")
     if nested := min(folder.glob(f"*/{file}"), default=None):
         raise RunError(f"{run} is a folder of runs; name one run's folder, such as {nested.parent}")

@@ -94,7 +94,7 @@ class CorpusConfig(Section):
 
     path: str = key(
         "enwiki-sample",
-        "Or text8, a text or .jsonl file (.gz .bz2 .xz .zst too), folder or Wikipedia dump.",
+        "A text or .jsonl file (also .gz .bz2 .xz .zst), folder, Wikipedia dump or text8.",
     )
     field: str = key("text", "Field of .jsonl files that holds the text.")
     tokenize: Literal["auto", "whitespace", "words"] = key(
@@ -110,7 +110,7 @@ class CorpusConfig(Section):
         10.0, "Score that joins a pair, as in gensim's Phrases; higher joins fewer.", above=0
     )
     max_sentence_length: int = key(10_000, "Words after which a long line is split.", at_least=2)
-    data_dir: str = key("data", "Folder of downloaded corpora and of the cache of encoded ones.")
+    data_dir: str = key("data", "Folder for downloaded corpora and for the word ids of texts.")
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,11 @@ class OptimizerConfig(Section):
     name: str = key("Adam", "Row-separable class of torch.optim: Adam, Adamax, RMSprop, ...")
     lr: float = key(0.0, "Peak learning rate (auto: as the text needs).", auto=0, above=0)
     args: dict[str, Any] = key(
-        {}, "Its further arguments, such as {betas: [0.5, 0.99]}; with lr auto, those it suits."
+        {}, "Its other arguments, such as {betas: [0.5, 0.99]} (empty, with lr auto: as shipped)."
     )
     step: Literal["table", "row", "auto"] = key(
-        "table", "Whose steps bias correction counts (auto: each row's, where kernels are fused)."
+        "table",
+        "Correct bias by the steps of the table, or of each row (auto: row with fused kernels).",
     )
     occurrence_cap: int = key(
         0,
@@ -195,7 +196,7 @@ class TransferConfig(Section):
         "auto", "GPU memory for cached rows: 20GiB, 50% of the tables, 0, or auto (all free)."
     )
     steps_per_page: int = key(0, "Steps whose rows move together (0: up to 8).", at_least=0)
-    lookahead: bool = key(True, "Evict rows by their next use in the text, read ahead (one GPU).")
+    lookahead: bool = key(True, "Read the text ahead, to keep rows that are used soon (one GPU).")
     table_dir: str = key("", "Folder for tables that exceed memory (empty: in memory).")
 
     def __post_init__(self) -> None:
@@ -243,7 +244,9 @@ class RunConfig(Section):
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
-        10.0, "Minutes between checkpoints, besides one per long epoch (0: at the end).", at_least=0
+        10.0,
+        "Minutes between checkpoints, besides one per long epoch (0: only at the end).",
+        at_least=0,
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files of vectors: gensim's, word2vec's.")

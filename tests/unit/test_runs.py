@@ -161,7 +161,13 @@ def test_a_run_without_counted_questions_has_no_accuracy(tmp_path):
 
 
 def test_a_terminal_gets_120_columns(runs):
-    lines = comparison.in_120_columns(comparison.table(rows_of(runs))).splitlines()
+    columns = comparison.table(rows_of(runs))
+    for name in ("held-out loss", "WordSim-353", "SimLex-999"):
+        columns[name] = ["2.7901 +- 0.0046"] * len(columns["lr"])
+    columns["other settings"] = [
+        f"{cell} {'key=value ' * 20}" for cell in columns["other settings"]
+    ]
+    lines = comparison.in_120_columns(columns).splitlines()
     assert max(map(len, lines)) <= 120
     assert "questions" in lines[0] and "semantic" not in lines[0]
     assert any(line.startswith("RMSprop 0.04: args=") for line in lines[4:])

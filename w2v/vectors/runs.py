@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -183,8 +184,8 @@ COSTS = {
     "GPU MiB": Figure("{:.0f}", lambda s: s["bytes_gpu"] / 2**20 or None),  # 0 without a GPU
 }
 # Columns that a terminal has no room for, and those whose spread it has no room for.
-ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "host MiB", "GPU MiB", OTHERS}
-WITHOUT_SPREAD = {"questions", "M words/s", "seconds"}
+ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
+WITHOUT_SPREAD = {"questions", "M words/s"}
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,7 @@ def in_120_columns(columns: Columns) -> str:
         is_number = any(cell[:1].isdigit() for cell in cells)
         aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in shown])
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    notes = [textwrap.fill(note, 120, subsequent_indent="  ") for note in notes]
     return "\n".join([*lines, *notes])
 
 

@@ -83,15 +83,14 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
     if not train.batch_size:
         size = batch_size(optimizer.name, use, sequential)
         train = replace(train, batch_size=size)
-        about = f"{size:,} centers, {max(1, use.centers / size):,.0f} steps"
-        times = size * use.repeat
-        reasons["train.batch_size"] = f"{about}; a step has a word about {times:.1f} times"
+        steps = max(1, use.centers / size)
+        reasons["train.batch_size"] = f"{size:,} centers, for {steps:,.0f} steps"
     if not optimizer.lr:
         optimizer = optimizer if sequential else shipped(optimizer)
         steps = None if sequential else use.centers / train.batch_size
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
-        reasons["optimizer.lr"] = f"{lr:g}, as the median word is {use.median:,.0f} times a center"
+        reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")

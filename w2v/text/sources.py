@@ -232,7 +232,7 @@ def _converted(dump: Path, target: Path) -> Path:
             for title, text, page_id in wikicorpus.extract_pages(file, ("0",)):
                 yield text, title, page_id
 
-    log.info("converting the Wikipedia dump %s to %s, once; a full dump takes hours", dump, target)
+    log.info(f"converting the Wikipedia dump {dump.name} to {target}, once; a full one takes hours")
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(target) as temporary:
         remaining = articles()

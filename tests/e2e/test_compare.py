@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from w2v.api import cli, compare
-from w2v.config import load_config
+from w2v.config import load_config, save_config
 from w2v.training import plan
 from w2v.vectors import runs
 
@@ -63,13 +63,24 @@ def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     assert "diverged" in json.loads((tmp_path / "sgd-seed1" / "scores.json").read_text())
 
 
-def test_an_interrupted_comparison_is_continued(tmp_path):
-    assert compare.folder_to_use(tmp_path).name > "compare-2026"
+def test_an_interrupted_comparison_is_continued_and_others_are_kept(tmp_path):
+    config = load_config()
+    seeded = load_config([], ["train.seed=7"])
+    assert compare.folder_to_use(tmp_path, [config]).name > "compare-2026"
     interrupted = tmp_path / "compare-2020-01-01"
-    interrupted.mkdir()
-    assert compare.folder_to_use(tmp_path) == interrupted
+    (interrupted / "adam-seed7").mkdir(parents=True)
+    save_config(seeded, interrupted / "adam-seed7" / "config.yaml")
+    assert compare.folder_to_use(tmp_path, [config]) == interrupted
+    other = load_config([], ["train.epochs=9"])
+    today = compare.folder_to_use(tmp_path, [other])
+    assert today.name > "compare-2026"
     (interrupted / "table.csv").touch()
-    assert compare.folder_to_use(tmp_path).name > "compare-2026"
+    assert compare.folder_to_use(tmp_path, [config]) == today
+    (today / "adam-seed1").mkdir(parents=True)
+    save_config(other, today / "adam-seed1" / "config.yaml")
+    (today / "table.csv").touch()
+    assert compare.folder_to_use(tmp_path, [other]) == today
+    assert compare.folder_to_use(tmp_path, [config]).name == f"{today.name}-2"
 
 
 @pytest.mark.parametrize(

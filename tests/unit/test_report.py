@@ -130,6 +130,10 @@ def test_runs_without_scores_or_vectors_get_a_page(tmp_path):
     assert report.write([one, two]) == tmp_path / "pictures" / "report.html"
 
 
+def test_pictures_are_as_wide_as_their_place():
+    assert re.search(r"^\.panels img { width: 100% }$", report.STYLE, re.M)  # without a browser too
+
+
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_script_parses(tmp_path):
     file = tmp_path / "script.js"

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +157,27 @@ def _summary(run: runs.Run) -> str:
     return run.scores.get("diverged") or "  ".join(shown)
 
 
-def folder_to_use(parent: Path) -> Path:
-    """Return the last comparison's folder if unfinished, or today's."""
-    newest = max(parent.glob("compare-*"), default=None)
-    if newest and not (newest / "table.csv").exists():
-        return newest
-    return parent / f"compare-{time.strftime('%Y-%m-%d')}"
+def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
+    """Return the folder of an interrupted comparison, or one of today's.
+
+    A folder that has runs of other configs is left alone, whatever their seeds.
+    """
+    known = [without_seed(config) for config in planned]
+    newest = max(parent.glob("compare-*"), default=None, key=lambda folder: folder.stat().st_mtime)
+    interrupted = [newest] if newest and not (newest / "table.csv").exists() else []
+    today = parent / f"compare-{time.strftime('%Y-%m-%d')}"
+    numbered = (Path(f"{today}-{number}") for number in count(2))
+
+    def is_ours(folder: Path) -> bool:
+        found = [load_config([file]) for file in folder.glob("*/config.yaml")]
+        return all(without_seed(config) in known for config in found)
+
+    return next(filter(is_ours, chain(interrupted, [today], numbered)))
+
+
+def without_seed(config: Config) -> Config:
+    """Return the config with the default seed."""
+    return replace(config, train=replace(config.train, seed=1))
 
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -232,7 +247,8 @@ def run(options: argparse.Namespace) -> None:
         return
     console.log_to_console()
     configs = load_configs(options)
-    folder = options.to or folder_to_use(Path(next(iter(configs.values())).run.dir))
+    planned = list(configs.values())
+    folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
     print(write(trained, folder))
     print(f"\ntables, curves and a folder for each run are in {folder}")

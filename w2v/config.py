@@ -451,7 +451,11 @@ def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _split(assignment: str) -> tuple[str, Any]:
     """Return the name and the parsed value of section.key=value."""
     name, equals, text = assignment.partition("=")
-    if not equals or not name:
+    if not name:
+        raise ConfigError(
+            f"{_show(assignment)!r} has no key; write section.key=value without spaces"
+        )
+    if not equals:
         expected = "neither an existing .yaml file nor section.key=value; see --help-config"
         raise ConfigError(f"{_show(assignment)!r} is {expected}")
     return name, _parse(name, text)

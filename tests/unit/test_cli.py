@@ -96,6 +96,7 @@ MISTAKES = [
     # Settings.
     ("train my.txt epochs=3", "did you mean 'train.epochs'"),
     ("train my.txt train.epoch=3", "did you mean 'train.epochs'"),
+    ("train my.txt train.epochs = 3", "'=' has no key; write section.key=value without spaces"),
     ("train my.txt train.epochs=3.5", "is not a whole number"),
     ("train my.txt train.epochs=many", "is not a whole number"),
     ("train my.txt train.epochs=0", "must be at least 1"),

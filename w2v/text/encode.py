@@ -227,7 +227,7 @@ def _number_blocks(
             new, size, bad_bytes, bad_line = _clean(text, size, settings)
             words = tokenize.number_words(new, size, number << 32, table, word_numbers)
             if words.has_nul:
-                raise _binary_error(path, "it has a NUL byte")
+                raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
             if words.longest > MAX_WORD_BYTES:
                 raise _long_word_error(path)
             place = numbers.append(words.numbers)

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pty
+import signal
 import struct
 import sys
 import termios
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from w2v.system import console
 from w2v.system.console import log, log_to_console, log_to_file
@@ -34,6 +36,18 @@ OUTPUTS = {
     "full disk": partial(open, "/dev/full", "w"),
     "no output": contextlib.nullcontext,
 }
+
+
+def test_a_forked_process_that_is_killed_while_it_prints_stops_no_other():
+    log_to_console()
+    with tqdm.get_lock():
+        pass
+    if (child := os.fork()) == 0:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert tqdm.get_lock().acquire(timeout=1) or pytest.fail("the lock is held by a dead process")
+    tqdm.get_lock().release()
 
 
 @pytest.mark.parametrize("open_output", OUTPUTS.values(), ids=OUTPUTS)

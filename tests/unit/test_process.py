@@ -76,15 +76,19 @@ with Signals(), open({str(tmp_path / "file")!r}, "w") as file:
     assert (tmp_path / "file").read_text() == "True"
 
 
-def test_child_ends_with_its_parent():
-    code = """
+@pytest.mark.parametrize("late", [False, True])
+def test_child_ends_with_its_parent(late):
+    code = f"""
 reader, writer = os.pipe()
 if os.fork() == 0:
+    parent = os.getpid()
     if os.fork() == 0:
-        process.terminate_with_parent()
+        while {late} and os.getppid() == parent:
+            time.sleep(0.01)
+        process.terminate_with_parent(parent)
         os.write(writer, b"x")
         time.sleep(60)
-    os.read(reader, 1)
+    {late} or os.read(reader, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 os.wait()
 os.close(writer)

@@ -8,6 +8,7 @@ import logging
 import lzma
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from gensim.corpora import wikicorpus
 
 from tests.support.plain_text import read_sentences
 from w2v.config import CorpusConfig
@@ -197,6 +199,19 @@ def test_a_bad_dump_leaves_nothing_behind(tmp_path):
         with pytest.raises(CorpusError, match="no article" if name == "no article" else "be read"):
             locate(str(path), tmp_path / "data")
         assert not list(tmp_path.glob("data/*"))
+
+
+def kill_this_process(arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_conversion(tmp_path, monkeypatch):
+    path = tmp_path / "xwiki-pages-articles.xml.bz2"
+    path.write_bytes(dump(("A", 0, ARTICLE)))
+    monkeypatch.setattr(wikicorpus, "process_article", kill_this_process)
+    with pytest.raises(CorpusError, match="xwiki.* processes that convert it was killed"):
+        locate(str(path), tmp_path / "data")
+    assert not list(tmp_path.glob("data/*"))
 
 
 def test_the_default_corpus_needs_no_network(tmp_path):

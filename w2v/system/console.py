@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -32,6 +33,9 @@ def level(verbose: bool = False, quiet: bool = False) -> int:
 def log_to_console(level: int = logging.INFO) -> None:
     """Show messages of at least this level on standard output."""
     escape_unencodable()
+    # tqdm's own lock is a semaphore that forked processes share: one that is killed while it prints
+    # would never release it, and the others would wait forever at their next message.
+    tqdm.set_lock(threading.RLock())
     _early.buffer.clear()
     log.handlers[:] = [_early]
     if sys.stdout:  # None if the parent process closed it

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             os.replace(path, Path(folder, "replaced"))
         os.replace(temporary, path)
     sync(path.parent)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left in a folder that no other writes to."""
+    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        shutil.rmtree(path)
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

@@ -53,9 +53,11 @@ def return_freed_memory() -> None:
     _glibc("malloc_trim", 0)
 
 
-def terminate_with_parent() -> None:
+def terminate_with_parent(parent: int) -> None:
     """Have Linux send SIGTERM to this process when its parent ends."""
     _glibc("prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -65,7 +67,8 @@ def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.Bas
     For work that leaves its result on disk and that the caller would do otherwise: what fails in
     the other process is left to the caller. There must be no threads yet, and no GPU in use.
     """
-    child = multiprocessing.get_context("fork").Process(target=_run_forked, args=(function,))
+    arguments = function, os.getpid()
+    child = multiprocessing.get_context("fork").Process(target=_run_forked, args=arguments)
     child.start()
     try:
         yield child
@@ -76,11 +79,11 @@ def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.Bas
         child.join()
 
 
-def _run_forked(function: Callable[[], None]) -> None:
+def _run_forked(function: Callable[[], None], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
-    terminate_with_parent()
+    terminate_with_parent(parent)
     function()
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from w2v.config import Config, ConfigError
-from w2v.system.files import atomic_path, exclusive, naming_file, sealed, unsealed
+from w2v.system.files import (
+    atomic_path,
+    exclusive,
+    naming_file,
+    remove_partial,
+    sealed,
+    unsealed,
+)
 from w2v.system.process import cores, limit_heap_fragmentation, return_freed_memory
 from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab
@@ -173,7 +180,9 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     if not opened:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive(folder.parent, lambda: log.info("waiting for another run's text")):
+            waiting = f"waiting for another run, which reads a text into {folder.parent}"
+            with exclusive(folder.parent, lambda: log.warning(waiting)):
+                remove_partial(folder.parent)
                 # Another run may just have written it.
                 opened = cached(folder, text, report=log.warning)
                 opened = opened or write_corpus(files, folder, config)

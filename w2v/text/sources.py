@@ -9,7 +9,6 @@ import difflib
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -17,15 +16,19 @@ import signal
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader, RawIOBase
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 from w2v.config import CorpusConfig
 from w2v.system.files import atomic_path, hash_file, one_line, refused
+from w2v.system.process import cores, terminate_with_parent
 
 SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
 RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
@@ -234,28 +237,34 @@ def _converted(dump: Path, target: Path) -> Path:
 
     log.info(f"converting the Wikipedia dump {dump.name} to {target}, once; a full one takes hours")
     target.parent.mkdir(parents=True, exist_ok=True)
+    workers = get_context("fork"), _prepare_worker, (os.getpid(),)
     with atomic_path(target) as temporary:
         remaining = articles()
-        with (
-            open(temporary, "w", encoding="utf-8") as out,
-            multiprocessing.Pool(initializer=_reset_signals) as pool,
-        ):
-            # In groups, since imap alone would read the whole dump into its queue.
-            while group := list(islice(remaining, 256)):
-                for words, _, _ in pool.imap(wikicorpus.process_article, group, chunksize=8):
-                    if len(words) >= wikicorpus.ARTICLE_MIN_WORDS:
-                        out.write(" ".join(words) + "\n")
+        try:
+            with (
+                open(temporary, "w", encoding="utf-8") as out,
+                ProcessPoolExecutor(cores(), *workers) as pool,
+            ):
+                # In groups, since map alone would read the whole dump into its queue.
+                while group := list(islice(remaining, 256)):
+                    for words, _, _ in pool.map(wikicorpus.process_article, group, chunksize=8):
+                        if len(words) >= wikicorpus.ARTICLE_MIN_WORDS:
+                            out.write(" ".join(words) + "\n")
+        except BrokenProcessPool:
+            killed = f"one of the {cores()} processes that convert it was killed"
+            remedy = "is memory short? Take fewer with --threads"
+            raise CorpusError(f"{dump} cannot be converted ({killed}); {remedy}") from None
         if not temporary.stat().st_size:
             least = wikicorpus.ARTICLE_MIN_WORDS
             raise CorpusError(f"{dump} holds no article of {least} words; name another dump")
     return target
 
 
-def _reset_signals() -> None:
-    """Let SIGTERM end a worker, and leave Ctrl-C to the main process."""
-    # A pool ends its workers by SIGTERM; an inherited Python handler may not run while they wait.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _prepare_worker(parent: int) -> None:
+    """Let a worker end with the main process, which alone heeds Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler may not run while it waits
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    terminate_with_parent(parent)
 
 
 def _enwiki_sample(data_dir: Path) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.system.files import TEMPORARY_SUFFIX, atomic_write
+from w2v.system.files import atomic_write, remove_partial
 from w2v.training import checkpoint
 from w2v.vectors.runs import RunError, find
 
@@ -127,7 +126,6 @@ def _lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    left = f"*{TEMPORARY_SUFFIX}"  # by a killed process
-    for path in [*folder.glob(left), *folder.glob(f"checkpoints/{left}")]:
-        shutil.rmtree(path)
+    remove_partial(folder)
+    remove_partial(folder / "checkpoints")
     return file

@@ -1,6 +1,7 @@
 """Runs that get signals or SIGKILL resume; no checkpoint is ever invalid.
 
-`make test-faults` kills 50 times.
+`make test-faults` kills 50 times at random moments and 20 times in each phase: on the CPU, and
+where tables are pinned on one and on two GPUs.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,17 +18,24 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.forked import Programs
 from tests.support.joined import PROCESSES
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
 from w2v.model.table import Table
+from w2v.system.files import exclusive
 from w2v.training import checkpoint, shards
 from w2v.training import run_folder as run_folders
 from w2v.training.checkpoint import Checkpoint, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("W2V_KILLS", "2"))
+
+
+PAGED = ["train.device=cuda", "transfer.engine=mapped", "transfer.gpu_bytes=60%"]
+PAGED += ["model.negative=2", "train.epochs=1"]
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +45,117 @@ def arguments(tmp_path_factory):
     return saving_run(folder, 700, "train.epochs=2", "train.batch_size=64")
 
 
-def test_kills_at_random_moments(programs, arguments, tmp_path):
-    began = time.monotonic()
-    status, output = programs.run(*arguments, f"run.dir={tmp_path / 'whole'}")
-    duration = time.monotonic() - began
-    assert status == 0, output
-    whole = run_folder(tmp_path / "whole")
+def on_gpus(number):
+    return pytest.param(number, marks=pytest.mark.gpu, id=f"{number} GPU")
 
-    rng, kills, finished, attempt = random.Random(KILLS), 0, 0, 0
-    while kills < KILLS or not finished:
-        folder = tmp_path / str(attempt)
-        begun = [path.parent for path in folder.glob("20*/config.yaml")]
-        command = ["--resume", begun[0]] if begun else [*arguments, f"run.dir={folder}"]
-        began = time.monotonic()
-        process = programs.start(*command)
-        if kills < KILLS:
-            time.sleep(rng.uniform(0, 1.05 * duration))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+
+@pytest.fixture(scope="module", params=[pytest.param(0, id="CPU"), on_gpus(1), on_gpus(2)])
+def gpus(request):
+    """How many GPUs train, with pinned tables; 0 for the CPU."""
+    if request.param > torch.cuda.device_count():
+        pytest.skip(f"needs {request.param} GPUs, and there are {torch.cuda.device_count()}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def job(gpus, programs, arguments, tmp_path_factory):
+    """Programs, arguments and a finished run, to be killed by `kill_and_resume`."""
+    with contextlib.ExitStack() as stack:
+        if gpus:
+            more = "train.batch_size=64", *PAGED
+            arguments = saving_run(tmp_path_factory.mktemp("corpus"), 2000, *more, words=2000)
+            programs = Programs(tmp_path_factory.mktemp("programs"), gpus=True)
+            stack.callback(programs.close)
+        folder, ranks = tmp_path_factory.mktemp("whole"), gpus if gpus > 1 else 0
+        for _ in range(2):  # the first may wait for kernels to be compiled
+            status, output = run_forked(programs, *arguments, f"run.dir={folder}", ranks=ranks)
+            assert status == 0, output
+        assert gpus != 1 or "lookahead window" in output, output
+        yield programs, arguments, max(folder.iterdir()), ranks
+
+
+def run_forked(programs, *arguments, ranks):
+    programs.start(*arguments, ranks=ranks, forked=True)
+    return programs.wait()
+
+
+def phases(run):
+    """Return the seconds of each phase of a finished run."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["phase"]: line["seconds"] for line in lines if "phase" in line}
+
+
+def kill_and_resume(job, folder, kills, moment, prepare=lambda: None):
+    """Kill a run, and each that resumes it, until `kills` have died and one is done.
+
+    moment: called with the folder of the run and what it has printed so far; returns when to kill.
+    """
+    programs, arguments, whole, ranks = job
+    killed = finished = attempt = 0
+    while killed < kills or not finished:
+        runs = folder / str(attempt)
+        begun = [path.parent for path in runs.glob("20*/config.yaml")]
+        command = ["--resume", begun[0]] if begun else [*arguments, f"run.dir={runs}"]
+        prepare()
+        process = programs.start(*command, ranks=ranks, forked=True)
+        if killed < kills:
+            moment(runs)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                victims = programs.ranks() if ranks else [process]
+                for victim in random.sample(victims, min(1, len(victims))):
+                    os.kill(victim, signal.SIGKILL)
         status, output = programs.wait()
-        assert status in (0, -signal.SIGKILL), output
-        kills += status != 0
-        for run in folder.glob("20*"):
+        assert status in (0, 1 if ranks else -signal.SIGKILL), output
+        assert status < 1 or "exitcode  : -9" in output, output
+        killed += status != 0
+        for run in runs.glob("20*"):
             check_checkpoints(run)
         if status == 0:
-            (run,) = {path.parent for path in folder.glob("20*/vectors.bin")}
+            (run,) = {path.parent for path in runs.glob("20*/vectors.bin")}
             assert_finished_like(run, whole)
             finished += 1
-            # The first run may have waited for kernels to be compiled.
-            duration = min(duration, time.monotonic() - began)
         # A finished run is done with, and one killed before its settings were written never began.
-        if status == 0 or not list(folder.glob("20*/config.yaml")):
+        if status == 0 or not list(runs.glob("20*/config.yaml")):
             attempt += 1
-    print(f"{kills} kills, {finished} runs finished")
+    print(f"{killed} kills, {finished} runs finished")
+
+
+def test_kills_at_random_moments(job, tmp_path):
+    rng, seconds = random.Random(KILLS), sum(phases(job[2]).values())
+    kill_and_resume(job, tmp_path, KILLS, lambda runs: time.sleep(rng.uniform(0, seconds)))
+
+
+# What a run prints when a phase has begun; a checkpoint shows by its folder.
+BEGINS = {
+    "reading": "reading ",
+    "set-up": "memory ",
+    "training": "run  ",
+    "saving": "run  ",
+    "exporting": "trained ",
+}
+
+
+@pytest.mark.parametrize("phase", BEGINS)
+def test_kills_in_each_phase(job, tmp_path, phase):
+    programs, arguments, whole, _ = job
+    rng, seconds = random.Random(KILLS), phases(whole)[phase]
+    cache = Path(arguments[1].partition("=")[2]) / "cache"
+
+    def has_begun(runs):
+        text = "\n" + programs.output.read_text(errors="ignore")
+        partial = phase != "saving" or list(runs.glob("20*/checkpoints/*.partial"))
+        return f"\n{BEGINS[phase]}" in text and partial
+
+    def moment(runs):
+        programs.wait_for(lambda: has_begun(runs), may_end=True)
+        time.sleep(rng.uniform(0, seconds))
+
+    def forget_text():
+        if phase == "reading":
+            shutil.rmtree(cache, ignore_errors=True)
+
+    kill_and_resume(job, tmp_path, min(KILLS, 20), moment, forget_text)
+    assert not list(cache.glob("*.partial"))
 
 
 def assert_finished_like(run, whole):
@@ -105,7 +192,9 @@ def test_kills_while_copies_are_written(tmp_path, monkeypatch):
         folder = tmp_path / str(number)
         process = PROCESSES.Process(target=save_at_each_step, args=(folder,))
         process.start()
+        end = time.monotonic() + 60
         while not checkpoint.latest(folder):
+            assert process.is_alive() and time.monotonic() < end
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.2))
         process.kill()
@@ -117,20 +206,13 @@ def test_kills_while_copies_are_written(tmp_path, monkeypatch):
     print(f"{2 * KILLS} kills, {partial} of them while a checkpoint was written")
 
 
-def wait_for(folder, pattern):
-    end = time.monotonic() + 60
-    while not list(folder.glob(pattern)):
-        assert time.monotonic() < end, f"no {pattern}"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number, status):
     long = ["run.checkpoint_minutes=0", "train.epochs=200", "run.log_seconds=1000"]
     process = programs.start(*arguments, f"run.dir={tmp_path}", *long)
-    wait_for(tmp_path, "20*/env.txt")  # the last file before training
+    programs.wait_for(lambda: list(tmp_path.glob("20*/env.txt")))  # the last file before training
     time.sleep(0.3)
     os.kill(process, number)
     found, output = programs.wait()
@@ -149,7 +231,7 @@ def test_signal_saves_and_the_run_goes_on(programs, arguments, tmp_path, number,
 def test_second_signal_ends_the_program_at_once(programs, arguments, tmp_path):
     long = ["train.epochs=1000", "run.checkpoint_minutes=0"]
     process = programs.start(*arguments, f"run.dir={tmp_path}", *long)
-    wait_for(tmp_path, "20*/train.log")
+    programs.wait_for(lambda: list(tmp_path.glob("20*/train.log")))
     os.kill(process, signal.SIGTERM)
     os.kill(process, signal.SIGINT)
     status, output = programs.wait()
@@ -179,8 +261,7 @@ def test_signal_before_training_leaves_nothing_half_written(programs, arguments,
     text.write_text("some words that are read for a while " * 1_000_000)
     paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={runs}"]
     process = programs.start(*arguments, *paths)
-    while "reading" not in programs.output.read_text():
-        time.sleep(0.01)
+    programs.wait_for(lambda: "reading" in programs.output.read_text())
     os.kill(process, signal.SIGTERM)
     status, output = programs.wait()
     assert status == 143 and "Traceback" not in output, output
@@ -197,3 +278,31 @@ def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):
     assert status == 2 and output.splitlines()[-1].startswith(expected), output
     assert "Traceback" not in output
     assert not checkpoint.latest(run / "checkpoints")
+
+
+def test_a_program_that_hangs_fails_with_its_stack(programs, arguments, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with exclusive(cache, pytest.fail):
+        programs.start(*arguments, f"corpus.data_dir={tmp_path}")
+        programs.wait_for(lambda: "waiting for another run" in programs.output.read_text())
+        with pytest.raises(AssertionError, match=r"files.py.* in exclusive"):
+            programs.wait_for(lambda: False, seconds=0)
+
+
+def test_the_process_that_reads_ends_with_its_run(arguments, tmp_path):
+    """In a run that nothing was loaded for, a forked process reads the text."""
+    text, data = tmp_path / "text.txt", tmp_path / "data"
+    text.write_text("some words that are read for a while " * 3_000_000)
+    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}"]
+    command = [sys.executable, "train.py", *arguments, *paths]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        while not next(run.stdout).startswith("reading"):
+            pass
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert children
+        run.kill()
+        assert not [line for line in run.stdout if "Traceback" in line]  # at the end of both
+    free = []
+    with exclusive(data / "cache", lambda: free.append("not free")):
+        assert not free and not list(data.rglob("vocab.tsv"))

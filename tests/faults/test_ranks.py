@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,30 +66,11 @@ def undisturbed(programs, arguments, tmp_path_factory):
     return vectors(folder), time.monotonic() - begun
 
 
-def child_processes(process):
-    children = Path(f"/proc/{process}/task/{process}/children")
-    return [int(child) for child in children.read_text().split()]
-
-
-def wait_for(process, condition, seconds=60):
-    """Wait until the condition is true, or the process has ended."""
-    end = time.monotonic() + seconds
-    while not (value := condition()) and time.monotonic() < end:
-        if not Path(f"/proc/{process}").exists():
-            break
-        time.sleep(0.01)
-    return value
-
-
 def start(programs, *arguments, ranks=2, **more):
     """Start a job; return its process and those of its ranks."""
-
-    def all_ranks():
-        children = child_processes(job)
-        return children if len(children) == ranks else None
-
     job = programs.start(*arguments, ranks=ranks, **more)
-    return job, wait_for(job, all_ranks)
+    programs.wait_for(lambda: len(programs.ranks()) == ranks)
+    return job, programs.ranks()
 
 
 def test_resuming_after_killed_ranks_ends_with_the_same_vectors(
@@ -130,8 +110,8 @@ def test_resuming_after_killed_ranks_ends_with_the_same_vectors(
 
 def test_run_resumes_when_torchrun_restarts_its_ranks(programs, arguments, tmp_path):
     more = [*arguments, *FUSED, "train.epochs=4", f"run.dir={tmp_path}"]
-    job, ranks = start(programs, *more, restarts=1)
-    wait_for(job, lambda: list(tmp_path.glob("20*/checkpoints/step-????????")))
+    _, ranks = start(programs, *more, restarts=1)
+    programs.wait_for(lambda: list(tmp_path.glob("20*/checkpoints/step-????????")))
     os.kill(ranks[1], signal.SIGKILL)
     status, output = programs.wait()
     assert status == 0, output
@@ -146,7 +126,7 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
     ranks = ranks if device == "cpu" else min(ranks, torch.cuda.device_count())
     options = "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=1000"
     job, _ = start(programs, *arguments, *FUSED, *options, f"run.dir={tmp_path}")
-    wait_for(job, lambda: list(tmp_path.glob("20*/metrics.jsonl")))
+    programs.wait_for(lambda: list(tmp_path.glob("20*/metrics.jsonl")))
     time.sleep(0.5)
     os.kill(job, number)
     _, output = programs.wait()

@@ -1,22 +1,27 @@
 """train.py and evaluate.py in forked processes with everything loaded.
 
-So a run takes a tenth of a second. A process that takes minutes is ended by SIGALRM.
+So a run takes a tenth of a second. A process that takes minutes is ended by SIGALRM, at which it
+writes the stacks of its threads to its output.
 
-With `ranks` torchrun's parts start train.py in processes that the forked one forks; or, as a
-forked process should not use CUDA, torchrun itself does, which takes ten seconds.
+With `ranks` torchrun's parts start train.py in processes that the forked one forks; or torchrun
+itself does, which takes ten seconds. Forked processes can use CUDA, as the one that forks them has
+not.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # A forked process flushes its output and joins its threads, but does not tear down its modules.
 FORKING = """
-import contextlib, gc, io, json, multiprocessing.synchronize, os, resource, signal, sys
-import tempfile, threading, time, traceback
+import contextlib, faulthandler, gc, io, json, multiprocessing.synchronize, os, resource, signal
+import sys, tempfile, threading, time, traceback
 from pathlib import Path
 import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, train
 import torch, torch._dynamo, torch._inductor  # which deterministic runs import
@@ -30,7 +35,11 @@ from w2v.text import encode
 from w2v.training import metrics, plan, run_folder, step, trainer
 from w2v.vectors import evaluate as scores, export
 
+faulthandler.register(signal.SIGALRM, chain=True)  # also in forked processes
+signal.alarm(240)
+
 def rank(*arguments):
+    signal.alarm(240)
     sys.exit(torchrun.run(train.main, arguments))
 
 def forked_ranks(ranks, restarts, arguments):
@@ -56,6 +65,7 @@ if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
         assert train.main(tiny_arguments(Path(folder))) == 0
 gc.collect()
 gc.freeze()
+signal.alarm(0)
 print("ready", flush=True)
 for line in sys.stdin:
     program, arguments, output, limits, ranks, restarts, forked = json.loads(line)
@@ -91,12 +101,12 @@ class Programs:
     """Run train.py or evaluate.py, one at a time, in a new process.
 
     folder: Where the programs work.
-    gpus: train.py sees the GPUs, and is always started by torchrun; else it sees none.
+    gpus: train.py sees the GPUs, and torchrun starts it unless `forked`; else it sees none.
     """
 
     def __init__(self, folder, gpus=False):
         self.output, self._forked = folder / "output.txt", not gpus
-        self._running = False
+        self._running = 0  # the number of its process
         self._server = None  # until a program is started
 
     def _start_server(self):
@@ -112,7 +122,8 @@ class Programs:
             cwd=self.output.parent,
             env=environment,
         )
-        assert self._server.stdout.readline() == "ready\n"
+        ready = self._server.stdout.readline() == "ready\n"
+        assert ready, "the process that forks programs ended; its errors are above"
 
     def start(self, *arguments, program="train", ranks=0, restarts=0, forked=None, **limits):
         """Start a program and return the number of its process.
@@ -124,7 +135,7 @@ class Programs:
         if self._server is None:
             self._start_server()
         if self._running:  # a test that failed did not wait for its program
-            self.wait()
+            self._stop(signal.SIGKILL)
         forked = self._forked if forked is None else forked
         ranks = ranks if forked else ranks or 1
         arguments = list(map(str, arguments))
@@ -132,14 +143,42 @@ class Programs:
         self.output.write_text("")  # what the last program wrote is not this one's
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
-        self._running = True
-        return int(self._server.stdout.readline())
+        self._running = int(self._server.stdout.readline())
+        return self._running
 
     def wait(self):
         """Return the exit status, or minus the signal, and the output."""
         status = int(self._server.stdout.readline())
-        self._running = False
+        self._running = 0
         return status, self.output.read_bytes().decode()
+
+    def wait_for(self, condition, seconds=60, may_end=False):
+        """Return the value of `condition()` as soon as it is true.
+
+        A program that ends before fails the test, unless it may; and one that takes longer, which
+        is ended, and its output has the stacks of its threads.
+        """
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            if not Path(f"/proc/{self._running}").exists():
+                value = condition()
+                assert value or may_end, self.wait()[1]
+                return value
+            assert time.monotonic() < end, self._stop(signal.SIGALRM)
+            time.sleep(0.002)
+        return value
+
+    def ranks(self):
+        """Return the processes that the program has started."""
+        children = Path(f"/proc/{self._running}/task/{self._running}/children")
+        return [int(child) for child in children.read_text().split()]
+
+    def _stop(self, number):
+        """End the program and its ranks; return the output."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for process in (*self.ranks(), self._running):
+                os.kill(process, number)
+        return self.wait()[1]
 
     def run(self, *arguments, program="train", **limits):
         """Start a program and wait for it."""

@@ -1,5 +1,6 @@
 """Runs that save as often as they can, for tests that kill them."""
 
+import json
 import random
 
 from w2v.config import load_config
@@ -7,13 +8,17 @@ from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table
 from w2v.training.checkpoint import Checkpoint
 
-WORDS = 200
+NEAR = 200  # words of a line are so near to each other
 
 
-def saving_run(folder, lines, *more):
-    """Write a text; return the arguments of a deterministic run over it."""
-    rng, words = random.Random(0), [f"w{i}" for i in range(WORDS)]
-    text = "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(lines))
+def saving_run(folder, lines, *more, words=NEAR):
+    """Write a text; return the arguments of a deterministic run over it.
+
+    Where there are more `words`, its subject moves on.
+    """
+    rng, names = random.Random(0), [f"w{i}" for i in range(words)]
+    firsts = [line * (words - NEAR) // lines for line in range(lines)]
+    text = "\n".join(" ".join(rng.choices(names[n : n + NEAR], k=10)) for n in firsts)
     (folder / "text.txt").write_text(text)
     return [
         f"corpus.path={folder / 'text.txt'}",
@@ -46,6 +51,10 @@ def check_checkpoints(run, names="*"):
     optimizer, size = RowOptimizer(config.optimizer), config.model.vector_size
     states, scalars = optimizer.states(size), optimizer.scalars
     for path in paths:
-        tables = [Table(name, WORDS, size, states, scalars, "cpu") for name in ("input", "output")]
+        manifest = json.loads((path / "manifest.json").read_text())
+        tables = [
+            Table(name, table["rows"], size, states, scalars, "cpu")
+            for name, table in manifest["tables"].items()
+        ]
         Checkpoint(path).load(tables)
     return paths

@@ -156,7 +156,13 @@ def test_runs_that_start_together_encode_a_text_once(configured, monkeypatch, ca
     with caplog.at_level("INFO", "w2v"), ThreadPoolExecutor(3) as pool:
         opened = list(pool.map(open_corpus, [configured()] * 3))
     assert len(calls) == 1
-    assert sum("waiting for another run, which reads a text into" in message for message in caplog.messages) == 2
+    assert (
+        sum(
+            "waiting for another run, which reads a text into" in message
+            for message in caplog.messages
+        )
+        == 2
+    )
     assert all(vocab.words == ["b", "a", "c"] and ids.raw_words == 30 for vocab, ids in opened)
 
 

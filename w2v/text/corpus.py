@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from w2v.config import Config, ConfigError
-from w2v.system.files import (
-    atomic_path,
-    exclusive,
-    naming_file,
-    remove_partial,
-    sealed,
-    unsealed,
-)
+from w2v.system.files import atomic_path, exclusive, naming_file, remove_partial, sealed, unsealed
 from w2v.system.process import cores, limit_heap_fragmentation, return_freed_memory
 from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab

@@ -10,19 +10,24 @@ import lzma
 import os
 import pickle
 import random
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import evaluate
 import train
+from tests.support.saving import check_checkpoints
 from tests.support.tiny import tiny_arguments, tiny_paths
 from w2v.system.files import sealed
-from w2v.training import checkpoint, plan, shards
-from w2v.training.checkpoint import latest
+from w2v.training import checkpoint, memory, plan, shards
+from w2v.training.checkpoint import Checkpoint, latest
 from w2v.training.memory import Budget
+from w2v.training.step import TrainingStep
 from w2v.vectors import load as vector_files
 
 ROOT = Path(__file__).parents[2]
@@ -382,6 +387,40 @@ def test_disk_full_while_ids_are_written(tmp_path, run_main):
         assert status == 2 and str(small) in error and "make room there" in error, error
         assert not list(small.rglob("vocab.tsv")) and not list(small.rglob("ids.bin"))
     assert not (tmp_path / "runs").exists()
+
+
+GPU = {"train__device": "cuda", "transfer__engine": "mapped", "transfer__gpu_bytes": "80%"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(GPU, marks=pytest.mark.gpu)], ids=["CPU", "GPU"]
+)
+def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, changes):
+    """The last checkpoint is whole, and the command in the message goes on from it."""
+    step = TrainingStep.__call__
+
+    def failing(self, *arguments):
+        if self.state.step == 30:
+            torch.empty(1 << 60, dtype=torch.uint8, device=self.state.fault.device)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(TrainingStep, "__call__", failing)
+    monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
+    for name in ("PROGRAM_BYTES", "COMPILER_BYTES", "CUDA_BYTES", "GPU_RESERVE"):
+        monkeypatch.setattr(memory, name, 0)  # beside which a cache of some MB would count little
+    larger = {"train__epochs": 10, "train__batch_size": 4096}
+    arguments = tiny_arguments(tmp_path, BIG, **larger, **changes)
+    status, error = run_main(train, *arguments)
+    assert status == 3 and "memory ran out" in error, error
+    [run] = (tmp_path / "runs").iterdir()
+    while temporary_files(run):  # a thread may write the last one
+        time.sleep(0.01)
+    assert all(Checkpoint(saved).state["step"] <= 30 for saved in check_checkpoints(run))
+    monkeypatch.undo()
+    change = "transfer.gpu_bytes=" if changes else "transfer.table_dir=FOLDER"
+    command = error.partition("this run goes on with w2v train ")[2].replace("FOLDER", f"{run}/t")
+    assert change in error and run_main(train, *shlex.split(command)) == (0, "")
+    assert (run / "vectors.bin").exists()
 
 
 @pytest.mark.parametrize("copies", [0, 3 << 20, 1 << 30])

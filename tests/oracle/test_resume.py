@@ -241,6 +241,31 @@ def test_checkpoints_change_nothing(tmp_path):
     assert_same(by_step, never, steps=100)
 
 
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=on_gpu(place)) for place in ("tight", "mapped", "staged")]
+)
+def test_checkpoints_while_rows_move_change_nothing(tmp_path, place):
+    """Each of the first steps saves while later ones of its page, and the next page, are ready."""
+    what = {"place": place, "steps_per_page": 4}
+    never = trained(tmp_path / "never", "train.epochs=2", "run.checkpoint_minutes=0", **what)
+    often = make(tmp_path / "often", "train.epochs=2", "run.checkpoint_minutes=1e-9", **what)
+    save, wait = often.checkpoints.save, often.checkpoints.wait
+    saved = []
+
+    def save_at_first(state):
+        if state["step"] < 60:
+            save(state)
+            wait()
+            saved.append(state["step"])
+
+    often.checkpoints.save = save_at_first
+    with often:
+        often.train()
+    assert len(saved) > 40 and saved[-1] % 4 and latest(often.folder / "checkpoints")
+    assert_same(often, never, steps=100)
+    assert_same(trained(tmp_path / "often", "train.epochs=2", **what), never, steps=100)
+
+
 def read_curve(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "step" in line]

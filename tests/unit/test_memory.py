@@ -1,7 +1,9 @@
 """Budgets: whether a run fits, and what would make it fit."""
 
+import re
 import resource
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,9 +236,32 @@ def test_each_change_fits_and_a_larger_value_does_not(free):
     ids=repr,
 )
 def test_failing_allocation_is_explained(error):
-    expected = r"memory ran out \(.*\): host .*; (it would fit|no single)"
+    expected = r"memory ran out \(.*\): host .*; it would fit with vocab.max_final_vocab=8[0-9]+ "
     with pytest.raises(DoesNotFit, match=expected), make_budget().explained():
         raise error
+
+
+@pytest.mark.parametrize(
+    "changes, message, resumed",
+    [
+        ({}, "can't allocate memory", "transfer.table_dir=FOLDER"),
+        ({"in_files": True}, "can't allocate memory", ", when more memory is free"),
+        ({"on_gpu": True}, "CUDA out of memory", "transfer.engine=mapped"),
+        (
+            {"on_gpu": True, "engine": "mapped"},
+            "CUDA out of memory",
+            "transfer.gpu_bytes=[0-9]+MiB",
+        ),
+    ],
+)
+def test_failing_allocation_while_training_names_a_change_for_the_run(changes, message, resumed):
+    budget = make_budget({"gpu": 2 * GIB} if "engine" in changes else {}, **changes)
+    expected = f"{message}.*; this run goes on with w2v train --resume 'my run'.{{0,1}}{resumed}$"
+    with pytest.raises(DoesNotFit, match=expected) as stop, budget.explained(Path("my run")):
+        raise RuntimeError(message)
+    if kept := re.search("gpu_bytes=([0-9]+)MiB", str(stop.value)):
+        slots = cache_rows(budget.job, 2 * GIB)
+        assert 0.7 < (int(kept[1]) << 20) / (slots * budget.job.record_bytes) < 0.91
 
 
 @pytest.mark.parametrize(

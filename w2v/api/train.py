@@ -107,7 +107,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         lock = run_folder.lock(folder, ranks)
     console.log.info(f"run       {folder}")
     log_file = console.log_to_file(folder / "train.log", quiet=ranks.rank > 0)
-    with lock as leads, planned.budget.explained(), naming_file(folder), log_file:
+    with lock as leads, planned.budget.explained(folder), naming_file(folder), log_file:
         job = trainer.Trainer(
             loop,
             planned.vocab,

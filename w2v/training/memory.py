@@ -13,6 +13,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,7 @@ FILLED = 15 / 16  # share of the cache for the expected rows of a page; some hav
 PAGES = 3  # whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
+SHORT = 0.9  # of what it needs, a place is taken to have where an allocation failed nevertheless
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 States = Callable[[int], Mapping[str, RowState]]  # vector size -> optimizer states of a row
@@ -367,20 +370,39 @@ class Budget:
     def check(self) -> None:
         """Raise `DoesNotFit` if some place lacks bytes."""
         if places := self.lacking(self.job):
-            raise DoesNotFit(
-                self._explain(f"{' and '.join(map(PLACES.get, places))} would run out")
-            )
+            problem = f"{' and '.join(map(PLACES.get, places))} would run out"
+            raise DoesNotFit(self._explain(problem, self.changes()))
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise `DoesNotFit` if an allocation in the block fails nevertheless."""
+    def explained(self, run: Path | None = None) -> Iterator[None]:
+        """Raise `DoesNotFit` if an allocation in the block fails nevertheless.
+
+        run: the folder of a run that has begun, which can be resumed.
+        """
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
             if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
                 raise
             reason = one_line(error)[:200]
-            raise DoesNotFit(self._explain(f"memory ran out ({reason})")) from None
+            place = "gpu" if self.job.on_gpu and _is_of_gpu(error) else "host"
+            found = self._with_less(place).changes()
+            message = self._explain(f"memory ran out ({reason})", found)
+            if run:
+                change = next((one for one in found if one.startswith("transfer.")), None)
+                command = " ".join(["w2v train --resume", quote(str(run)), *filter(None, [change])])
+                message += f"; this run goes on with {command}"
+                message += "" if change else ", when more memory is free"
+            raise DoesNotFit(message) from None
+
+    def _with_less(self, place: str) -> Budget:
+        """Return this budget, with less free memory than is needed in a place."""
+        job = self.job
+        if job.on_gpu and job.engine != "resident":  # an automatic cache takes what there was
+            slots = cache_rows(job, int(self._free("gpu")))
+            job = replace(job, cache_bytes=slots * job.record_bytes)
+        short = SHORT * sum(job.needs()[place].values())
+        return replace(self, job=job, free={**self.free, place: min(short, self._free(place))})
 
     def lacking(self, job: Job) -> list[str]:
         """Return the places where the job does not fit."""
@@ -406,6 +428,12 @@ class Budget:
         if "gpu" in lacking or "locked" in lacking:
             engines = [name for name in ("mapped", "staged") if name != job.engine]
             found += [f"transfer.engine={name}" for name in engines if fits(engine=name)][:1]
+            kept = job.cache_bytes or 0
+            shift, unit = (20, "MiB") if kept >> 30 else (10, "KiB")
+            if fewer := _largest(lambda n: fits(cache_bytes=n << shift), kept >> shift):
+                found.append(f"transfer.gpu_bytes={fewer}{unit}")
+        if lacking == ["host"] and not job.on_gpu and not job.in_files and fits(in_files=True):
+            found.append("transfer.table_dir=FOLDER")
         if lacking == ["disk"]:
             if job.checkpoints and fits(checkpoints=False):
                 found.append("run.checkpoint_minutes=0")
@@ -478,12 +506,12 @@ class Budget:
     def _free(self, place: str) -> float:
         return self.free.get(place, math.inf)
 
-    def _explain(self, problem: str) -> str:
-        """Return the problem, the bytes and the remedies on one line."""
+    def _explain(self, problem: str, changes: list[str]) -> str:
+        """Return the problem, the bytes and changes that help, on one line."""
         needs = "; ".join(" ".join(line.split()) for line in str(self).splitlines())
         remedy = "no single change is enough: take a larger machine"
-        if found := self.changes():
-            remedy = f"it would fit with {' or '.join(found)}"
+        if changes:
+            remedy = f"it would fit with {' or '.join(changes)}"
         return f"{problem}: {needs}; {remedy}"
 
 
@@ -497,7 +525,15 @@ def _largest(fits: Callable[[int], bool], below: int) -> int:
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return getattr(error, "errno", None) == errno.ENOMEM or "can't allocate memory" in str(error)
+    words = "can't allocate memory", "out of memory"  # of torch on the CPU, and of CUDA
+    return getattr(error, "errno", None) == errno.ENOMEM or any(
+        word in str(error) for word in words
+    )
+
+
+def _is_of_gpu(error: Exception) -> bool:
+    """Return whether torch, CuPy or the driver could not allocate GPU memory."""
+    return any(word in f"{type(error).__module__} {error}" for word in ("CUDA", "cuda", "cupy"))
 
 
 def _cupy_cuda() -> str:

@@ -48,10 +48,13 @@ def forked_ranks(ranks, restarts, arguments):
         while not event.is_set():
             time.sleep(0.01)
     multiprocessing.synchronize.Event.wait = wait
+    # It would ask the driver, after which forked processes cannot use it.
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     config = LaunchConfig(
         1, 1, ranks, run_id=f"job-{os.getpid()}", max_restarts=restarts, start_method="fork",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0",
     )
+    torch.cuda.is_available = available
     elastic_launch(config, rank)(*arguments)
 
 def spawned_ranks(ranks, restarts, arguments):

@@ -217,3 +217,18 @@ def test_learning_rate_follows_the_schedule(settings, expected):
     config = OptimizerConfig(lr=1.0, **settings)
     rates = [learning_rate(config, progress) for progress in (0, 0.25, 0.5, 0.75, 1)]
     assert rates == pytest.approx(expected, abs=1e-6)
+
+
+@both_step_counts
+@pytest.mark.parametrize("name", ["ASGD", "Rprop"])
+def test_states_that_begin_with_the_rate_take_that_of_the_first_step(name, step):
+    """A row that is first used late in a schedule begins with its rate, as in torch."""
+    config = OptimizerConfig(name=name, lr=0.5, step=step)
+    (grad,) = gradients(1, 1)
+    rows = {0: 0.25, 3: 0.01} if step == "row" or name == "Rprop" else {0: 0.25}
+    trained = train_rows(config, "cpu", [([row], grad, lr) for row, lr in rows.items()])
+    for row, lr in rows.items():
+        parameter = torch.nn.Parameter(start_weights()[row : row + 1])
+        parameter.grad = grad.clone()
+        getattr(torch.optim, name)([parameter], lr=lr).step()
+        assert torch.equal(trained["weight"][row], parameter[0])

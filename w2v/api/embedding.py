@@ -703,10 +703,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         State is copied, which takes as much memory again.
         """
         found = super().state_dict()
-        states = [
-            {name: value.clone() for name, value in table._state().items()}
-            for table in self._tables.values()
-        ]
+        states = []
+        for number, group in enumerate(self.param_groups):
+            rates = self._row_optimizer(number, group).rates
+            for parameter in group["params"]:
+                state = self._tables[parameter]._state()
+                state = {name: value.clone() for name, value in state.items()}
+                for name in rates:  # of rows without a step
+                    state[name].masked_fill_(state[name] == 0, float(group["lr"]))
+                states.append(state)
         return found | {"state": {number: state for number, state in enumerate(states) if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

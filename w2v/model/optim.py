@@ -57,6 +57,10 @@ class RowOptimizer:
                 f"optimizer.name={config.name} with optimizer.args={config.args} is not "
                 f"row-separable: {reason}; choose one of {' '.join(OPTIMIZERS)}"
             ) from None
+        # What begins as the learning rate is 0 until a row's first step, which has its own rate.
+        doubled = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
+        self.rates = [key for key in first if not torch.equal(first[key], doubled[key])]
+        first |= {key: torch.zeros_like(first[key]) for key in self.rates}
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
         self._scalars = {key: value for key, value in first.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
@@ -131,6 +135,10 @@ class RowOptimizer:
         if cap := self.occurrence_cap:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
         weight_UD = records_UR[:, table.columns["weight"]]
+        for key in self.rates:
+            found = table.scalars.get(key)
+            rates = records_UR[:, table.columns[key]] if found is None else found
+            rates.masked_fill_(rates == 0, lr)
         state = {key: records_UR[:, table.columns[key]] for key in self._wide}
         if not self._per_row:
             self._apply(weight_UD, grad_UD, state | table.scalars, lr)
@@ -214,6 +222,9 @@ def learning_rate(config: OptimizerConfig, progress: float) -> float:
     return config.lr + (config.min_lr - config.lr) * fall
 
 
+SHAPE = (4, 3)  # of a parameter on which an optimizer is tried
+
+
 class _FirstValues(dict):
     """The state of one parameter; remembers what each entry was first set to."""
 
@@ -235,21 +246,25 @@ def _find_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]
     Raises:
         NotRowwise: Stepping rows one by one does not give what stepping them together gives.
     """
-    shape = (4, 3)
-    parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
     try:
-        optimizer = cls([parameter], **args)
-        state = optimizer.state[parameter] = _FirstValues(optimizer.state[parameter])
-        parameter.grad = torch.zeros(shape, dtype=torch.float32)
-        optimizer.step()
+        first = _first_state(cls, args)
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
         raise NotRowwise(one_line(error)) from None
-    for key, value in state.first.items():
-        is_row_aligned = value.shape == shape and bool((value == value[0, 0]).all())
+    for key, value in first.items():
+        is_row_aligned = value.shape == SHAPE and bool((value == value[0, 0]).all())
         if value.dim() and not is_row_aligned:
             raise NotRowwise(f"its state {key!r} is not aligned with the rows")
-    if not _rows_are_separable(cls, args, state.first):
+    if not _rows_are_separable(cls, args, first):
         raise NotRowwise("the step of a row depends on other rows or on the first step")
+    return first
+
+
+def _first_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]:
+    parameter = nn.Parameter(torch.zeros(SHAPE, dtype=torch.float32))
+    optimizer = cls([parameter], **args)
+    state = optimizer.state[parameter] = _FirstValues(optimizer.state[parameter])
+    parameter.grad = torch.zeros(SHAPE, dtype=torch.float32)
+    optimizer.step()
     return state.first
 
 

@@ -396,7 +396,7 @@ GPU = {"train__device": "cuda", "transfer__engine": "mapped", "transfer__gpu_byt
     "changes", [{}, pytest.param(GPU, marks=pytest.mark.gpu)], ids=["CPU", "GPU"]
 )
 def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, changes):
-    """The last checkpoint is whole, and the command in the message goes on from it."""
+    """The command in the message goes on from a whole checkpoint."""
     step = TrainingStep.__call__
 
     def failing(self, *arguments):

@@ -59,7 +59,7 @@ def gpus(request):
 
 @pytest.fixture(scope="module")
 def job(gpus, programs, arguments, tmp_path_factory):
-    """Programs, arguments and a finished run, to be killed by `kill_and_resume`."""
+    """Programs, arguments, a finished run and the number of ranks."""
     with contextlib.ExitStack() as stack:
         if gpus:
             more = "train.batch_size=64", *PAGED
@@ -86,7 +86,7 @@ def phases(run):
 
 
 def kill_and_resume(job, folder, kills, moment, prepare=lambda: None):
-    """Kill a run, and each that resumes it, until `kills` have died and one is done.
+    """Kill runs and those that resume them; at last let one end.
 
     moment: called with the folder of the run and what it has printed so far; returns when to kill.
     """
@@ -290,19 +290,23 @@ def test_a_program_that_hangs_fails_with_its_stack(programs, arguments, tmp_path
             programs.wait_for(lambda: False, seconds=0)
 
 
-def test_the_process_that_reads_ends_with_its_run(arguments, tmp_path):
+slow = pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
+
+
+@pytest.mark.parametrize("victim", ["run", pytest.param("reader", marks=slow)])
+def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, victim):
     """In a run that nothing was loaded for, a forked process reads the text."""
     text, data = tmp_path / "text.txt", tmp_path / "data"
-    text.write_text("some words that are read for a while " * 3_000_000)
-    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}"]
+    text.write_text("some words that are read for a while " * 1_000_000)
+    paths = [f"corpus.path={text}", f"corpus.data_dir={data}", f"run.dir={tmp_path}", "--dry-run"]
     command = [sys.executable, "train.py", *arguments, *paths]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         while not next(run.stdout).startswith("reading"):
             pass
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        assert children
-        run.kill()
-        assert not [line for line in run.stdout if "Traceback" in line]  # at the end of both
-    free = []
-    with exclusive(data / "cache", lambda: free.append("not free")):
-        assert not free and not list(data.rglob("vocab.tsv"))
+        (reader,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(run.pid if victim == "run" else int(reader), signal.SIGKILL)
+        output = run.stdout.read()  # until both have ended
+    assert run.returncode == (-signal.SIGKILL if victim == "run" else 0), output
+    assert ("reading" in output) == bool(list(data.rglob("vocab.tsv"))) == (victim == "reader")
+    with exclusive(data / "cache", pytest.fail):  # the lock is free
+        pass

@@ -245,7 +245,7 @@ def test_checkpoints_change_nothing(tmp_path):
     "place", [pytest.param(place, marks=on_gpu(place)) for place in ("tight", "mapped", "staged")]
 )
 def test_checkpoints_while_rows_move_change_nothing(tmp_path, place):
-    """Each of the first steps saves while later ones of its page, and the next page, are ready."""
+    """Steps save while later ones of their page, and the next, are ready."""
     what = {"place": place, "steps_per_page": 4}
     never = trained(tmp_path / "never", "train.epochs=2", "run.checkpoint_minutes=0", **what)
     often = make(tmp_path / "often", "train.epochs=2", "run.checkpoint_minutes=1e-9", **what)

@@ -222,7 +222,7 @@ def test_learning_rate_follows_the_schedule(settings, expected):
 @both_step_counts
 @pytest.mark.parametrize("name", ["ASGD", "Rprop"])
 def test_states_that_begin_with_the_rate_take_that_of_the_first_step(name, step):
-    """A row that is first used late in a schedule begins with its rate, as in torch."""
+    """A row that is first used late in a schedule begins with its rate."""
     config = OptimizerConfig(name=name, lr=0.5, step=step)
     (grad,) = gradients(1, 1)
     rows = {0: 0.25, 3: 0.01} if step == "row" or name == "Rprop" else {0: 0.25}

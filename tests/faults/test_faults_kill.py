@@ -88,7 +88,7 @@ def phases(run):
 def kill_and_resume(job, folder, kills, moment, prepare=lambda: None):
     """Kill runs and those that resume them; at last let one end.
 
-    moment: called with the folder of the run and what it has printed so far; returns when to kill.
+    moment: Called with the folder of the runs; returns when it is time to kill.
     """
     programs, arguments, whole, ranks = job
     killed = finished = attempt = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import settings
 
 from tests.support.forked import Programs
 from tests.support.tiny import tiny_arguments
+
+MOST_SECONDS = 1200  # of a test with its fixtures
 
 # The same examples in each run of the tests.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -42,6 +45,21 @@ def tiny_run(tmp_path_factory):
     assert train.main(tiny_arguments(folder)) == 0
     (run,) = (folder / "runs").iterdir()
     return run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fail a test that takes too long, where it waits; a process that it runs is killed."""
+
+    def fail(number, frame):
+        pytest.fail(f"it takes longer than {MOST_SECONDS} s")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(MOST_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,16 +97,11 @@ def kill_and_resume(job, folder, kills, moment, prepare=lambda: None):
         begun = [path.parent for path in runs.glob("20*/config.yaml")]
         command = ["--resume", begun[0]] if begun else [*arguments, f"run.dir={runs}"]
         prepare()
-        process = programs.start(*command, ranks=ranks, forked=True)
+        programs.start(*command, ranks=ranks, forked=True)
         if killed < kills:
             moment(runs)
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                victims = programs.ranks() if ranks else [process]
-                for victim in random.sample(victims, min(1, len(victims))):
-                    os.kill(victim, signal.SIGKILL)
-        status, output = programs.wait()
-        assert status in (0, 1 if ranks else -signal.SIGKILL), output
-        assert status < 1 or "exitcode  : -9" in output, output
+        status, output = programs.kill() if killed < kills else programs.wait()
+        assert status in (0, -signal.SIGKILL), output
         killed += status != 0
         for run in runs.glob("20*"):
             check_checkpoints(run)

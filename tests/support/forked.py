@@ -100,6 +100,14 @@ for line in sys.stdin:
 """
 
 
+def _is_alive(process):
+    """Return whether a process holds its files; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Programs:
     """Run train.py or evaluate.py, one at a time, in a new process.
 
@@ -138,7 +146,7 @@ class Programs:
         if self._server is None:
             self._start_server()
         if self._running:  # a test that failed did not wait for its program
-            self._stop(signal.SIGKILL)
+            self.kill()
         forked = self._forked if forked is None else forked
         ranks = ranks if forked else ranks or 1
         arguments = list(map(str, arguments))
@@ -167,7 +175,7 @@ class Programs:
                 value = condition()
                 assert value or may_end, self.wait()[1]
                 return value
-            assert time.monotonic() < end, self._stop(signal.SIGALRM)
+            assert time.monotonic() < end, self.kill(signal.SIGALRM)[1]
             time.sleep(0.002)
         return value
 
@@ -176,12 +184,17 @@ class Programs:
         children = Path(f"/proc/{self._running}/task/{self._running}/children")
         return [int(child) for child in children.read_text().split()]
 
-    def _stop(self, number):
-        """End the program and its ranks; return the output."""
+    def kill(self, number=signal.SIGKILL):
+        """End the program and its ranks by a signal; return as `wait` does."""
+        processes = []
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            for process in (*self.ranks(), self._running):
+            processes = [*self.ranks(), self._running]
+            for process in processes:
                 os.kill(process, number)
-        return self.wait()[1]
+        found = self.wait()
+        while any(map(_is_alive, processes)):
+            time.sleep(0.01)
+        return found
 
     def run(self, *arguments, program="train", **limits):
         """Start a program and wait for it."""

@@ -1,7 +1,9 @@
 """Ranks in processes of their own: each call runs in all of them at once."""
 
 import contextlib
+import faulthandler
 import os
+import signal
 import socket
 import traceback
 from multiprocessing import get_context
@@ -9,6 +11,8 @@ from multiprocessing import get_context
 import torch
 
 from w2v.distributed.ranks import ProcessGroup
+
+SECONDS = 300  # in which a call must be done
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -39,10 +43,18 @@ class Pool:
         """
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [pipe.recv() for pipe in self._pipes]
+        answers = [self._receive(pipe) for pipe in self._pipes]
         for failed, answer in answers:
             assert not failed, answer
         return [answer for _, answer in answers]
+
+    def _receive(self, pipe):
+        """Return an answer; ranks that give none in time write their stacks."""
+        if not pipe.poll(SECONDS):
+            for process in self._processes:
+                os.kill(process.pid, signal.SIGABRT)
+            raise AssertionError(f"no answer for {SECONDS} s; stacks are on standard error")
+        return pipe.recv()
 
     def close(self):
         """Return the exit statuses of the processes, after they have ended."""
@@ -55,6 +67,7 @@ class Pool:
 
 
 def _serve(pipe, rank, size, port, device):
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}

@@ -35,6 +35,8 @@ from w2v.text import encode
 from w2v.training import metrics, plan, run_folder, step, trainer
 from w2v.vectors import evaluate as scores, export
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts in the background ignore these
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 faulthandler.register(signal.SIGALRM, chain=True)  # also in forked processes
 signal.alarm(240)
 

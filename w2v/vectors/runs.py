@@ -25,6 +25,7 @@ from w2v.system.files import refused
 from w2v.vectors.datasets import PAIR_SETS
 
 log = logging.getLogger("w2v")
+VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
 # What w2v writes beside runs, which `runs/*` names too.
 OWN = "pictures curves.png env.txt table.txt table.md table.csv runs.csv".split()
 SHOWN = {
@@ -76,7 +77,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     config.yaml, but only finished runs have a scores.json.
     """
     if str(run) == "latest":
-        found = Path(runs).glob(f"*/{file}")
+        found = Path(runs).glob(f"{VISIBLE}/{file}")
         newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
         if newest is None:
             remedy = "name a run folder, or train first"
@@ -87,7 +88,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*")])
         hint = f"did you mean {folder.parent / near[0]}?" if near else "name a run, such as latest"
         raise RunError(f"{run} does not exist; {hint}")
-    if nested := min(folder.glob(f"*/{file}"), default=None):
+    if nested := min(folder.glob(f"{VISIBLE}/{file}"), default=None):
         raise RunError(f"{run} is a folder of runs; name one run's folder, such as {nested.parent}")
     if not (folder / file).is_file():
         raise RunError(f"{run} holds no {file}; name another run folder or latest")
@@ -106,7 +107,7 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
     for path in map(Path, paths):
         if str(path) == "latest" or not path.exists() or (path / file).is_file():
             found.append(find(path, file))
-        elif nested := sorted(match.parent for match in path.glob(f"*/{file}")):
+        elif nested := sorted(match.parent for match in path.glob(f"{VISIBLE}/{file}")):
             found += nested
         else:
             without.append(str(path))

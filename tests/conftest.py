@@ -49,7 +49,7 @@ def tiny_run(tmp_path_factory):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Fail a test that takes too long, where it waits; a process that it runs is killed."""
+    """Fail a test that takes too long, where it waits."""
 
     def fail(number, frame):
         pytest.fail(f"it takes longer than {MOST_SECONDS} s")

@@ -101,7 +101,7 @@ def make_tables(optimizer, rows, dim, storage="cpu", dtype=DTYPE, ranks=SINGLE, 
     for seed, (name, memory_VR) in enumerate(zip(("input", "output"), memory_TVR, strict=True)):
         scalars = optimizer.scalars
         path = folder and folder / f"{name}.records"
-        table = Table(name, rows, dim, states, scalars, storage, dtype, path, pinned_VR=memory_VR)
+        table = Table(name, rows, dim, states, scalars, storage, dtype, path, memory_VR=memory_VR)
         weights = uniform(dim, 0.5, seed)
         table.initialise(lambda rows_n, weights=weights: weights(ranks.global_rows(rows_n)))
         tables.append(table)

@@ -25,6 +25,7 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.api.embedding import _look_up as look_up_batch
 from w2v.api.row_store import RowStore
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
@@ -534,6 +535,26 @@ def test_rows_that_are_used_most_stay():
     assert table.store.stats.rows_read == before
 
 
+@pytest.mark.gpu
+def test_a_cache_takes_little_memory_beside_its_rows():
+    rows, dim = 2_000_000, 32
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    table = PagedEmbedding(rows, dim, storage="pinned", gpu_bytes="50%", init=ones)
+    optimizer = PagedOptimizer(table, "SGD", lr=0.1, fused=True)
+    batches = [torch.randint(rows, (1000,)) for _ in range(30)]  # rows are ordered in between
+    for ids in optimizer.pages(({"ids": ids} for ids in batches), "ids"):
+        table(ids["ids"]).sum().backward()
+        optimizer.step()
+    cache = rows // 2 * dim * 4
+    beside = torch.cuda.max_memory_allocated() - before - cache
+    assert beside < 30 * rows + (16 << 20)
+
+
+def ones(rows_n):
+    return torch.ones(len(rows_n), 32, device=rows_n.device)
+
+
 def test_rows_of_announced_batches_stay():
     table = PagedEmbedding(MANY, DIM, gpu_bytes="10%", seed=1)
     optimizer = PagedOptimizer(table, "SGD", lr=0.1)
@@ -600,6 +621,72 @@ def test_fused_steps_of_16_bit_tables_learn(dtype):
         ((table(range(12)) - target) ** 2).sum().backward()
         optimizer.step()
     assert (weights(table)[:12].float() - target.cpu()).abs().max() < 0.1
+
+
+def together(device, sizes, **settings):
+    """Return tables of these sizes that share a look-up, and their optimizer."""
+    storage = "pinned" if device == "cuda" else "cpu"
+    made = {"storage": storage, "device": device, "seed": 1} | settings
+    tables = [PagedEmbedding(rows, DIM, padding_idx=0, **made) for rows in sizes]
+    optimizer = PagedOptimizer(tables, "Adam", lr=0.1, fused=device == "cuda")
+    assert len({table.store.group for table in tables}) == 1
+    return tables, optimizer
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
+    sizes = 1, 40, 1025, 7, 64
+    tables, _ = together(device, sizes)
+    generator = torch.Generator().manual_seed(4)
+    for counts in ((3, 90, 2000, 0, 5), (0, 0, 1, 0, 0), (0, 0, 0, 0, 0)):
+        ids = [
+            torch.randint(rows, (count,), generator=generator, dtype=dtype)
+            for rows, count in zip(sizes, counts, strict=True)
+        ]
+        found = look_up_batch(tables, ids, [*range(5)])
+        for table, its, given in zip(tables, found, ids, strict=True):
+            expected, places = torch.unique(given.long(), return_inverse=True)
+            assert torch.equal(its.rows.cpu() - table.store.first_row, expected)
+            assert torch.equal(its.places.cpu(), places)
+            assert its.padding == (0 if len(expected) and expected[0] == 0 else None)
+    for table, wrong in ((1, 40), (1, -1), (4, 64)):
+        ids = [torch.zeros(3, dtype=dtype) for _ in sizes]
+        ids[table][1] = wrong
+        message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
+        with pytest.raises(IndexError, match=message):
+            len(look_up_batch(tables, ids, [*range(5)])[0].rows)
+
+
+@devices
+@pytest.mark.filterwarnings("ignore:gpu_bytes has room")
+@pytest.mark.parametrize("share", [0, "30%", "100%"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_tables_that_share_memory_train_as_tables_by_themselves(device, share, ahead):
+    """Gradients are whole numbers, so that sums are exact."""
+    sizes = 30, 200, 9
+    shared, optimizer = together(device, sizes, gpu_bytes=share)
+    settings = {"storage": shared[0].storage, "device": device, "seed": 1, "padding_idx": 0}
+    alone = [PagedEmbedding(rows, DIM, **settings) for rows in sizes]
+    optimizers = [PagedOptimizer(t, "Adam", lr=0.1, fused=device == "cuda") for t in alone]
+    generator = torch.Generator().manual_seed(6)
+    batches = [
+        [torch.randint(rows, (8,), generator=generator) for rows in sizes] for _ in range(40)
+    ]
+    pages = optimizer.pages(batches, [0, 1, 2], ahead) if ahead else batches
+    for turn, ids in enumerate(pages):
+        for tables in (shared, alone):
+            for number, table in enumerate(tables):
+                if turn % 4 != number:  # some steps leave a table out
+                    table(ids[number]).sum().backward()
+                if turn % 5 == number:  # some have more rows
+                    table([turn % 9, 3]).sum().backward()
+                if turn == 20 + number:
+                    table.grow(table.num_embeddings + 1, lambda rows: torch.ones(len(rows), DIM))
+        for each in (optimizer, *optimizers):
+            each.step()
+    for mine, theirs in zip(all_records(shared), all_records(alone), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.gpu

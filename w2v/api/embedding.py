@@ -25,7 +25,6 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,26 +34,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from w2v.api.row_store import Ids, Rows, UniqueRows, open_device
+from w2v.api.look_up import Ids, LookUp, UniqueRows
+from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
-from w2v.kernels import cuda
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
 
+MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
 
-@dataclass
+
 class _Page:
     """Rows on the compute device.
 
+    Args:
+        store: Their table.
+        found: The look-up that they are of; None for those of several.
+        rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
+        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which has them
+            where they are.
+
     Attributes:
-        rows: Sorted unique row ids: int64 [U].
-        records: Weight and optimizer state, decoded: [U, R].
         version: Version of the table that they were read from.
     """
 
-    rows: Tensor
-    records: Tensor
-    version: int
+    def __init__(
+        self,
+        store: Rows,
+        found: UniqueRows | None,
+        rows: Tensor | None = None,
+        records: Tensor | None = None,
+    ):
+        self.found = found
+        self.records = records
+        self.version = store.version
+        self._rows = rows
+        self._first_row = store.first_row
+
+    def rows_of(self, store: Rows) -> Tensor:
+        """Return the rows as numbered now: the table may have left its group."""
+        if self._rows is None:
+            self._rows = self.found.rows
+        if self._first_row != store.first_row:
+            self._rows = self._rows + (store.first_row - self._first_row)
+            self._first_row = store.first_row
+        return self._rows
+
+
+class _Waiting:
+    """State of a table between calls.
+
+    To set an attribute of a module takes as long as a kernel's launch.
+
+    Attributes:
+        page: Rows whose gradients wait for the step.
+        ahead: The look-up of the current batch of `PagedOptimizer.pages`.
+        beside: All tables of this look-up, if they read vectors and sum gradients by kernels.
+    """
+
+    def __init__(self) -> None:
+        self.page: _Page | None = None
+        self.ahead: UniqueRows | None = None
+        self.beside: list[tuple[PagedEmbedding, UniqueRows]] = []
+        self._zero: Tensor | None = None
+
+    def zero(self, grad_UD: Tensor) -> Tensor:
+        """Return zeros of this shape, in the memory of one."""
+        if self._zero is None or self._zero.device != grad_UD.device:
+            self._zero = torch.zeros((), device=grad_UD.device)
+        return self._zero.expand(grad_UD.shape)
 
 
 class _Layout(NamedTuple):
@@ -90,8 +137,8 @@ class PagedEmbedding(nn.Module):
             normal with standard deviation 1. `w2v.model.table` has `normal` and `uniform`.
         state_storage: Other storage for the optimizer state, such as "pinned" beside "cuda".
         gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
-            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one
-            PagedOptimizer share what they have together. Results are the same bit for bit.
+            "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
+            and PagedOptimizer share what they have together. Results are the same bit for bit.
     """
 
     _parameter: nn.Parameter
@@ -144,8 +191,7 @@ class PagedEmbedding(nn.Module):
         self._zero_padding = self.padding_idx is not None and (init is None or callable(init))
         self._layout: _Layout | None = None
         self._store: Rows | None = None
-        self._waiting: _Page | None = None
-        self._ahead: UniqueRows | None = None  # of the current batch of `PagedOptimizer.pages`
+        self._waiting = _Waiting()
         # What optimizers and gradient clipping see: the rows that have gradients. It is kept out of
         # the module's parameters, as those belong to the optimizer of the dense modules.
         computes_in = torch.float64 if dtype == torch.float64 else torch.float32
@@ -182,10 +228,9 @@ class PagedEmbedding(nn.Module):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
+        if self._sums_gradients:
+            return self._vectors(ids)
         weight_UD, places, padding, page = self._fetch(ids)
-        if self._trains and self._fused and not self.scale_grad_by_freq:
-            collect = partial(self._add_grad, page)
-            return _SummedEmbedding.apply(self._parameter, weight_UD, places, padding, collect)
         weight_UD = self._with_grad(weight_UD, page)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
@@ -233,12 +278,47 @@ class PagedEmbedding(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
         # Once it is open, no function for initial weights is left, which may not be picklable.
-        gone = dict.fromkeys(("_init", "_waiting", "_ahead", "_stepped_by"))
-        return dict(vars(self), _store=self.store, **gone)
+        gone = dict.fromkeys(("_init", "_stepped_by"))
+        return dict(vars(self), _store=self.store, _waiting=_Waiting(), **gone)
 
     @property
     def _trains(self) -> bool:
         return self.trainable and torch.is_grad_enabled()
+
+    @property
+    def _sums_gradients(self) -> bool:
+        """Whether kernels read the vectors of ids and sum their gradients."""
+        return self._fused and self.max_norm is None and not self.scale_grad_by_freq
+
+    def _find(self, ids: Ids) -> UniqueRows:
+        """Look up ids, and begin to bring their rows."""
+        if self._trains:
+            _refuse_ranks()
+        found = self._waiting.ahead
+        if found is None or not found.is_of(ids):
+            found = self.store._look_up(ids, self.padding_idx)
+        self.store._prefetch(found)
+        return found
+
+    def _vectors(self, ids: Ids) -> Tensor:
+        """Return vectors of ids, read for all tables of an announced page."""
+        store = self.store
+        with store.lock:
+            found = self._find(ids)
+            look_up = found.look_up
+            if not self._trains:
+                return look_up.vectors(found.index).view(*found.shape, self.embedding_dim)
+            version, vectors = look_up.waiting.pop(found.index, (None, None))
+            if version == store.version:
+                return vectors
+            users = [(self, found)]
+            beside = self._waiting.beside if found is self._waiting.ahead else []
+            if beside and not look_up.is_given and all(table._trains for table, _ in beside):
+                users, look_up.is_given = beside, True
+            made = _Vectors.apply(self._parameter, users)
+            for (table, its), its_vectors in zip(users, made, strict=True):
+                look_up.waiting[its.index] = table.store.version, its_vectors
+            return look_up.waiting.pop(found.index)[1]
 
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None, _Page]:
         """Fetch the rows of ids.
@@ -247,29 +327,31 @@ class PagedEmbedding(nn.Module):
             Their weights [U, D]; the place of each id in them; the place of the padding row, None
             where no id is padding; and the page.
         """
-        if self._trains:
-            _refuse_ranks()
         store = self.store
-        with store.lock, torch.no_grad():
-            found = self._ahead
-            if found is None or not found.is_of(ids):
-                found = store._look_up(ids, self.padding_idx)
-            rows_U = found.rows
-            store._prefetch(found)
-            in_place = self._fused and self.max_norm is None
-            records_UR = store._read_weights(rows_U) if in_place else store._read(rows_U)
-            weight_UD = records_UR[:, store.table.columns["weight"]]
-            if self.max_norm is not None:
-                # As in nn.Embedding, which changes its weights in the forward pass too. On a GPU,
-                # torch takes the stride of a row for its length, and no empty list of rows.
-                if len(rows_U):
-                    whole_UD = weight_UD.contiguous()
-                    every_U = torch.arange(len(rows_U), device=rows_U.device)
-                    torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
-                    weight_UD.copy_(whole_UD)
-                store._write(rows_U, records_UR)
-            page = _Page(rows_U, weight_UD if self._fused else records_UR, store.version)
+        with store.lock:
+            found = self._find(ids)
+            if self._fused and self.max_norm is None:
+                page, weight_UD = _Page(store, found), found.look_up.weights(found.index)
+            else:
+                page, weight_UD = self._read(found)
         return weight_UD, found.places, found.padding, page
+
+    @torch.no_grad()
+    def _read(self, found: UniqueRows) -> tuple[_Page, Tensor]:
+        """Read whole records; return the page and its weights [U, D]."""
+        store, rows_U = self.store, found.rows
+        records_UR = store._read(rows_U)
+        weight_UD = records_UR[:, store.table.columns["weight"]]
+        if self.max_norm is not None:
+            # As in nn.Embedding, which changes its weights in the forward pass too. On a GPU,
+            # torch takes the stride of a row for its length, and no empty list of rows.
+            if len(rows_U):
+                whole_UD = weight_UD.contiguous()
+                every_U = torch.arange(len(rows_U), device=rows_U.device)
+                torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
+                weight_UD.copy_(whole_UD)
+            store._write(rows_U, records_UR)
+        return _Page(store, found, rows_U, None if self._fused else records_UR), weight_UD
 
     def _with_grad(self, weight_UD: Tensor, page: _Page) -> Tensor:
         """Return the weights of a page, which send their gradient to it."""
@@ -284,67 +366,92 @@ class PagedEmbedding(nn.Module):
         """Take the gradient from the weights of a page."""
         grad_UD = weight_UD.grad.detach()
         weight_UD.grad = None
-        self._add_grad(page, grad_UD)
+        with self.store.lock:
+            self._add_grad(page, grad_UD)
 
-    @torch.no_grad()
+    def _take_gradients(self, page: _Page, grad: Tensor) -> None:
+        """Take the gradients of vectors of a page."""
+        grad_ND = grad.detach().reshape(-1, self.embedding_dim).float().contiguous()
+        with self.store.lock:
+            look_up, index = page.found.look_up, page.found.index
+            sum_UD = look_up.add_gradients(index, grad_ND)
+            if (padding := look_up.paddings[index]) is not None:
+                sum_UD[padding] = 0
+            self._add_grad(page, sum_UD)
+
     def _add_grad(self, page: _Page, grad_UD: Tensor) -> None:
         """Add the gradient of a page to those that wait for the step."""
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
-        with self.store.lock:
-            if self._parameter.grad is not None:
-                # A row of several pages has one gradient, their sum, as it is stepped once.
-                waiting = self._refreshed(self._waiting)
-                page = self._refreshed(page)
-                rows_U = torch.unique(torch.cat([waiting.rows, page.rows]))
-                records_UR = page.records.new_empty(len(rows_U), page.records.shape[1])
-                sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-                for part, part_grad in ((waiting, self._parameter.grad), (page, grad_UD)):
-                    place = torch.searchsorted(rows_U, part.rows)
-                    records_UR.index_copy_(0, place, part.records)
-                    sum_UD.index_add_(0, place, part_grad)
-                grad_UD = sum_UD
-                page = _Page(rows_U, records_UR, self.store.version)
-            self._expose(page, grad_UD)
-
-    def _expose(self, page: _Page, grad_UD: Tensor | None) -> None:
-        """Show rows and their gradient to optimizers and gradient clipping."""
-        self._waiting = page
+        if self._parameter.grad is not None:
+            # A row of several pages has one gradient, their sum, as it is stepped once.
+            with torch.no_grad():
+                page, grad_UD = self._merged(page, grad_UD)
+        self._waiting.page = page
         self._parameter.grad = None  # its shape may change only without a gradient
-        self._parameter.data = page.records[:, : self.embedding_dim]
+        if page.records is None:
+            self._parameter.data = self._waiting.zero(grad_UD)
+        else:
+            self._parameter.data = page.records[:, : self.embedding_dim]
         self._parameter.grad = grad_UD
 
-    def _refreshed(self, page: _Page) -> _Page:
+    def _merged(self, page: _Page, grad_UD: Tensor) -> tuple[_Page, Tensor]:
+        """Return the rows and gradients of this page and the waiting one."""
+        store = self.store
+        pages = (self._waiting.page, self._parameter.grad), (page, grad_UD)
+        if not self._fused:
+            for its, _ in pages:
+                self._refresh(its)
+        rows = [its.rows_of(store) for its, _ in pages]
+        rows_U = torch.unique(torch.cat(rows))
+        sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
+        records_UR = None
+        if not self._fused:
+            records_UR = page.records.new_empty(len(rows_U), page.records.shape[1])
+        for its_rows, (its, its_grad) in zip(rows, pages, strict=True):
+            place = torch.searchsorted(rows_U, its_rows)
+            sum_UD.index_add_(0, place, its_grad)
+            if records_UR is not None:
+                records_UR.index_copy_(0, place, its.records)
+        return _Page(store, None, rows_U, records_UR), sum_UD
+
+    def _refresh(self, page: _Page) -> None:
         """Read the rows again if the table has changed since."""
         if page.version != self.store.version:
-            read = self.store._read_weights if self._fused else self.store._read
-            page.records = read(page.rows)
+            page.records = self.store._read(page.rows_of(self.store))
             page.version = self.store.version
-        return page
 
-    @torch.no_grad()
     def _step(self, optimizer: RowOptimizer, lr: float) -> None:
-        """Step the rows that have gradients, and write them back."""
+        """Step the rows that have gradients by torch, and write them back."""
         with self.store.lock:
             if (grad_UD := self._parameter.grad) is None:
                 return
-            if self._fused:
-                rows_U = self._waiting.rows
-                self.store._step_fused(optimizer, rows_U, grad_UD, lr)
-                self._expose(_Page(rows_U[:0], self._waiting.records[:0], -1), None)
-                return
-            page = self._refreshed(self._waiting)
+            page = self._waiting.page
+            self._refresh(page)
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
             optimizer.step_rows(self.store.table, page.records, grad_UD, None, lr)
-            self.store._write(page.rows, page.records)
-            self._expose(_Page(page.rows[:0], page.records[:0], -1), None)
+            self.store._write(page.rows_of(self.store), page.records)
+            self._drop_page()
 
-    @torch.inference_mode(False)  # the table is trained later
-    def _open(self, layout: _Layout | None) -> None:
-        """Make the table, or open its file, and set the first weights."""
-        table = self._new_table(self.num_embeddings, layout)
-        store = Rows(table, self.device)
+    def _drop_page(self) -> None:
+        """Drop rows and gradients that were stepped."""
+        self._waiting.page = None
+        self._parameter.grad = None
+
+    @outside_inference  # the table is trained later
+    def _open(
+        self, layout: _Layout | None, group: RowGroup | None = None, first_row: int = 0
+    ) -> None:
+        """Make the table, or open its file, and set the first weights.
+
+        In a group, the table is a part of the group's, from `first_row` on.
+        """
+        memory_VR = None
+        if group:
+            memory_VR = group.table.records_VR[first_row : first_row + self.num_embeddings]
+        table = self._new_table(self.num_embeddings, layout, memory_VR)
+        store = Rows(table, self.device, group=group, first_row=first_row)
         if not table.continued:
             self._initialise(table, self._init)
             if self._zero_padding:
@@ -353,9 +460,8 @@ class PagedEmbedding(nn.Module):
         self._store, self._layout, self._init = store, layout, None
         _share_cache([self])
 
-    def _attach(self, optimizer: RowOptimizer, fused: bool) -> None:
+    def _attach(self, optimizer: RowOptimizer) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
-        self._fused, self._stepped_by = fused, None
         layout = _Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
         had, has = _names(self._layout), _names(layout)
         if self._store is None:
@@ -384,12 +490,14 @@ class PagedEmbedding(nn.Module):
             new[name][: old.rows].copy_(old[name])
         return new
 
-    def _new_table(self, rows: int, layout: _Layout | None) -> Table:
+    def _new_table(
+        self, rows: int, layout: _Layout | None, memory_VR: Tensor | None = None
+    ) -> Table:
         states, scalars = layout or _Layout({}, {})
         shared = ("embedding", rows, self.embedding_dim, states, scalars, self.storage, self.dtype)
         if self.state_storage and layout:
             return SplitTable(*shared, self.state_storage)
-        return Table(*shared, self.path)
+        return Table(*shared, self.path, memory_VR=memory_VR)
 
     def _check(self, optimizer: RowOptimizer) -> None:
         """Raise `ValueError` unless the table has the state of the optimizer."""
@@ -457,30 +565,34 @@ class PagedEmbedding(nn.Module):
             self.weight.copy_(state_dict[key].detach())
 
 
-class _SummedEmbedding(torch.autograd.Function):
-    """Look up vectors; the sums of their gradients go to `collect`."""
+class _Vectors(torch.autograd.Function):
+    """Vectors of tables of one look-up, whose gradients are summed for them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        parameter: Tensor,
-        weight_UD: Tensor,
-        places: Tensor,
-        padding: int | None,
-        collect: Callable[[Tensor], None],
-    ) -> Tensor:
-        """Return the vectors; `parameter` is there to be trained."""
-        ctx.rows, ctx.places, ctx.padding, ctx.collect = len(weight_UD), places, padding, collect
-        return F.embedding(places, weight_UD)
+        ctx: Any, trained: Tensor, users: list[tuple[PagedEmbedding, UniqueRows]]
+    ) -> tuple[Tensor, ...]:
+        """Return the vectors of each table; `trained` needs a gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.users = [(table, _Page(table.store, found)) for table, found in users]
+        ((table, found), *others) = users
+        look_up = found.look_up
+        vectors_ND = look_up.vectors(None if others else found.index)
+        made, start, dim = [], 0, table.embedding_dim
+        for _, found in users:
+            # Not a view, which could not be changed in place.
+            its = vectors_ND.new_empty(0)
+            its.set_(vectors_ND.untyped_storage(), start * dim, (*found.shape, dim))  # type: ignore
+            made.append(its)
+            start += found.shape.numel()
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        grad_ND = grads[0].reshape(-1, grads[0].shape[-1]).float().contiguous()
-        sum_UD = cuda.sum_gradients(grad_ND, ctx.places.flatten(), ctx.rows)
-        if ctx.padding is not None:
-            sum_UD[ctx.padding] = 0
-        ctx.collect(sum_UD)
-        return (None,) * 5
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        for (table, page), grad in zip(ctx.users, grads, strict=True):
+            if grad is not None:
+                table._take_gradients(page, grad)
+        return None, None
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -519,6 +631,10 @@ class PagedEmbeddingBag(PagedEmbedding):
         super().__init__(num_embeddings, embedding_dim, *rules, **settings)
         self.mode = mode
         self.include_last_offset = include_last_offset
+
+    @property
+    def _sums_gradients(self) -> bool:
+        return False  # torch sums those of bags
 
     @torch.compiler.disable
     def forward(
@@ -568,7 +684,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         step: Whether bias correction counts the steps of the "table" or of each "row".
         fused: Add gradients and step rows by kernels of this library, on a GPU: several times
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
-            row whose step is not finite keeps its values.
+            row whose step is not finite keeps its values. Beside its gradients, a parameter of
+            `param_groups` then has zeros in place of weights.
         **args: Other arguments of the optimizer, such as betas.
     """
 
@@ -612,8 +729,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._tables.keys().isdisjoint(parameters):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
+        opened = _open_together(tables, optimizer)
         for table in tables:
-            table._attach(optimizer, self._fused)
+            if table not in opened:
+                table._attach(optimizer)
+            table._fused, table._stepped_by = self._fused, None
             table._check(optimizer)
         super().add_param_group(dict(param_group, params=parameters))
         self._tables.update(zip(parameters, tables, strict=True))
@@ -635,13 +755,17 @@ class PagedOptimizer(torch.optim.Optimizer):
             if not (math.isfinite(lr) and lr >= 0):
                 raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
             optimizer = self._row_optimizer(number, group)
-            for parameter in group["params"]:
-                table = self._tables[parameter]
+            tables = [self._tables[parameter] for parameter in group["params"]]
+            for table in tables:
                 table._check(optimizer)
-                steps.append((table, optimizer, lr))
+            steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
-        for table, optimizer, lr in steps:
-            table._step(optimizer, lr)
+        for tables, optimizer, lr in steps:
+            if self._fused:
+                _step_fused(tables, optimizer, lr)
+            else:
+                for table in tables:
+                    table._step(optimizer, lr)
         return loss
 
     def pages(
@@ -683,19 +807,29 @@ class PagedOptimizer(torch.optim.Optimizer):
                 if not waiting:
                     break
                 batch, page = waiting.popleft()
-                for table, found in zip(tables, page, strict=True):
-                    table.store._prefetch(found, hold=True)
-                    table._ahead = found
+                for found in _one_of_each(page):
+                    found.store._prefetch(found, hold=True)
+                _give(tables, page)
                 if waiting:
-                    for table, found in zip(tables, waiting[0][1], strict=True):
+                    for found in _one_of_each(waiting[0][1]):
                         with contextlib.suppress(IndexError):  # it is raised when it is due
-                            table.store._prefetch(found)
+                            found.store._prefetch(found)
                 yield batch
+                for found in _one_of_each(page):  # vectors that nobody asked for know it
+                    found.look_up.waiting.clear()
         finally:
             for table in tables:
-                table._ahead = None
+                table._waiting.ahead, table._waiting.beside = None, []
         if error and not isinstance(error, StopIteration):
             raise error
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all tables, or set them to zero."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for parameter in self._tables:  # several times faster than torch's own way
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
@@ -765,10 +899,92 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    return [
-        table.store._look_up(its_ids, table.padding_idx, is_ahead=True)
+    found = [
+        UniqueRows(table.store, its_ids, table.padding_idx, alone=False)
         for table, its_ids in zip(tables, ids, strict=True)
     ]
+    by_group: dict[RowGroup, list[UniqueRows]] = {}
+    for its in found:
+        by_group.setdefault(its.store.group, []).append(its)
+    for group, parts in by_group.items():
+        with group.lock:
+            LookUp(parts, group.uses.announced + 1)
+    return found
+
+
+def _one_of_each(page: list[UniqueRows]) -> list[UniqueRows]:
+    """Return one table's part of each look-up."""
+    return list({found.look_up: found for found in page}.values())
+
+
+def _give(tables: list[PagedEmbedding], page: list[UniqueRows]) -> None:
+    """Give tables the look-ups of the current batch."""
+    by_look_up: dict[LookUp, list[tuple[PagedEmbedding, UniqueRows]]] = {}
+    for table, found in zip(tables, page, strict=True):
+        by_look_up.setdefault(found.look_up, []).append((table, found))
+        table._waiting.ahead = found
+    for users in by_look_up.values():
+        sums = all(table._sums_gradients for table, _ in users)
+        for table, _ in users:
+            table._waiting.beside = users if sums else []
+
+
+def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float) -> None:
+    """Step rows by fused kernels: one launch for the tables of a look-up."""
+    by_look_up: dict[Any, list[PagedEmbedding]] = {}
+    for table in tables:
+        if table._parameter.grad is not None:
+            found = table._waiting.page.found
+            is_together = found and found.look_up.group is table.store.group
+            by_look_up.setdefault(found.look_up if is_together else table, []).append(table)
+    for look_up, its_tables in by_look_up.items():
+        with its_tables[0].store.lock:
+            stores = [table.store for table in its_tables]
+            counts = [optimizer.count_step(store.table) for store in stores]
+            noises = [store.table.next_noise() for store in stores]
+            grads = {table.store: table._parameter.grad for table in its_tables}
+            is_whole = isinstance(look_up, LookUp) and look_up.has_all(grads)
+            if is_whole and len(set(counts)) == 1:
+                rows = look_up.rows, look_up.narrow_N, look_up.count
+                given = counts[0], noises[0], rows, look_up.sums_UD, lr
+                stores[0].group.step(optimizer, *given)
+                look_up.drop_sums()
+            else:
+                for table, counted, noise in zip(its_tables, counts, noises, strict=True):
+                    rows = table._waiting.page.rows_of(table.store), None, None
+                    given = counted, noise, rows, table._parameter.grad, lr
+                    table.store.group.step(optimizer, *given)
+            for table in its_tables:
+                table.store.version += 1
+                table._drop_page()
+
+
+def _open_together(tables: list[PagedEmbedding], optimizer: RowOptimizer) -> set[PagedEmbedding]:
+    """Open tables of one kind side by side.
+
+    They share launches and a cache. Tables that are open already stay by themselves: to copy them
+    all would take twice the memory.
+    Returns those that were opened.
+    """
+    opened: set[PagedEmbedding] = set()
+    kinds: dict[Any, list[PagedEmbedding]] = {}
+    for table in tables:
+        if table._store is None and table.path is None and table.state_storage is None:
+            is_cached = table._cache_size.gpu_bytes_of(1 << 60) != 0
+            kind = table.embedding_dim, table.dtype, table.storage, table.device, is_cached
+            kinds.setdefault(kind, []).append(table)
+    for (dim, dtype, storage, device, _), its_tables in kinds.items():
+        rows = sum(table.num_embeddings for table in its_tables)
+        if len(its_tables) > 1 and rows < MOST_ROWS:
+            layout = _Layout(optimizer.states(dim), optimizer.scalars)
+            whole = Table("embeddings", rows, dim, layout.states, {}, storage, dtype)
+            group = RowGroup(whole, device)
+            first_row = 0
+            for table in its_tables:
+                table._open(layout, group, first_row)
+                first_row += table.num_embeddings
+            opened.update(its_tables)
+    return opened
 
 
 def _share_cache(tables: list[PagedEmbedding]) -> None:

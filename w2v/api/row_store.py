@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from w2v.api.look_up import Ids, UniqueRows, to_device
 from w2v.kernels import cuda, cuda_cache
+from w2v.kernels.batch import View
 from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
@@ -27,9 +29,24 @@ from w2v.model.table import Init, RowState, SplitTable, Storage, Table
 from w2v.transfer.cache import CachedLink, RowUses
 from w2v.transfer.engine import TransferStats
 from w2v.transfer.links import Link, MappedLink, link_between
-from w2v.transfer.streams import current_stream
 
-Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_inference(function: Function) -> Function:
+    """Return the function, which leaves torch.inference_mode if that is on.
+
+    torch's own decorator takes as long as a kernel's launch where it is off.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **settings: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **settings)
+        with torch.inference_mode(False):
+            return function(*args, **settings)
+
+    return call  # type: ignore[return-value]
 
 
 class _Columns(NamedTuple):
@@ -38,149 +55,62 @@ class _Columns(NamedTuple):
     records_VR: Tensor
 
 
-class _Later:
-    """Numbers on the compute device that the CPU reads when it needs them."""
+class RowGroup:
+    """Tables side by side in one memory, whose rows move together.
 
-    def __init__(self, numbers: Tensor):
-        self._numbers, self._event = numbers, None
-        if numbers.is_cuda:
-            pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-            self._numbers = pinned.copy_(numbers, non_blocking=True)
-            self._event = current_stream().record_event()
+    Rows are numbered through all of them.
 
-    @property
-    def is_known(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def read(self) -> list[int]:
-        if self._event:
-            self._event.synchronize()
-        return self._numbers.tolist()
-
-
-class UniqueRows:
-    """The unique rows of ids, for which the CPU waits when it asks for them.
-
-    Attributes:
-        shape: Shape of the ids.
-        places_N: The place of each id among the rows.
-        rows_N: The rows, then `fill` on a GPU.
-        words: A bit for each row of the table, on a GPU.
-        number: Number of the page, 0 for ids that were not announced.
-    """
-
-    def __init__(
-        self,
-        store: Rows,
-        given: Ids,
-        padding: int | None = None,
-        number: int = 0,
-        fill: int | None = None,
-    ):
-        self._given = given  # keeps its memory from becoming that of others
-        self._name = _name_of(given)
-        self._table_rows = len(store)
-        self.number = number
-        self.words: Tensor | None = None
-        ids = torch.as_tensor(given)
-        if not ids.numel():
-            ids = ids.to(store.device, torch.int64)  # an empty list has become float32
-        if ids.dtype not in (torch.int32, torch.int64) or ids.is_meta:
-            raise ValueError(f"ids are {ids.dtype} on {ids.device}; give int32 or int64")
-        self.shape = ids.shape
-        ids_N = to_device(ids, store.device).long().flatten()
-        uses = store.uses
-        if not len(ids_N):
-            places_N = self.rows_N = ids_N
-            found = torch.zeros(4, dtype=torch.int64)
-        elif ids_N.is_cuda:
-            counted = uses.count_V, uses.page_of_V if number else None, number
-            places_N, self.rows_N, self.words, found = cuda_cache.find_rows(
-                ids_N, len(store), padding, *counted, fill
-            )
-        else:
-            self.rows_N, places_N = torch.unique(ids_N, return_inverse=True)
-            first, last = int(self.rows_N[0]), int(self.rows_N[-1])
-            place = torch.nonzero(self.rows_N == (-1 if padding is None else padding))
-            numbers = [len(self.rows_N), min(0, first), last, int(place) + 1 if len(place) else 0]
-            found = torch.tensor(numbers)
-            if first >= 0 and last < len(store):
-                uses.note(self.rows_N, number)
-        if number:
-            uses.announced = number
-        self.places_N = places_N
-        self._found = _Later(found)
-
-    def is_of(self, ids: Ids) -> bool:
-        """Whether these are the ids, unchanged."""
-        return self._name == _name_of(ids)
-
-    @property
-    def places(self) -> Tensor:
-        """The place of each id among the rows, in the shape of the ids."""
-        return self.places_N.view(self.shape)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `rows` need not wait."""
-        return self._found.is_known
-
-    @functools.cached_property
-    def rows(self) -> Tensor:
-        """The unique rows, sorted: int64 [U].
-
-        Raises:
-            IndexError: An id is not a row.
-        """
-        count, first, last, self._padding = self._found.read()
-        if first < 0 or last >= self._table_rows:
-            wrong = first if first < 0 else last
-            raise IndexError(f"id {wrong} is not a row; rows are 0 to {self._table_rows - 1}")
-        return self.rows_N[:count]
-
-    @property
-    def padding(self) -> int | None:
-        """The place of the padding row among the rows, if it is there."""
-        return self._padding - 1 if len(self.rows) and self._padding else None
-
-
-class Rows:
-    """Access to the rows of a table, of row stores and paged embeddings.
-
-    Attributes:
-        table: The records; its fields are "weight" and the states of the optimizer.
+    Args:
+        table: All records.
         device: Where rows come to.
         lock: Buffers and records serve one thread at a time.
-        version: Number of changes of the table so far: rows read before one may be out of date.
-        cache_bytes: Memory of the device for rows that stay there. A `flush` empties it.
+
+    Attributes:
+        members: The tables.
+        parts: The tables that have the records, weights first, and their links.
+        caches: Links that are caches.
+        uses: Uses of the rows, if they are planned.
+        weights: What `get` and `put` move, as the GPU can move units of 16 bytes alone.
+        link: Moves it.
     """
 
-    def __init__(self, table: Table, device: torch.device, cache_bytes: int = 0):
-        self.device = device
-        self.lock = threading.RLock()
-        self.version = 0
-        self.cache_bytes = cache_bytes
-        self._unchecked: deque[UniqueRows] = deque()
-        self._replace_table(table)
+    parts: list[tuple[Table, Link]]
+    caches: list[CachedLink]
+    uses: RowUses
 
-    def _replace_table(self, table: Table) -> None:
-        """Read and write another table from now on."""
-        self.table = table
-        # The records of a split table are those of both its tables, joined.
-        slots = self.cache_bytes * len(self) // max(1, self.paged_bytes)
-        is_planned = 0 < slots < len(self)
-        self.uses = RowUses(len(self) if is_planned else 0, self.device)
-        self._parts = [(part, self._link_to(part, slots)) for part in self._tables()]
-        self._caches = [link for _, link in self._parts if isinstance(link, CachedLink)]
-        self.version += 1
-        # What `get` and `put` move: the weights, as the GPU can move units of 16 bytes alone.
-        self._link = link_between(table, self.device)
-        self._is_mapped = isinstance(self._link, MappedLink)
-        unit = 16 // table.dtype.itemsize if self._is_mapped else 1
+    def __init__(self, table: Table, device: torch.device, lock: threading.RLock | None = None):
+        self.table, self.device = table, device
+        self.lock = lock or threading.RLock()
+        self.members: list[Rows] = []
+        self._zeros_UD: Tensor | None = None
+        self.link = link_between(table, device)
+        self.is_mapped = isinstance(self.link, MappedLink)
+        unit = 16 // table.dtype.itemsize if self.is_mapped else 1
         width = -(-table.dim // unit) * unit
-        self._weights = _Columns(table.records_VR[:, :width])
+        self.weights = _Columns(table.records_VR[:, :width])
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
-        self._is_exact = width == table.dim or not has_states
+        self.is_exact = width == table.dim or not has_states
+
+    @property
+    def tables(self) -> list[Table]:
+        """The table, or both tables of a split one."""
+        table = self.table
+        return [table, table.states] if isinstance(table, SplitTable) else [table]
+
+    @property
+    def paged_bytes(self) -> int:
+        """Size of what a cache may hold: all but what is in the memory of the GPU."""
+        return sum(part.records_VR.nbytes for part in self.tables if part.storage != "cuda")
+
+    def begin(self) -> None:
+        """Begin with empty caches, as large as all members give together."""
+        rows = self.table.rows
+        cache_bytes = sum(member.cache_bytes for member in self.members)
+        # The records of a split table are those of both its tables, joined.
+        slots = min(rows, cache_bytes * rows // max(1, self.paged_bytes))
+        self.uses = RowUses(rows if 0 < slots < rows else 0, self.device)
+        self.parts = [(part, self._link_to(part, slots)) for part in self.tables]
+        self.caches = [link for _, link in self.parts if isinstance(link, CachedLink)]
 
     def _link_to(self, part: Table, slots: int) -> Link:
         """Return the link of a table, with a cache of so many rows."""
@@ -188,6 +118,124 @@ class Rows:
         if not slots or part.storage == "cuda":
             return link
         return CachedLink(link, part, slots, self.device, self.uses)
+
+    def empty_caches(self) -> None:
+        """Write all rows back."""
+        for cache in self.caches:
+            cache.flush()
+
+    def in_place(self, rows_U: Tensor) -> View | None:
+        """Return records on the compute device and their slots, if rows have any."""
+        (part, link), *others = self.parts
+        if isinstance(link, CachedLink) and not others:
+            return link.in_place(rows_U)
+        return View(part.records_VR, None) if type(link) is Link and not others else None
+
+    @outside_inference
+    def read_weights(
+        self, rows_U: Tensor, narrow_U: Tensor | None, places_N: Tensor | None = None
+    ) -> Tensor:
+        """Return decoded weights [U, D] of unique rows, on the compute device.
+
+        With places, return those [N, D] of the rows at these places.
+        """
+        if (view := self.in_place(rows_U)) is not None:
+            narrow_U = rows_U.int() if narrow_U is None else narrow_U
+            return cuda.gather_weights(*view, narrow_U, places_N, self.table.dim)
+        columns_VW = self.weights.records_VR
+        shape = rows_U.shape[0], columns_VW.shape[1]
+        stored_UW = torch.empty(shape, dtype=columns_VW.dtype, device=self.device)
+        self.link.read(self.weights, rows_U, stored_UW)
+        weight_UD = self.table.decode(stored_UW[:, : self.table.dim])
+        return weight_UD if places_N is None else weight_UD.index_select(0, places_N)
+
+    def zeros(self, rows: int) -> Tensor:
+        """Return zeros, at least [rows, D]: those that are kept, if enough."""
+        kept_UD, self._zeros_UD = self._zeros_UD, None
+        if kept_UD is None or kept_UD.shape[0] < rows:
+            kept_UD = torch.zeros(rows + rows // 8, self.table.dim, device=self.device)
+        return kept_UD
+
+    def keep_zeros(self, zeros_UD: Tensor) -> None:
+        """Keep what `zeros` has returned, which is 0 again."""
+        self._zeros_UD = zeros_UD
+
+    @outside_inference
+    def step(
+        self,
+        optimizer: RowOptimizer,
+        counted: tuple[float, int],
+        noise: int,
+        rows: tuple[Tensor, Tensor | None, Tensor | None],
+        grad_UD: Tensor,
+        lr: float,
+    ) -> None:
+        """Step unique rows by the fused kernel, in place if they are on the GPU.
+
+        `rows` are in 64 bits and, where they are at hand, in 32 bits and their number.
+        """
+        rows_U, narrow_U, count = rows
+        grad_UD = grad_UD.contiguous()
+        if (view := self.in_place(rows_U)) is not None:
+            narrow_U = rows_U.int() if narrow_U is None else narrow_U
+            cuda.step_rows(optimizer, counted, noise, view, narrow_U, count, grad_UD, lr)
+            return
+        ((part, link),) = self.parts
+        shape = len(rows_U), part.width
+        stored_UR = torch.empty(shape, dtype=part.dtype, device=self.device)
+        link.read(part, rows_U, stored_UR)
+        view = View(stored_UR, None)
+        cuda.step_rows(optimizer, counted, noise, view, None, count, grad_UD, lr)
+        link.write(part, rows_U, stored_UR)
+
+
+class Rows:
+    """Access to the rows of a table, of row stores and paged embeddings.
+
+    Attributes:
+        table: The records; its fields are "weight" and the states of the optimizer.
+        group: Tables whose records lie beside, and share a cache.
+        first_row: Rows are numbered from here on in the group.
+        device: Where rows come to.
+        lock: Buffers and records serve one thread at a time.
+        version: Number of changes of the table so far: rows read before one may be out of date.
+        cache_bytes: Memory of the device for rows that stay there. A `flush` empties it.
+    """
+
+    group: RowGroup
+
+    def __init__(
+        self,
+        table: Table,
+        device: torch.device,
+        cache_bytes: int = 0,
+        group: RowGroup | None = None,
+        first_row: int = 0,
+    ):
+        self.device = device
+        self.lock = group.lock if group else threading.RLock()
+        self.version = 0
+        self.cache_bytes = cache_bytes
+        self._unchecked: deque[UniqueRows] = deque()
+        self._join(table, group or RowGroup(table, device, self.lock), first_row)
+
+    def _replace_table(self, table: Table) -> None:
+        """Read and write another table from now on, in a group of its own."""
+        self.group.empty_caches()
+        self.group.members.remove(self)
+        self.group.begin()
+        self._join(table, RowGroup(table, self.device, self.lock), 0)
+
+    def _join(self, table: Table, group: RowGroup, first_row: int) -> None:
+        self.table, self.group, self.first_row = table, group, first_row
+        group.members.append(self)
+        group.begin()
+        self.version += 1
+
+    @property
+    def uses(self) -> RowUses:
+        """Uses of the group's rows."""
+        return self.group.uses
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -242,19 +290,20 @@ class Rows:
         if nbytes != self.cache_bytes:
             self.flush()
             self.cache_bytes = nbytes
-            self._replace_table(self.table)
+            self.group.begin()
+            self.version += 1
 
     @property
     def paged_bytes(self) -> int:
         """Size of what a cache may hold: all but what is in the memory of the GPU."""
-        return sum(part.records_VR.nbytes for part in self._tables() if part.storage != "cuda")
+        return self.group.paged_bytes * len(self) // self.group.table.rows
 
     @property
     def stats(self) -> TransferStats:
-        """What has crossed the link to and from the cache."""
-        return TransferStats.sum(cache.stats for cache in self._caches)
+        """What has crossed the link, of all tables that share a cache."""
+        return TransferStats.sum(cache.stats for cache in self.group.caches)
 
-    @torch.inference_mode(False)
+    @outside_inference
     def get(self, ids: Ids, *, non_blocking: bool = False) -> Tensor:
         """Return rows [*ids.shape, D] in the table's dtype.
 
@@ -262,18 +311,18 @@ class Rows:
         see whether all ids are rows of pinned memory: the `IndexError` comes at a later call.
         """
         with self.lock:
-            waits = not (non_blocking and self._is_mapped)
-            found = UniqueRows(self, ids, fill=None if waits else 0)
-            self._check(found, waits)
+            group = self.group
+            found = UniqueRows(self, ids, is_filled=True)  # negative rows are not read
             self._empty_caches()
-            rows_U = found.rows if waits else found.rows_N
-            shape = len(rows_U), self._weights.records_VR.shape[1]
+            rows_U = found.look_up.rows_N if group.is_mapped else found.rows
+            shape = len(rows_U), group.weights.records_VR.shape[1]
             stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
-            self._link.read(self._weights, rows_U, stored_UW)
+            group.link.read(group.weights, rows_U, stored_UW)
             rows_ND = stored_UW[:, : self.table.dim].index_select(0, found.places_N)
+            self._check(found, not (non_blocking and group.is_mapped))
             return rows_ND.view(*found.shape, self.table.dim)
 
-    @torch.inference_mode(False)
+    @outside_inference
     def put(self, ids: Ids, values: Tensor | np.ndarray, *, non_blocking: bool = False) -> None:
         """Set the weights of rows to `values` [*ids.shape, D].
 
@@ -284,28 +333,29 @@ class Rows:
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
-            waits = not (non_blocking and self._is_mapped and self._is_exact)
-            found = UniqueRows(self, ids, fill=None if waits else -1)
+            group = self.group
+            found = UniqueRows(self, ids, is_filled=True)  # negative rows are not written
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
             values_NW = to_device(values, self.device).to(self.table.dtype)
             values_NW = values_NW.reshape(-1, self.table.dim)
-            if padding := self._weights.records_VR.shape[1] - self.table.dim:
+            if padding := group.weights.records_VR.shape[1] - self.table.dim:
                 values_NW = F.pad(values_NW, (0, padding))
-            self._check(found, waits)
-            rows_U = found.rows if waits else found.rows_N  # negative ones are not written
+            is_queued = group.is_mapped and group.is_exact
+            rows_U = found.look_up.rows_N if is_queued else found.rows
             self._empty_caches()
             self.version += 1
             last_U = _last_ids(found.places_N, len(rows_U))
-            if self._is_exact:
-                self._link.write(self._weights, rows_U, values_NW.contiguous(), last_U)
-                return
-            records_UR = self._read(rows_U)
-            # In the table's dtype already: `_write` has nothing left to round at random.
-            values_UD = values_NW[last_U, : self.table.dim].to(records_UR.dtype)
-            records_UR[:, self.table.columns["weight"]] = values_UD
-            self._write(rows_U, records_UR)
+            if group.is_exact:
+                group.link.write(group.weights, rows_U, values_NW.contiguous(), last_U)
+            else:
+                records_UR = self._read(rows_U)
+                # In the table's dtype already: `_write` has nothing left to round at random.
+                values_UD = values_NW[last_U, : self.table.dim].to(records_UR.dtype)
+                records_UR[:, self.table.columns["weight"]] = values_UD
+                self._write(rows_U, records_UR)
+            self._check(found, not (non_blocking and is_queued))
 
     def save(self, path: str | Path) -> None:
         """Write the table to an .npy or .safetensors file.
@@ -341,91 +391,63 @@ class Rows:
             while self._unchecked:
                 len(self._unchecked.popleft().rows)
 
-    def _tables(self) -> list[Table]:
-        """Return the table, or both tables of a split one."""
-        table = self.table
-        return [table, table.states] if isinstance(table, SplitTable) else [table]
-
     def _empty_caches(self) -> None:
-        for cache in self._caches:
-            cache.flush()
+        self.group.empty_caches()
 
     def _check(self, found: UniqueRows, waits: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
         self._unchecked.append(found)
-        while self._unchecked and (waits or self._unchecked[0].is_known):
+        while self._unchecked and (waits or self._unchecked[0].look_up.is_known):
             len(self._unchecked.popleft().rows)
 
     # What is made here serves training too.
-    @torch.inference_mode(False)
+    @outside_inference
     def _look_up(self, ids: Ids, padding: int | None, is_ahead: bool = False) -> UniqueRows:
         """Begin to find the rows of ids; those of coming pages are evicted last."""
         with self.lock:
             number = self.uses.announced + 1 if is_ahead else 0
             return UniqueRows(self, ids, padding, number)
 
-    @torch.inference_mode(False)
+    @outside_inference
     def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:
-        """Bring rows into the cache; with `hold`, as the current page."""
+        """Bring the rows of all tables that were looked up together.
+
+        With `hold`, they are the current page of the cache.
+        """
         with self.lock:
-            rows_U = found.rows
-            for cache in self._caches:
-                cache.prefetch(rows_U, found.number, found.words)
+            page, rows_U = found.look_up, found.look_up.rows
+            if page.group is not self.group:  # the table has left it
+                return
+            # Beside rows of other tables of the group, if only this one has been looked up.
+            part = self.first_row if len(page.stores) == 1 else None
+            for cache in self.group.caches:
+                cache.prefetch(rows_U, page.number, part)
                 if hold:
                     cache.hold(rows_U)
 
-    @torch.inference_mode(False)
+    @outside_inference
     def _read(self, rows_U: Tensor) -> Tensor:
         """Return the decoded records [U, R] of unique rows, on the compute device."""
         parts = []
-        for part, link in self._parts:
+        for part, link in self.group.parts:
             shape = len(rows_U), part.width
             stored_UR = torch.empty(shape, dtype=part.records_VR.dtype, device=self.device)
             link.read(part, rows_U, stored_UR)
             parts.append(part.decode(stored_UR))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _in_place(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return records on the compute device and slots, if rows have any."""
-        (part, link), *others = self._parts
-        if isinstance(link, CachedLink) and not others:
-            return link.in_place(rows_U)
-        return (part.records_VR, rows_U) if type(link) is Link and not others else None
-
-    @torch.inference_mode(False)
-    def _read_weights(self, rows_U: Tensor) -> Tensor:
-        """Return the decoded weights [U, D] of unique rows, on the compute device."""
-        columns = self.table.columns["weight"]
-        if (found := self._in_place(rows_U)) is None:
-            return self._read(rows_U)[:, columns]
-        records_SR, slots_U = found
-        return self.table.decode(records_SR[:, columns].index_select(0, slots_U))
-
-    def _step_fused(
-        self, optimizer: RowOptimizer, rows_U: Tensor, grad_UD: Tensor, lr: float
-    ) -> None:
-        """Step unique rows by the fused kernel, in place if they are on the GPU."""
-        self.version += 1
-        grad_UD = grad_UD.contiguous()
-        if (found := self._in_place(rows_U)) is not None:
-            cuda.step_rows(optimizer, self.table, *found, grad_UD, lr)
-            return
-        ((part, link),) = self._parts
-        shape = len(rows_U), part.width
-        stored_UR = torch.empty(shape, dtype=part.dtype, device=self.device)
-        link.read(part, rows_U, stored_UR)
-        cuda.step_rows(optimizer, part, stored_UR, None, grad_UD, lr)
-        link.write(part, rows_U, stored_UR)
-
-    @torch.inference_mode(False)
+    @outside_inference
     def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of unique rows into the table."""
         self.version += 1
+        table = self.table
+        own_tables = [table, table.states] if isinstance(table, SplitTable) else [table]
+        own_U = rows_U - self.first_row if self.first_row else rows_U
         start = 0
-        for part, link in self._parts:
+        for (part, link), own in zip(self.group.parts, own_tables, strict=True):
             # Contiguous, as the kernels that copy records to pinned memory need them.
             part_UR = records_UR[:, start : start + part.width].contiguous()
-            link.write(part, rows_U, part.encode(rows_U, part_UR))
+            link.write(part, rows_U, own.encode(own_U, part_UR))
             start += part.width
 
 
@@ -471,9 +493,6 @@ class RowStore(Rows):
         return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
 
 
-_pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
-
-
 def _last_ids(places_N: Tensor, rows: int) -> Tensor:
     """Return the last id of each row: int64 [rows]."""
     if places_N.is_cuda:
@@ -481,20 +500,6 @@ def _last_ids(places_N: Tensor, rows: int) -> Tensor:
     last_U = places_N.new_zeros(rows)
     order_N = torch.arange(len(places_N))
     return last_U.scatter_reduce_(0, places_N, order_N, "amax")
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; unpinned memory alone would wait for it."""
-    if device.type == "cuda" and values.device.type == "cpu":
-        address = values.data_ptr()
-        if address not in _pinned:  # to ask takes 30 us
-            if values.is_pinned():
-                _pinned.add(address)
-            else:
-                values = values.pin_memory()
-        if len(_pinned) > 4096:
-            _pinned.clear()
-    return values.to(device, non_blocking=True)
 
 
 def open_device(device: torch.device | str | None, storage: Storage) -> torch.device:
@@ -510,14 +515,6 @@ def open_device(device: torch.device | str | None, storage: Storage) -> torch.de
     if storage == "cuda" and opened.type != "cuda":
         raise ValueError(f"device={wanted!r} cannot be used with storage='cuda'; use device='cuda'")
     return opened
-
-
-def _name_of(ids: Ids) -> Any:
-    """Return what tells these ids from others, without looking at them."""
-    if not isinstance(ids, Tensor):
-        return id(ids)
-    changes = 0 if ids.is_inference() else ids._version
-    return ids.data_ptr(), ids.shape, ids.stride(), ids.dtype, ids.device, changes
 
 
 def _suffix(path: str | Path) -> str:

@@ -23,7 +23,6 @@ from w2v.kernels.batch import (
     StepShape,
     StepState,
     TableGrads,
-    TableLike,
     Tree,
     Update,
     zeros_ahead,
@@ -129,7 +128,7 @@ def gather_records(
     """Copy records[slots[u]] = table[rows[u]]; without slots, u is the slot.
 
     The table may be in pinned CPU memory. Rows and slots are int64 on the GPU, inside their bounds;
-    rows are unique, and best sorted. A record is a multiple of 16 bytes.
+    rows are unique, and best sorted; negative ones are skipped. A record is a multiple of 16 bytes.
     """
     _move("gather_records", table_VR, rows_U, records_SR, slots_U)
 
@@ -141,20 +140,42 @@ def scatter_records(
     _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def sum_gradients(grad_ND: Tensor, places_N: Tensor, rows: int) -> Tensor:
-    """Return the sums [U, D] of gradients by place, added in no fixed order."""
-    sums_UD = torch.zeros(rows, grad_ND.shape[1], device=grad_ND.device)
+def gather_weights(
+    records_SR: Tensor, slot_of_V: Tensor | None, rows_U: Tensor, places_N: Tensor | None, dim: int
+) -> Tensor:
+    """Return the weights [N, D] of records on the GPU in float32.
+
+    Args:
+        records_SR: The records.
+        slot_of_V: The record of each row, int32; by default row v is record v.
+        rows_U: The rows, int32.
+        places_N: Which rows, int64; by default each one, so that N is U.
+        dim: Number of dimensions D.
+    """
+    count = (rows_U if places_N is None else places_N).shape[0]
+    weight_ND = torch.empty(count, dim, device=rows_U.device)
+    macros: dict[str, int | str] = {"ELEMENT": ELEMENTS[records_SR.dtype]}
+    blocks = blocks_for(32 * count)
+    view = records_SR, slot_of_V, records_SR.shape[1]
+    which = rows_U, places_N, count
+    launch("rows.cu", "gather_weights", macros, blocks, *view, *which, dim, weight_ND)
+    return weight_ND
+
+
+def sum_gradients(grad_ND: Tensor, places_N: Tensor, sums_UD: Tensor) -> None:
+    """Add gradients to the sums, by place, in no fixed order."""
     count, dim = grad_ND.shape
     blocks = blocks_for(32 * count)
     launch("rows.cu", "add_gradients", {}, blocks, grad_ND, places_N, count, dim, sums_UD)
-    return sums_UD
 
 
 def step_rows(
     optimizer: OptimizerLike,
-    table: TableLike,
-    records_SR: Tensor,
-    slots_U: Tensor | None,
+    counted: tuple[float, int],
+    noise: int,
+    view: tuple[Tensor, Tensor | None],
+    rows_U: Tensor | None,
+    count: Tensor | None,
     grad_UD: Tensor,
     lr: float,
 ) -> None:
@@ -162,23 +183,26 @@ def step_rows(
 
     Args:
         optimizer: Its formula is one of the kernel's.
-        table: Says what a record holds, and has the scalars of the state.
-        records_SR: Records on the GPU.
-        slots_U: The record of each row; by default 0, 1, 2, ...
+        counted: What `optimizer.count_step` has returned.
+        noise: Seed of the rounding to bfloat16.
+        view: Records on the GPU, and the record of each row, int32; None if row v is record v.
+        rows_U: The rows, int32; by default 0, 1, 2, ...
+        count: Their number on the GPU, where it is there.
         grad_UD: Gradients of unique rows, float32.
         lr: Learning rate.
 
     A row whose step is not finite keeps its record.
     """
-    rows, dim = grad_UD.shape
-    number, step_column = optimizer.count_step(table)
+    records_SR, slot_of_V = view
+    (rows, dim), device = grad_UD.shape, grad_UD.device
+    number, step_column = counted
     macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
-    # The kernel numbers rows, and resets what `unique.cu` has set: here a buffer that nobody reads.
-    rows_U, scratch = _numbers(grad_UD.device, 1 << max(0, rows - 1).bit_length())
-    slots = None if slots_U is None else slots_U.int()
-    count = torch.full((), rows, dtype=torch.int64, device=grad_UD.device)
-    none, stepped, loss, fault = _zeros(grad_UD.device)
-    given = records_SR, slots, scratch, rows_U, grad_UD, None, count, signed(table.next_noise())
+    if rows_U is None:
+        rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
+    if count is None:
+        count = torch.full((), rows, dtype=torch.int64, device=device)
+    none, stepped, loss, fault = _zeros(device)
+    given = records_SR, slot_of_V, None, rows_U, grad_UD, None, count, signed(noise)
     other = None, None, None, None, None, None, none, 0
     record = records_SR.shape[1], dim, step_column, number
     hyper = 0, *optimizer.hyper(lr)
@@ -190,10 +214,9 @@ def step_rows(
 
 
 @functools.lru_cache(maxsize=4)
-def _numbers(device: torch.device, count: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers 0, 1, 2, ... and a buffer as long: int32."""
-    numbers = torch.arange(count, dtype=torch.int32, device=device)
-    return numbers, torch.empty_like(numbers)
+def _numbers(device: torch.device, count: int) -> Tensor:
+    """Return the numbers 0, 1, 2, ...: int32."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -5,6 +5,8 @@ Rows are counted through all T tables, t * V + v. Shapes: S slots, N = T * V row
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from w2v.kernels.launch import THREADS, blocks_for, launch
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
+ORDER_ROWS = 1 << 20  # of an order that are inverted at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/log.md has the figures).
 EXCHANGE_BLOCKS = 16
@@ -29,6 +32,17 @@ class Moves(NamedTuple):
     evicted: Tensor  # int32
     slots: Tensor  # int32, of the entering rows
     numbers: Tensor
+
+
+class Listed(NamedTuple):
+    """Rows that a page needs, in lists, and pages to come.
+
+    A row is evicted last if `page_of_V` has a page after `page` for it. Rows are of one table.
+    """
+
+    lists: list[Tensor]  # int64
+    page_of_V: Tensor  # int32
+    page: int
 
 
 class MovePlanner:
@@ -59,6 +73,7 @@ class MovePlanner:
         counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
         self._counts = *counts, self._warps
         self._done = torch.zeros((), dtype=torch.int32, device=device)
+        self._position_of_N: Tensor | None = None  # the place of each row in the order
         self.counters = torch.zeros(5, dtype=torch.int64, device=device)
         lists = torch.empty(2, 3, min(slots, rows), dtype=torch.int32, device=device)
         numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
@@ -69,20 +84,27 @@ class MovePlanner:
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
     def plan(
-        self, marks_TV: Tensor | None, soon_V: Tensor | None, number: int, in_use: int
+        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
         """Give slots to the marked rows and list the moves.
 
         Args:
-            marks_TV: Rows that the page needs, bool; None: those that plan `number` marked before.
+            marks_TV: Rows that the page needs, bool, or in lists, at each call of a cache; None:
+                those that plan `number` marked before.
             soon_V: Rows of each table in the lookahead window, bool, which are evicted last.
             number: Number of this plan.
             in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
         is_final = in_use == number
         previous = None if is_final else self._wanted[in_use % 2]
-        bits = self._wanted[number % 2], previous, self._cached_W, self._soon_W
-        marks = marks_TV, soon_V, self._slot_of_TV.shape[1]
+        wanted_W, next_W = self._wanted[number % 2], self._wanted[(number + 1) % 2]
+        bits = wanted_W, previous, self._cached_W, self._soon_W
+        marks: tuple[Tensor | int | None, ...]
+        if isinstance(marks_TV, Listed):
+            self._mark(marks_TV.lists, wanted_W)
+            marks = None, None, 0, *marks_TV[1:]
+        else:
+            marks = marks_TV, soon_V, self._slot_of_TV.shape[1], None, 0
         order = self._order_N, self._order_N.shape[0]
         *lists, numbers = self.moves[number % 2]
         found = self._done, self.counters, numbers, self._notices[number % 2]
@@ -91,57 +113,105 @@ class MovePlanner:
         counts = self._counts
         launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *room, *found)
         slots = self._order_N, self._slot_of_TV
-        launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists)
+        launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists, next_W)
+
+    def _mark(self, lists: Sequence[Tensor], wanted_W: Tensor) -> None:
+        """Set the bits of rows in words that are 0."""
+        if self._position_of_N is None:
+            self._position_of_N = torch.empty_like(self._order_N)
+            start = 0
+            for part_n in self._order_N.split(ORDER_ROWS):  # their indices take 8 bytes each
+                end = start + len(part_n)
+                places_n = torch.arange(start, end, dtype=torch.int32, device=part_n.device)
+                self._position_of_N.index_copy_(0, part_n.long(), places_n)
+                start = end
+        for rows_U in lists:
+            count = rows_U.shape[0]
+            marked = rows_U, count, self._position_of_N, wanted_W
+            launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
+
+
+class Span(NamedTuple):
+    """The ids of one of the tables that are looked up together."""
+
+    ids: int
+    rows: int  # of the table
+    first_row: int  # rows of the table are numbered from here on
+    padding: int | None  # a row whose place is wanted
+
+
+class Spans(NamedTuple):
+    """Tables that are looked up together, for kernels: int64 [T, 5]."""
+
+    on_device: Tensor
+    words: int  # of bits for all rows
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Spans:
+        ends = itertools.accumulate(span.ids for span in spans)
+        words = list(itertools.accumulate((-(-span.rows // 32) for span in spans), initial=0))
+        numbers = [
+            (end, word, span.first_row, span.rows, -1 if span.padding is None else span.padding)
+            for span, end, word in zip(spans, ends, words, strict=False)
+        ]
+        # Without waiting for the GPU, as copies from unpinned memory would.
+        pinned = torch.tensor(numbers, dtype=torch.int64).pin_memory()
+        return cls(pinned.to(device, non_blocking=True), words[-1])
+
+
+def numbers_of(tables: int) -> int:
+    """Return how many numbers `find_rows` tells of so many tables."""
+    return 2 + 4 * tables
 
 
 def find_rows(
     ids_N: Tensor,
-    rows: int,
-    padding: int | None,
+    spans: Spans,
     uses_V: Tensor | None,
     page_of_V: Tensor | None,
     page: int,
-    fill: int | None = None,
+    told: Tensor,
+    is_filled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the unique rows of ids without sorting.
 
     Args:
-        ids_N: The ids, int64 on the GPU.
-        rows: Rows of the table.
-        padding: A row whose place is wanted.
+        ids_N: The ids, int64 on the GPU, table by table.
+        spans: The tables.
         uses_V: Counts the look-ups of each row, int32.
         page_of_V: Becomes `page` for these rows, int32.
         page: Number of a page.
-        fill: What stands behind the rows; alone, if an id is not a row.
+        told: Gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
+            table the rows of tables before it, the least and the greatest id that is no row (0:
+            none), and 1 + the place of its padding row (0: it is not there).
+        is_filled: Whether -1 stands behind the rows, and alone if an id is not a row.
 
     Returns:
-        The place of each id among the rows; the rows, sorted, in a buffer as long as the ids; their
-        bits; and numbers: how many rows, the least and the greatest id that is no row (0: none),
-        and 1 + the place of `padding` (0: it is not there).
+        The place of each id among the rows; the rows, sorted, in a buffer as long as
+        the ids, and in 32 bits; and their number, first of some on the GPU.
     """
-    warps = -(-rows // WARP_ROWS)
-    sizes = [8, *[warps * WARP_ROWS // 32] * 2, warps + 1, 1]
-    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=ids_N.device)
-    numbers, words, before, counts, done = zeros.split(sizes)
-    found = numbers.view(torch.int64)
+    ids, tables = ids_N.shape[0], spans.on_device.shape[0]
+    stretches = -(-spans.words // (WARP_ROWS // 32))
+    numbers, words = numbers_of(tables), stretches * WARP_ROWS // 32
+    # One zeroed and one other allocation: each takes the CPU as long as a launch.
+    zeros = torch.zeros(numbers + words // 2 + 1, dtype=torch.int64, device=ids_N.device)
+    scratch = torch.empty(ids + words + stretches + 1, dtype=torch.int32, device=ids_N.device)
+    bits = zeros.data_ptr() + 8 * numbers
+    done = bits + 4 * words
+    before = scratch.data_ptr() + 4 * ids
+    counts = before + 4 * words
     places_N = torch.empty_like(ids_N)
-    rows_N = torch.empty_like(ids_N) if fill is None else torch.full_like(ids_N, fill)
-    ids = ids_N, ids_N.shape[0], rows, words
-    blocks, survey_blocks = blocks_for(ids_N.shape[0]), -(-32 * warps // THREADS)
-    listed = words, counts, warps
-    launch("cache.cu", "mark_ids", {}, blocks, *ids, found)
-    launch("cache.cu", "count_ids", {}, survey_blocks, *listed, done, found)
-    uses = uses_V, page_of_V, page, -1 if padding is None else padding, found
-    launch("cache.cu", "list_ids", {}, survey_blocks, *listed, before, rows_N, *uses)
-    launch("cache.cu", "place_ids", {}, blocks, *ids, before, places_N)
-    return places_N, rows_N, words, found
-
-
-def mark_page(words: Tensor, page_of_V: Tensor, page: int, marks_V: Tensor, soon_V: Tensor) -> None:
-    """Mark the rows of a page by its bits, and those of later pages."""
-    rows = page_of_V.shape[0]
-    marks = marks_V, soon_V
-    launch("cache.cu", "mark_page", {}, blocks_for(rows), words, rows, page_of_V, page, *marks)
+    rows_N = torch.empty_like(ids_N)
+    given = ids_N, ids
+    its = spans.on_device, tables, zeros
+    blocks, survey_blocks = blocks_for(ids), -(-32 * stretches // THREADS)
+    launch("cache.cu", "mark_ids", {}, blocks, *given, *its, bits)
+    launch("cache.cu", "count_ids", {}, survey_blocks, bits, counts, stretches, done, zeros)
+    listed = before, rows_N, scratch, uses_V, page_of_V, page
+    placed = before, places_N, told, rows_N if is_filled else None
+    launch("cache.cu", "list_ids", {}, survey_blocks, bits, counts, stretches, *its, *listed)
+    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *its, *placed)
+    return places_N, rows_N, scratch[:ids], zeros
 
 
 def last_ids(places_N: Tensor, rows: int) -> Tensor:

@@ -62,7 +62,8 @@ class Table:
             6e-8, so optimizers that keep them need bfloat16.
         path: The file of storage="mmap".
         alignment: Bytes of which a record has a multiple; a GPU needs 128.
-        pinned_VR: Memory from `side_by_side` for storage="pinned"; by default it is allocated.
+        memory_VR: Records that are already allocated in this storage, such as a part of those of
+            another table, or of `side_by_side`.
 
     Raises `ValueError` for an unusable argument or file, `MemoryError` where memory cannot be
     pinned, and `OSError` where the disk is full.
@@ -79,7 +80,7 @@ class Table:
         dtype: torch.dtype = torch.float32,
         path: str | Path | None = None,
         alignment: int = ALIGNMENT,
-        pinned_VR: Tensor | None = None,
+        memory_VR: Tensor | None = None,
     ):
         check_table(rows, dim, states, storage, dtype, path)
         self.name = name
@@ -96,10 +97,10 @@ class Table:
         if storage == "mmap":
             self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)
             self.records_VR = self._file.records_VR
+        elif memory_VR is not None:
+            self.records_VR = memory_VR
         elif storage == "pinned":
-            if pinned_VR is None:
-                pinned_VR = side_by_side(1, rows, self.width, dtype)[0]
-            self.records_VR = pinned_VR
+            self.records_VR = side_by_side(1, rows, self.width, dtype)[0]
         else:
             self.records_VR = torch.zeros(rows, self.width, dtype=dtype, device=storage)
         self.width = self.records_VR.shape[1]  # an .npy file has no padding

@@ -472,7 +472,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
             dtype,
             path=file,
             alignment=alignment,
-            pinned_VR=memory_VR,
+            memory_VR=memory_VR,
         )
         for name, file, memory_VR in zip(("input", "output"), files, pinned, strict=True)
     )

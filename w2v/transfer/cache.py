@@ -19,12 +19,14 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from w2v.kernels import cuda_cache
 from w2v.kernels.batch import Page, View
+from w2v.kernels.cuda_cache import Listed
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine, TransferStats, cache_too_small
 from w2v.transfer.links import Link, MappedLink, Records
@@ -45,6 +47,7 @@ class RowCache(Engine, ABC):
         device: The compute device.
         uses_TV: Expected uses of each row: rows used least are evicted first. By default rows are
             taken to be in order of frequency.
+        is_timed: Whether stats tell how long the computation waits.
     """
 
     pages = True
@@ -56,6 +59,7 @@ class RowCache(Engine, ABC):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
+        is_timed: bool = True,
     ):
         assert len({(table.rows, table.width) for table in tables}) == 1, "tables of one shape"
         self.link = link
@@ -80,9 +84,12 @@ class RowCache(Engine, ABC):
         self._planned, *self._moved = (self._record() for _ in range(3))
         self._arrived = self._moved[0]
         self._waits = Waits()
+        self._is_timed = is_timed
 
     @abstractmethod
-    def _make_plan(self, marks_TV: Tensor | None, soon_V: Tensor | None, in_use: int) -> None:
+    def _make_plan(
+        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+    ) -> None:
         """Give marked rows slots as far as there are some, and list the moves.
 
         Rows that a plan numbered `in_use` or higher wants are not evicted. Without marks, the rows
@@ -101,7 +108,7 @@ class RowCache(Engine, ABC):
     def _refused(self) -> int:
         """Return how many rows found no slot at all, as far as that is known."""
 
-    def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, marks_TV: Tensor | Listed, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._plan += 1
         self._is_complete = False
@@ -118,7 +125,8 @@ class RowCache(Engine, ABC):
     def page(self) -> Page:
         # A step calls this twice; only the first call after a plan has to wait.
         if self._page_plan != self._plan:
-            with self._waits.counted(self._records_SR.device):
+            device = self._records_SR.device
+            with self._waits.counted(device) if self._is_timed else nullcontext():
                 self._complete()
                 self._wait(self._arrived)
             self._page_plan = self._plan
@@ -174,8 +182,9 @@ class TorchCache(RowCache):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
+        is_timed: bool = True,
     ):
-        super().__init__(link, tables, slots, device, uses_TV)
+        super().__init__(link, tables, slots, device, uses_TV, is_timed)
         # By place in the order: rows that two plans want, cached rows, and the lookahead window.
         bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
         *self._wanted, self._cached_N, self._soon_N = bits
@@ -189,7 +198,13 @@ class TorchCache(RowCache):
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
-    def _make_plan(self, marks_TV: Tensor | None, soon_V: Tensor | None, in_use: int) -> None:
+    def _make_plan(
+        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+    ) -> None:
+        if isinstance(marks_TV, Listed):
+            soon_V = marks_TV.page_of_V > marks_TV.page
+            rows_U = torch.cat(marks_TV.lists)
+            marks_TV = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = self._wanted[self._plan % 2]
         if marks_TV is not None:
             wanted_N.copy_(marks_TV.flatten()[self._order_N])
@@ -269,8 +284,9 @@ class MappedCache(RowCache):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
+        is_timed: bool = True,
     ):
-        super().__init__(MappedLink(), tables, slots, device, uses_TV)
+        super().__init__(MappedLink(), tables, slots, device, uses_TV, is_timed)
         self._planner = cuda_cache.MovePlanner(slots, self._slot_of_TV, self._order_N)
         addresses = [table.records_VR.data_ptr() for table in tables]
         self._addresses_T = torch.tensor(addresses, device=device)
@@ -280,7 +296,9 @@ class MappedCache(RowCache):
         _, used, read, written, _ = self._planner.counters.tolist()
         return TransferStats(used, read, written, self._waits.seconds)
 
-    def _make_plan(self, marks_TV: Tensor | None, soon_V: Tensor | None, in_use: int) -> None:
+    def _make_plan(
+        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+    ) -> None:
         self._planner.plan(marks_TV, soon_V, self._plan, in_use)
 
     def _make_moves(self) -> None:
@@ -337,13 +355,15 @@ class RowUses:
 
 
 class CachedLink(Link):
-    """Link with a cache of one table's rows; a page is the rows of one call.
+    """Link with a cache of a table's rows.
 
     The rows used least are evicted first, and those of announced pages last. Use is counted: now
     and then the cache is written back and begun anew in the order of the counts. A page that is
     larger than the cache goes through the link beneath.
 
-    Rows are known by their tensor: a page is brought once for the calls that give the same one.
+    Rows are known by their memory: those of a page, or a part of them, are brought once for all
+    calls that give the same tensor or a slice of it. The current page may consist of several lists,
+    such as one for each of some tables that share the records.
 
     Args:
         link: Moves the records between the table and the device.
@@ -363,14 +383,13 @@ class CachedLink(Link):
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
         self._uses = uses
-        planned = 0 if self._is_whole else table.rows
-        marks = torch.zeros(2, planned, dtype=torch.bool, device=device)
-        self._marks_V, self._soon_V = marks.unbind()
         self._number = 0  # of the last page that was prefetched
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
-        self._rows_U: Tensor | None = None  # of the current page
-        self._coming_U: Tensor | None = None  # of the page that is on its way
+        # The lists of the current page, and of the page that is on its way.
+        self._current: dict[int | None, Tensor] = {}
+        self._coming: dict[int | None, Tensor] = {}
+        self._view: View | None = None  # of the current page
         self._is_warned = False
 
     @property
@@ -379,15 +398,20 @@ class CachedLink(Link):
         found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
         return found._replace(rows_used=self._rows_used)
 
-    def prefetch(self, rows_U: Tensor, number: int = 0, words: Tensor | None = None) -> None:
+    def prefetch(self, rows_U: Tensor, number: int = 0, part: int | None = None) -> None:
         """Begin to bring a page; the current one stays until it is held.
 
         Args:
             rows_U: Its rows.
             number: Its number, 0 for a page that was not announced.
-            words: A bit for each of its rows, on a GPU, where they are at hand.
+            part: If given, these rows replace those of the same part of the current page, whose
+                other rows stay as far as there is room.
         """
-        if rows_U is self._rows_U or rows_U is self._coming_U or len(rows_U) > self.slots:
+        if (
+            rows_U.shape[0] > self.slots
+            or _have(self._current, rows_U)
+            or _have(self._coming, rows_U)
+        ):
             return
         self._plans += 1
         if self._plans == self._next_order and not self._is_whole:
@@ -396,26 +420,23 @@ class CachedLink(Link):
             self._uses.count_V.copy_(self._uses.count_V >> 1)  # the past counts for less
         if self._cache is None:
             self._cache = self._new_cache()
-        self._coming_U = rows_U
-        self._rows_used += len(rows_U)
-        if self._is_whole:
+        self._coming = {part: rows_U} if part is None else self._current | {part: rows_U}
+        if sum(list_U.shape[0] for list_U in self._coming.values()) > self.slots:
+            self._coming = {part: rows_U}
+        self._rows_used += rows_U.shape[0]
+        if not isinstance(self._cache, RowCache):
             return
         self._number = number or self._number
-        if words is not None:
-            page_of_V = self._uses.page_of_V
-            cuda_cache.mark_page(words, page_of_V, self._number, self._marks_V, self._soon_V)
-        else:
-            self._marks_V.zero_().index_fill_(0, rows_U, True)
-            torch.gt(self._uses.page_of_V, self._number, out=self._soon_V)
-        self._cache.prefetch(self._marks_V[None], self._soon_V)
+        lists = list(self._coming.values())
+        self._cache.prefetch(Listed(lists, self._uses.page_of_V, self._number))
 
-    def in_place(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the records in the cache and the rows' slots, if it has room."""
-        return (self._view.records_SR, self._slots_U) if self.hold(rows_U) else None
+    def in_place(self, rows_U: Tensor) -> View | None:
+        """Return the records in the cache and their slots, if it has room."""
+        return self._view if self.hold(rows_U) else None
 
     def hold(self, rows_U: Tensor) -> bool:
         """Make this the current page; return whether its rows have slots."""
-        if len(rows_U) > self.slots:
+        if rows_U.shape[0] > self.slots:
             if not self._is_warned:
                 room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
                 remedy = "raise gpu_bytes; such batches are paged without the cache"
@@ -423,12 +444,10 @@ class CachedLink(Link):
                 self._is_warned = True
             self.flush()
             return False
-        self.prefetch(rows_U)
-        if rows_U is not self._rows_U:
+        if not _have(self._current, rows_U):
+            self.prefetch(rows_U)
             self._view = self._cache.page().inputs
-            slot_of_V = self._view.slot_of_V
-            self._slots_U = rows_U if slot_of_V is None else slot_of_V.index_select(0, rows_U)
-            self._rows_U, self._coming_U = rows_U, None
+            self._current, self._coming = self._coming, {}
         return True
 
     def read(
@@ -436,7 +455,8 @@ class CachedLink(Link):
     ) -> None:
         assert table is self._table and slots_U is None
         if self.hold(rows_U):
-            torch.index_select(self._view.records_SR, 0, self._slots_U, out=records_SR)
+            slots = self._view.slots(rows_U)
+            torch.index_select(self._view.records_SR, 0, slots, out=records_SR)
         else:
             self._link.read(table, rows_U, records_SR)
 
@@ -445,7 +465,7 @@ class CachedLink(Link):
     ) -> None:
         assert table is self._table and slots_U is None
         if self.hold(rows_U):
-            self._view.records_SR.index_copy_(0, self._slots_U.long(), records_SR)
+            self._view.records_SR.index_copy_(0, self._view.slots(rows_U), records_SR)
         else:
             self._link.write(table, rows_U, records_SR)
 
@@ -454,15 +474,29 @@ class CachedLink(Link):
         if self._cache:
             self._cache.flush()
             self._past = self.stats
-            self._cache = self._rows_U = self._coming_U = None
+            self._cache = self._view = None  # free before another cache is allocated
+            self._current, self._coming = {}, {}
 
     def _new_cache(self) -> Engine:
         if self._is_whole:
             return WholeTable(self._table, self._device)
         uses_TV = self._uses.count_V[None] if self._plans > 1 else None
+        # To time the waits costs the CPU as much as two launches a page.
+        given = [self._table], self.slots, self._device, uses_TV, False
         if isinstance(self._link, MappedLink):
-            return MappedCache([self._table], self.slots, self._device, uses_TV)
-        return TorchCache(self._link, [self._table], self.slots, self._device, uses_TV)
+            return MappedCache(*given)
+        return TorchCache(self._link, *given)
+
+
+def _have(lists: dict[int | None, Tensor], rows_U: Tensor) -> bool:
+    """Whether one of these lists is `rows_U`, or has it as a slice."""
+    for list_U in lists.values():
+        if rows_U is list_U:
+            return True
+        before = rows_U.data_ptr() - list_U.data_ptr()
+        if 0 <= before <= list_U.nbytes - rows_U.nbytes:
+            return True
+    return False
 
 
 def _order_by_use(shape: tuple[int, int], device: torch.device, uses_TV: Tensor | None) -> Tensor:

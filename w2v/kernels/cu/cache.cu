@@ -63,7 +63,9 @@ __device__ int exclusive_sums(int* counts, int n) {
     __shared__ int sums[32];  // of each warp
     const int each = (n + blockDim.x - 1) / blockDim.x;  // counts per thread
     const int begin = min(n, (int)threadIdx.x * each), end = min(n, begin + each);
+    constexpr int LOADS = 8;  // under way at once: one after the other they took most of the time
     int mine = 0;
+#pragma unroll LOADS
     for (int i = begin; i < end; i++) mine += __ldcg(counts + i);
     const int sum = prefix_sum(mine);
     if (lane_id() == 31) sums[threadIdx.x / 32] = sum;
@@ -74,10 +76,16 @@ __device__ int exclusive_sums(int* counts, int n) {
         total += sums[w];
     }
     __syncthreads();
-    for (int i = begin; i < end; i++) {
-        const int count = __ldcg(counts + i);
-        counts[i] = before;
-        before += count;
+    for (int first = begin; first < end; first += LOADS) {
+        int loaded[LOADS];
+#pragma unroll
+        for (int l = 0; l < LOADS; l++)
+            loaded[l] = first + l < end ? __ldcg(counts + first + l) : 0;
+#pragma unroll
+        for (int l = 0; l < LOADS; l++) {
+            if (first + l < end) counts[first + l] = before;
+            before += loaded[l];
+        }
     }
     if (threadIdx.x == 0) counts[n] = total;
     return total;
@@ -85,17 +93,21 @@ __device__ int exclusive_sums(int* counts, int n) {
 
 // Count the moves of a plan.
 //
-// marks: whether each row is wanted; null to place the rows that the previous call left unplaced.
-// used_soon: whether each row of a table is used soon; may be null. order: the rows by frequency.
+// marks: whether each row is wanted, and used_soon: whether each row of a table is used soon, which
+// may be null. Without marks, `wanted` has its bits from mark_rows, and page_of says which page is
+// the last to use a row: soon are those after `page`. With neither, rows that the previous call
+// left unplaced are placed. order: the rows by frequency.
 // misses, evict_first, evict_last: prefix sums over the stretches, written here.
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: number of blocks that have finished, 0 before and after.
 extern "C" __global__ void survey(
-    ROWS, const bool* marks, const bool* used_soon, int rows, const int* order, long long count,
-    int* misses, int* evict_first, int* evict_last, int stretches, long long slots, bool final,
+    ROWS, const bool* marks, const bool* used_soon, int rows, const int* page_of, int page,
+    const int* order, long long count, int* misses, int* evict_first, int* evict_last,
+    int stretches, long long slots, bool final,
     unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
     const Rows all = {wanted, in_use, cached, soon};
-    if (!marks && totals->unplaced == 0) {  // nothing is left to place
+    const bool is_new = marks || page_of;
+    if (!is_new && totals->unplaced == 0) {  // nothing is left to place
         if (blockIdx.x + threadIdx.x == 0)
             *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated};
         return;
@@ -104,17 +116,25 @@ extern "C" __global__ void survey(
     // Each warp turns the marks of its stretch into bits and counts them.
     if (warp_id() < stretches) {
         const long long first = 32 * warp_id(), word = first + lane_id();
-        if (marks) {
-            unsigned bits = 0, soon_bits = 0;
+        if (is_new) {
+            unsigned bits = marks ? 0 : wanted[word], soon_bits = 0;
+            const unsigned evictable = marks ? 0 : all.evictable(word);
 #pragma unroll 8
             for (int w = 0; w < 32; w++) {
                 const long long position = 32 * (first + w) + lane_id();
-                const int row = position < count ? order[position] : -1;
-                const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
-                const unsigned marked_soon =
-                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
+                unsigned marked = 0, marked_soon;
+                if (marks) {
+                    const int row = position < count ? order[position] : -1;
+                    marked = __ballot_sync(ALL, row >= 0 && marks[row]);
+                    marked_soon =
+                        __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
+                } else {
+                    // Only rows that may be evicted: those in the cache are a part of all.
+                    const bool may_go = __shfl_sync(ALL, evictable, w) >> lane_id() & 1;
+                    marked_soon = __ballot_sync(ALL, may_go && page_of[order[position]] > page);
+                }
                 if (w == lane_id()) {
-                    bits = marked;
+                    if (marks) bits = marked;
                     soon_bits = marked_soon;
                 }
             }
@@ -169,10 +189,12 @@ __device__ void each_bit(unsigned bits, long long word, int before, Visit visit)
 }
 
 // List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
-// least frequent of those evictable. Parameters are those of `survey`.
+// least frequent of those evictable. Parameters are those of `survey`. next_wanted: bits of the
+// next plan, which become 0; may be those in use, or null.
 extern "C" __global__ void list(
     ROWS, const int* order, const int* slot_of, const int* misses, const int* evict_first,
-    const int* evict_last, int stretches, const Plan* plan, int* loaded, int* evicted, int* slots) {
+    const int* evict_last, int stretches, const Plan* plan, int* loaded, int* evicted, int* slots,
+    unsigned* next_wanted) {
     const Rows all = {wanted, in_use, cached, soon};
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
@@ -201,33 +223,81 @@ extern "C" __global__ void list(
             changed |= 1u << position % 32;
         });
     if (changed) cached[word] ^= changed;
+    if (next_wanted) next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-struct Found {  // of some ids
-    long long unique;            // rows
-    long long least, greatest;   // id that is no row; 0 if there is none
-    long long padding;           // 1 + the place of the padding row among the unique ones, or 0
+// Set the bits of rows in `wanted`. position_of: the place of each row in the order.
+extern "C" __global__ void mark_rows(
+    const long long* rows, long long count, const int* position_of, unsigned* wanted) {
+    each_thread(count, [&](long long i) {
+        const int position = position_of[rows[i]];
+        atomicOr(wanted + position / 32, 1u << position % 32);
+    });
+}
+
+// Ids of several tables are looked up together. Each table has a span of the ids, and one of the
+// words, which have a bit for each of its rows. Its rows are numbered from first_row on.
+struct Span {
+    long long ids_end, first_word, first_row, rows;
+    long long padding;  // a row of the table, or -1
 };
 
-// The unique rows of ids, sorted, and the place of each id among them, by four kernels. A row has
-// one bit, in words that are 0 before, as is *found.
+struct Found {  // of the ids of one table
+    long long begin;            // unique rows of the tables before
+    long long least, greatest;  // id that is no row; 0 if there is none
+    long long padding;          // 1 + the place of the padding row among those of the table, or 0
+};
+
+struct Numbers {  // of a look-up
+    long long unique;  // rows of all tables
+    long long wrong;   // not 0 if an id is no row
+    Found found[1];    // of each table
+};
+
+// Kernel parameters of a look-up.
+#define SPANS const Span *spans, int tables, Numbers *numbers
+
+// Return the first table for which `is_past` is false, or the last one.
+template <class Test>
+__device__ int find_table(int tables, Test is_past) {
+    int first = 0;
+    for (int last = tables - 1; first < last;) {
+        const int middle = (first + last) / 2;
+        if (is_past(middle)) first = middle + 1;
+        else last = middle;
+    }
+    return first;
+}
+
+__device__ int table_of_id(const Span* spans, int tables, long long i) {
+    return find_table(tables, [&](int table) { return spans[table].ids_end <= i; });
+}
+
+// The unique rows of ids, sorted, and the place of each id among them, by four
+// kernels. Words and numbers are 0 before.
 
 // Set the bits of the rows.
 extern "C" __global__ void mark_ids(
-    const long long* ids, long long count, long long rows, unsigned* words, Found* found) {
+    const long long* ids, long long count, SPANS, unsigned* words) {
     each_thread(count, [&](long long i) {
+        const int table = table_of_id(spans, tables, i);
+        const Span span = spans[table];
         const long long id = ids[i];
-        if (id < 0) atomicMin(&found->least, id);
-        if (id >= rows) atomicMax(&found->greatest, id);
-        if (id < 0 || id >= rows) return;
+        if (id < 0) atomicMin(&numbers->found[table].least, id);
+        if (id >= span.rows) atomicMax(&numbers->found[table].greatest, id);
+        if (id < 0 || id >= span.rows) {
+            numbers->wrong = 1;
+            return;
+        }
         const unsigned bit = 1u << id % 32;
-        if (!(words[id / 32] & bit)) atomicOr(words + id / 32, bit);
+        unsigned* word = words + span.first_word + id / 32;
+        if (!(*word & bit)) atomicOr(word, bit);
     });
 }
 
 // Count the rows: prefix sums over stretches. done: as in `survey`.
 extern "C" __global__ void count_ids(
-    const unsigned* words, int* counts, int stretches, unsigned* done, Found* found) {
+    const unsigned* words, int* counts, int stretches, unsigned* done, Numbers* numbers) {
     if (warp_id() < stretches) {
         const int count = __reduce_add_sync(ALL, __popc(words[32 * warp_id() + lane_id()]));
         if (lane_id() == 0) counts[warp_id()] = count;
@@ -241,52 +311,66 @@ extern "C" __global__ void count_ids(
     __threadfence();
     const int all = exclusive_sums(counts, stretches);
     if (threadIdx.x) return;
-    found->unique = all;
+    numbers->unique = all;
     *done = 0;
 }
 
-// List the rows, unless an id is no row. before: number of rows before each word. uses: how often a
-// row was looked up; page_of: the last page that has it, `page`; both may be null. padding: a row,
-// or -1.
+// List the rows, unless an id is no row. before: number of rows before each word. narrow: the list
+// in 32 bits. uses: how often a row was looked up; page_of: the last page that has it, `page`; both
+// may be null.
 extern "C" __global__ void list_ids(
-    const unsigned* words, const int* counts, int stretches, int* before, long long* unique,
-    int* uses, int* page_of, int page, long long padding, Found* found) {
+    const unsigned* words, const int* counts, int stretches, SPANS, int* before, long long* unique,
+    int* narrow, int* uses, int* page_of, int page) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
+    const int table = find_table(tables, [&](int t) { return spans[t + 1].first_word <= word; });
+    const Span span = spans[table];
+    Found* found = numbers->found + table;
     const unsigned bits = words[word];
-    const bool valid = found->least == 0 && found->greatest == 0;
+    const bool valid = !numbers->wrong;
     before[word] = counts[warp_id()] + prefix_sum(__popc(bits)) - __popc(bits);
-    each_bit(bits, word, counts[warp_id()], [&](int n, long long row) {
+    if (word == span.first_word) found->begin = before[word];
+    each_bit(bits, word, counts[warp_id()], [&](int n, long long position) {
         if (!valid) return;
-        unique[n] = row;
-        if (uses) uses[row]++;
-        if (page_of) page_of[row] = page;
-        if (row == padding) found->padding = n + 1;
+        const long long row = position - 32 * span.first_word;
+        const long long numbered = span.first_row + row;
+        unique[n] = numbered;
+        narrow[n] = numbered;
+        if (uses) uses[numbered]++;
+        if (page_of) page_of[numbered] = page;
+        if (row == span.padding) found->padding = n + 1;  // less `begin`: place_ids
     });
 }
 
-// Find the place of each id among the rows; 0 for one that is no row.
+// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to `told`,
+// in CPU memory. rest: if not null, the list of rows, as long as the ids, which becomes -1 behind
+// the rows, and as a whole if an id is no row.
 extern "C" __global__ void place_ids(
-    const long long* ids, long long count, long long rows, const unsigned* words,
-    const int* before, long long* places) {
+    const long long* ids, long long count, const unsigned* words, SPANS, const int* before,
+    long long* places, Numbers* told, long long* rest) {
+    const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(count, [&](long long i) {
+        if (rest && i >= listed) rest[i] = -1;
+        const int table = table_of_id(spans, tables, i);
+        const Span span = spans[table];
         const long long id = ids[i];
-        const bool is_row = id >= 0 && id < rows;
+        const bool is_row = id >= 0 && id < span.rows;
+        const long long word = span.first_word + id / 32;
         const unsigned below = (1u << id % 32) - 1;
-        places[i] = is_row ? before[id / 32] + __popc(words[id / 32] & below) : 0;
+        places[i] = is_row ? before[word] + __popc(words[word] & below) : 0;
     });
+    each_thread(tables, [&](long long table) {
+        Found found = numbers->found[table];
+        if (found.padding) found.padding -= found.begin;
+        told->found[table] = found;
+    });
+    if (thread_id() == 0) {
+        told->unique = numbers->unique;
+        told->wrong = numbers->wrong;
+    }
 }
 
 // Find the last id of each row; last is 0 before.
 extern "C" __global__ void last_ids(const long long* places, long long count, long long* last) {
     each_thread(count, [&](long long i) { atomicMax(last + places[i], i); });
-}
-
-// Set marks to the rows of some words, and soon to the rows that a page after `page` has.
-extern "C" __global__ void mark_page(
-    const unsigned* words, long long rows, const int* page_of, int page, bool* marks, bool* soon) {
-    each_thread(rows, [&](long long row) {
-        marks[row] = words[row / 32] >> row % 32 & 1;
-        soon[row] = page_of[row] > page;
-    });
 }

@@ -165,7 +165,7 @@ extern "C" __global__ void step(
         }
         __syncwarp();
         if (lane == 0) {
-            table.index[row] = -1;
+            if (table.index) table.index[row] = -1;
             if (cap && !RANKS) table.pairs[n] = 0;
             for (int rank = 0; rank < RANKS; rank++) table.places[rank * room + n] = -1;
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);

@@ -3,7 +3,11 @@
 // A record is a multiple of 16 bytes. Rows are sorted and unique: neighbouring copies share pages
 // of the address translation, and no two writes meet.
 
-#include "common.cuh"
+#ifndef ELEMENT
+#define ELEMENT 0  // most kernels copy bytes
+#endif
+
+#include "element.cuh"
 
 constexpr int UNROLL = 4;  // 16-byte loads in flight per thread
 
@@ -43,8 +47,10 @@ __device__ void copy_records(
     float4 *table, long long stride, const long long *rows, float4 *records,                  \
         const long long *slots, long long count, int width
 
+// Negative rows are skipped.
 extern "C" __global__ void gather_records(ROWS) {
     each_warp(count, [&](long long n) {
+        if (rows[n] < 0) return;
         const float4* from = table + rows[n] * stride;
         copy_records(from, records + (slots ? slots[n] : n) * width, nullptr, nullptr, width);
     });
@@ -93,5 +99,18 @@ extern "C" __global__ void add_gradients(
     each_warp(count, [&](long long i) {
         for (int d = lane_id(); d < dim; d += 32)
             atomicAdd(sums + places[i] * dim + d, grads[i * dim + d]);
+    });
+}
+
+// Gather the weights of rows[places[n]], or rows[n] if places is null, as floats. records, slot:
+// see VIEW.
+extern "C" __global__ void gather_weights(
+    VIEW(from), long long row_width, const int* rows, const long long* places, long long count,
+    int dim, float* weights) {
+    each_warp(count, [&](long long n) {
+        const int row = rows[places ? places[n] : n];
+        const long long slot = slot_from ? slot_from[row] : row;
+        for (int d = lane_id(); d < dim; d += 32)
+            weights[n * dim + d] = to_float(records_from[slot * row_width + d]);
     });
 }

@@ -157,7 +157,7 @@ TABLES = {
         ],
     ),
     "library": Table(
-        ["library-2026-11-22"],
+        ["library-2026-11-22-2"],
         {r".* ids: (.*)": r"\1"},
         [
             Column("step", "step [ms]", ".2f ms"),
@@ -166,7 +166,7 @@ TABLES = {
         ],
     ),
     "stores": Table(
-        ["library-2026-11-22"],
+        ["library-2026-11-22-2"],
         {r".* rows: (.*)": r"\1"},
         [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),

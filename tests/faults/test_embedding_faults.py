@@ -289,7 +289,7 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
     table, _ = trainable(tmp_path)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"cannot train in 2 processes \(Distr.* one process$"):
+    with pytest.raises(RuntimeError, match="cannot train in 2 processes: .* with process_group="):
         table([1])
     with torch.no_grad():
         assert table([1]).shape == (1, DIM)

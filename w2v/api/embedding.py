@@ -34,11 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from w2v.api.look_up import Ids, LookUp, UniqueRows
+from w2v.api import sharded
+from w2v.api.look_up import Ids, LookUp, UniqueRows, look_up_together
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
+from w2v.distributed.ranks import Ranks
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
+from w2v.training.checkpoint import Checkpoints, latest
 
 MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
 
@@ -55,7 +58,10 @@ class _Page:
 
     Attributes:
         version: Version of the table that they were read from.
+        route: Among several ranks, to those who asked for the rows.
     """
+
+    route: sharded.Route | None = None
 
     def __init__(
         self,
@@ -89,11 +95,13 @@ class _Waiting:
         page: Rows whose gradients wait for the step.
         ahead: The look-up of the current batch of `PagedOptimizer.pages`.
         beside: All tables of this look-up, if they read vectors and sum gradients by kernels.
+        unsent: Pages whose gradients are for other ranks.
     """
 
     def __init__(self) -> None:
         self.page: _Page | None = None
-        self.ahead: UniqueRows | None = None
+        self.ahead: Any = None
+        self.unsent: list[tuple[_Page, Tensor]] = []
         self.beside: list[tuple[PagedEmbedding, UniqueRows]] = []
         self._zero: Tensor | None = None
 
@@ -139,6 +147,8 @@ class PagedEmbedding(nn.Module):
         gpu_bytes: Memory of the compute device for rows that stay there between uses: "20GiB",
             "10%" of the table, 0, or "auto", half of what is free on a GPU. Tables of one width
             and PagedOptimizer share what they have together. Results are the same bit for bit.
+        process_group: Of torch.distributed, such as `group.WORLD`: rows are sharded over its ranks,
+            row v to rank v % N. All ranks make the same calls in the same order.
     """
 
     _parameter: nn.Parameter
@@ -160,8 +170,12 @@ class PagedEmbedding(nn.Module):
         init: Init | Tensor | np.ndarray | None = None,
         state_storage: Storage | None = None,
         gpu_bytes: str | int = 0,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ):
         super().__init__()
+        self._ranks = sharded.ranks_of(process_group)
+        shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
+        self._ranks.require_equal(shape, "make the same table on all ranks")
         self._cache_size = TransferConfig(gpu_bytes=str(gpu_bytes))
         if state_storage and "mmap" in (storage, state_storage):
             both = f"state_storage={state_storage!r} with storage={storage!r}"
@@ -172,6 +186,8 @@ class PagedEmbedding(nn.Module):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             limits = f"{-num_embeddings} to {num_embeddings - 1}"
             raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
+        if self._ranks.size > 1 and path is not None:
+            raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
@@ -186,7 +202,8 @@ class PagedEmbedding(nn.Module):
         self.trainable = True
         self._fused = False
         self._stepped_by: RowOptimizer | None = None  # the one whose state was checked
-        self._seed = int(torch.randint(1 << 62, ())) if seed is None else operator.index(seed)
+        seed = int(torch.randint(1 << 62, ())) if seed is None else operator.index(seed)
+        self._seed = self._ranks.all_gather(seed)[0]
         self._init = init if init is None or callable(init) else _copy_of(init, self)
         self._zero_padding = self.padding_idx is not None and (init is None or callable(init))
         self._layout: _Layout | None = None
@@ -216,7 +233,10 @@ class PagedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """View [V, D] of the weights where they are stored; may be written."""
+        """View [V, D] of the weights where they are stored; may be written.
+
+        Of several ranks, each has its own rows: row j is row j * N + rank of the whole table.
+        """
         self.store.flush()
         self.store.version += 1  # rows read before may be out of date when this is written
         return self.store.table["weight"]
@@ -267,6 +287,7 @@ class PagedEmbedding(nn.Module):
         `zero_grad` of a module around this one does not reach the table.
         """
         self._parameter.grad = None
+        self._waiting.unsent.clear()
 
     def extra_repr(self) -> str:
         shown = f"{self.num_embeddings}, {self.embedding_dim}"
@@ -277,6 +298,8 @@ class PagedEmbedding(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: the table, without gradients."""
+        if self._ranks.size > 1:
+            raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("_init", "_stepped_by"))
         return dict(vars(self), _store=self.store, _waiting=_Waiting(), **gone)
@@ -288,16 +311,24 @@ class PagedEmbedding(nn.Module):
     @property
     def _sums_gradients(self) -> bool:
         """Whether kernels read the vectors of ids and sum their gradients."""
-        return self._fused and self.max_norm is None and not self.scale_grad_by_freq
+        is_whole = self._ranks.size == 1
+        return self._fused and is_whole and self.max_norm is None and not self.scale_grad_by_freq
+
+    @property
+    def _own_rows(self) -> int:
+        return self._ranks.shard_rows(self.num_embeddings)
 
     def _find(self, ids: Ids) -> UniqueRows:
         """Look up ids, and begin to bring their rows."""
-        if self._trains:
+        if self._trains and self._ranks.size == 1:
             _refuse_ranks()
         found = self._waiting.ahead
         if found is None or not found.is_of(ids):
-            found = self.store._look_up(ids, self.padding_idx)
-        self.store._prefetch(found)
+            if self._ranks.size > 1:
+                found = sharded.route_of(self, ids)
+            else:
+                found = self.store._look_up(ids, self.padding_idx)
+        self.store._prefetch(found.owned)
         return found
 
     def _vectors(self, ids: Ids) -> Tensor:
@@ -330,15 +361,17 @@ class PagedEmbedding(nn.Module):
         store = self.store
         with store.lock:
             found = self._find(ids)
-            if self._fused and self.max_norm is None:
-                page, weight_UD = _Page(store, found), found.look_up.weights(found.index)
+            if isinstance(found, sharded.Route):
+                page, weight_UD = found.borrow()
             else:
                 page, weight_UD = self._read(found)
         return weight_UD, found.places, found.padding, page
 
     @torch.no_grad()
     def _read(self, found: UniqueRows) -> tuple[_Page, Tensor]:
-        """Read whole records; return the page and its weights [U, D]."""
+        """Read rows; return the page and its weights [U, D]."""
+        if self._fused and self.max_norm is None:
+            return _Page(self.store, found), found.look_up.weights(found.index)
         store, rows_U = self.store, found.rows
         records_UR = store._read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
@@ -384,6 +417,9 @@ class PagedEmbedding(nn.Module):
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
+        if page.route:
+            self._waiting.unsent.append((page, grad_UD))
+            return
         if self._parameter.grad is not None:
             # A row of several pages has one gradient, their sum, as it is stepped once.
             with torch.no_grad():
@@ -449,15 +485,16 @@ class PagedEmbedding(nn.Module):
         """
         memory_VR = None
         if group:
-            memory_VR = group.table.records_VR[first_row : first_row + self.num_embeddings]
+            memory_VR = group.table.records_VR[first_row : first_row + self._own_rows]
         table = self._new_table(self.num_embeddings, layout, memory_VR)
         store = Rows(table, self.device, group=group, first_row=first_row)
         if not table.continued:
             self._initialise(table, self._init)
-            if self._zero_padding:
-                table["weight"][self.padding_idx] = 0
+            if self._zero_padding and self.padding_idx % self._ranks.size == self._ranks.rank:
+                table["weight"][self.padding_idx // self._ranks.size] = 0
             store.flush()
         self._store, self._layout, self._init = store, layout, None
+        store.is_shard = self._ranks.size > 1
         _share_cache([self])
 
     def _attach(self, optimizer: RowOptimizer) -> None:
@@ -478,8 +515,9 @@ class PagedEmbedding(nn.Module):
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
         # A user's function may not run on a GPU.
         device = None if init else self.device
-        init = init or normal(self.embedding_dim, 1.0, self._seed)
-        table.initialise(init, device, first_row=first_row)
+        whole = init or normal(self.embedding_dim, 1.0, self._seed)
+        of_ranks = self._ranks.global_rows
+        table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
     def _copy_table(self, rows: int, layout: _Layout | None, fields: Iterable[str]) -> Table:
         """Return a table with these fields of the present rows."""
@@ -494,10 +532,17 @@ class PagedEmbedding(nn.Module):
         self, rows: int, layout: _Layout | None, memory_VR: Tensor | None = None
     ) -> Table:
         states, scalars = layout or _Layout({}, {})
-        shared = ("embedding", rows, self.embedding_dim, states, scalars, self.storage, self.dtype)
+        rows = self._ranks.shard_rows(rows)
+        shape = max(1, rows), self.embedding_dim
+        shared = ("embedding", *shape, states, scalars, self.storage, self.dtype)
         if self.state_storage and layout:
-            return SplitTable(*shared, self.state_storage)
-        return Table(*shared, self.path, memory_VR=memory_VR)
+            table: Table = SplitTable(*shared, self.state_storage)
+        else:
+            table = Table(*shared, self.path, memory_VR=memory_VR)
+        if rows == 0:  # there are more ranks than rows
+            for part in _parts_of(table):
+                part.rows, part.records_VR = 0, part.records_VR[:0]
+        return table
 
     def _check(self, optimizer: RowOptimizer) -> None:
         """Raise `ValueError` unless the table has the state of the optimizer."""
@@ -529,7 +574,7 @@ class PagedEmbedding(nn.Module):
             reason = f"vectors are {self._parameter.dtype} and cannot become {empty.dtype}"
             raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
         if empty.device != self.device:
-            if self._parameter.grad is not None:
+            if self._parameter.grad is not None or self._waiting.unsent:
                 raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
             self.device = open_device(empty.device, self.storage)
             self._stepped_by = None
@@ -543,7 +588,8 @@ class PagedEmbedding(nn.Module):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # A copy, as a view would be saved with the optimizer state beside it.
-        destination[prefix + "weight"] = self.weight.clone()
+        if (whole_VD := self._gather(self.weight)) is not None:
+            destination[prefix + "weight"] = whole_VD
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors
@@ -562,7 +608,17 @@ class PagedEmbedding(nn.Module):
                 f"size mismatch for {key}: {found} in the checkpoint, {tuple(shape)} here"
             )
         else:
-            self.weight.copy_(state_dict[key].detach())
+            self.weight.copy_(self._own(state_dict[key].detach()))
+
+    def _gather(self, values: Tensor) -> Tensor | None:
+        """Return a copy of weights or a state, of all ranks; None but on rank 0."""
+        if self._ranks.size == 1 or not values.dim():
+            return values.clone()
+        return sharded.gather(self._ranks, values, self.num_embeddings, self.device)
+
+    def _own(self, values: Tensor) -> Tensor:
+        """Return this rank's part of a state of all ranks."""
+        return values[self._ranks.rank :: self._ranks.size] if values.dim() else values
 
 
 class _Vectors(torch.autograd.Function):
@@ -728,6 +784,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         parameters = [table._parameter for table in tables]
         if not self._tables.keys().isdisjoint(parameters):
             raise ValueError("a PagedEmbedding is in two groups; give each table once")
+        if len({table._ranks.size for table in [*self._tables.values(), *tables]}) > 1:
+            raise ValueError("tables differ in process_group; give all of them the same")
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
         opened = _open_together(tables, optimizer)
         for table in tables:
@@ -738,6 +796,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().add_param_group(dict(param_group, params=parameters))
         self._tables.update(zip(parameters, tables, strict=True))
         _share_cache(list(self._tables.values()))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch.amp.GradScaler asks before a step."""
+        if self._ranks.size > 1:
+            reason = "the ranks of a table would not agree on GradScaler's factor"
+            raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
+        return False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -760,6 +826,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 table._check(optimizer)
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
+        sharded.reduce(list(self._tables.values()))
         for tables, optimizer, lr in steps:
             if self._fused:
                 _step_fused(tables, optimizer, lr)
@@ -793,25 +860,27 @@ class PagedOptimizer(torch.optim.Optimizer):
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
-        batches = iter(loader)
+        batches: Iterator[tuple[Any, list[Any]]]
+        batches = ((batch, _look_up(tables, batch, key)) for batch in loader)
+        if self._ranks.size > 1:
+            batches = sharded.sent_ahead(tables, batches)
         waiting: deque[tuple[Any, list[UniqueRows]]] = deque()
         error: Exception | None = None
         try:
             while True:
                 while error is None and len(waiting) <= ahead:
                     try:
-                        batch = next(batches)
-                        waiting.append((batch, _look_up(tables, batch, key)))
+                        waiting.append(next(batches))
                     except Exception as reason:  # such as StopIteration
                         error = reason
                 if not waiting:
                     break
                 batch, page = waiting.popleft()
-                for found in _one_of_each(page):
+                for found in _one_of_each([found.owned for found in page]):
                     found.store._prefetch(found, hold=True)
                 _give(tables, page)
                 if waiting:
-                    for found in _one_of_each(waiting[0][1]):
+                    for found in _one_of_each([found.owned for found in waiting[0][1]]):
                         with contextlib.suppress(IndexError):  # it is raised when it is due
                             found.store._prefetch(found)
                 yield batch
@@ -825,6 +894,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
+        for table in self._tables.values() if self._ranks.size > 1 else ():
+            table._waiting.unsent.clear()
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -834,19 +905,20 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
 
-        State is copied, which takes as much memory again.
+        State is copied, which takes as much memory again. Of several ranks, rank 0 has it.
         """
         found = super().state_dict()
         states = []
         for number, group in enumerate(self.param_groups):
             rates = self._row_optimizer(number, group).rates
             for parameter in group["params"]:
-                state = self._tables[parameter]._state()
-                state = {name: value.clone() for name, value in state.items()}
-                for name in rates:  # of rows without a step
+                table = self._tables[parameter]
+                state = {name: table._gather(value) for name, value in table._state().items()}
+                for name in () if self._ranks.rank else rates:  # of rows without a step
                     state[name].masked_fill_(state[name] == 0, float(group["lr"]))
                 states.append(state)
-        return found | {"state": {number: state for number, state in enumerate(states) if state}}
+        kept = {number: state for number, state in enumerate(states) if state}
+        return found | {"state": {} if self._ranks.rank else kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch's optimizer of dense tables.
@@ -862,7 +934,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             given = {name: value for name, value in given.items() if value is not None}
             # Only a bfloat16 table counts its writes, and torch does not.
             needed = [name for name in state if name in given or name != "writes"]
-            shapes = {name: state[name].shape for name in needed}
+            rows = table.num_embeddings
+            shapes = {name: (rows, *state[name].shape[1:])[: state[name].dim()] for name in needed}
             if {name: value.shape for name, value in given.items()} != shapes:
                 raise ValueError(f"the state of table {number} is of another optimizer or shape")
             loaded.append((table, state, given))
@@ -870,7 +943,51 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table, state, given in loaded:
             table.store.version += 1
             for name, value in given.items():
-                state[name].copy_(value)
+                state[name].copy_(table._own(value))
+
+    def save(self, folder: str | Path, step: int) -> None:
+        """Write weights and states of all tables to a folder.
+
+        The folder keeps the last two steps. Each rank writes its rows, without a copy in memory;
+        they load into any number of ranks. Several machines need storage that they share.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        last = latest(Path(folder), self._ranks)
+        if last and step <= last.state["step"]:
+            saved = f"{folder} has step {last.state['step']}, and step={step} is not later"
+            raise ValueError(f"{saved}; give another folder")
+        saver = Checkpoints(Path(folder), self._parts(), 0, self._ranks)
+        rates = [float(group["lr"]) for group in self.param_groups]
+        saver.save({"step": step, "lr": rates}, copied=False)
+        saver.wait()
+
+    def load(self, folder: str | Path) -> int:
+        """Load the last step that is in a folder of `save`; return it.
+
+        Raises:
+            ValueError: There is none, or it is damaged or of other tables.
+        """
+        if (saved := latest(Path(folder), self._ranks)) is None:
+            raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
+        saved.load(self._parts(), self._ranks)
+        for group, lr in zip(self.param_groups, saved.state["lr"], strict=True):
+            group["lr"] = lr
+        return saved.state["step"]
+
+    @property
+    def _ranks(self) -> Ranks:
+        return next(iter(self._tables.values()))._ranks
+
+    def _parts(self) -> list[Table]:
+        """Return what is written of each table, with a name of its own."""
+        parts = []
+        for number, table in enumerate(self._tables.values()):
+            table.store.flush()
+            table.store.version += 1
+            for part, name in zip(_parts_of(table.store.table), ("table", "state"), strict=False):
+                part.name = f"{name}-{number}"
+                parts.append(part)
+        return parts
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold."""
@@ -899,16 +1016,13 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
+    if tables[0]._ranks.size > 1:
+        return [*sharded.look_up(tables, ids, is_ahead=True)]
     found = [
         UniqueRows(table.store, its_ids, table.padding_idx, alone=False)
         for table, its_ids in zip(tables, ids, strict=True)
     ]
-    by_group: dict[RowGroup, list[UniqueRows]] = {}
-    for its in found:
-        by_group.setdefault(its.store.group, []).append(its)
-    for group, parts in by_group.items():
-        with group.lock:
-            LookUp(parts, group.uses.announced + 1)
+    look_up_together(found)
     return found
 
 
@@ -974,15 +1088,15 @@ def _open_together(tables: list[PagedEmbedding], optimizer: RowOptimizer) -> set
             kind = table.embedding_dim, table.dtype, table.storage, table.device, is_cached
             kinds.setdefault(kind, []).append(table)
     for (dim, dtype, storage, device, _), its_tables in kinds.items():
-        rows = sum(table.num_embeddings for table in its_tables)
-        if len(its_tables) > 1 and rows < MOST_ROWS:
+        rows = sum(table._own_rows for table in its_tables)
+        if len(its_tables) > 1 and 0 < rows < MOST_ROWS:
             layout = _Layout(optimizer.states(dim), optimizer.scalars)
             whole = Table("embeddings", rows, dim, layout.states, {}, storage, dtype)
             group = RowGroup(whole, device)
             first_row = 0
             for table in its_tables:
                 table._open(layout, group, first_row)
-                first_row += table.num_embeddings
+                first_row += table._own_rows
             opened.update(its_tables)
     return opened
 
@@ -998,6 +1112,11 @@ def _share_cache(tables: list[PagedEmbedding]) -> None:
         share = min(table.store.paged_bytes, left // (len(shared) - number))
         table.store.set_cache(share)
         left -= share
+
+
+def _parts_of(table: Table) -> list[Table]:
+    """Return the table, or both tables of a split one."""
+    return [table, table.states] if isinstance(table, SplitTable) else [table]
 
 
 def _names(layout: _Layout | None) -> list[str]:
@@ -1022,6 +1141,6 @@ def _refuse_ranks() -> None:
         ranks = distributed.get_world_size()
         if ranks > 1:
             raise RuntimeError(
-                f"a PagedEmbedding cannot train in {ranks} processes (DistributedDataParallel): "
-                "each would have a table of its own; train in one process"
+                f"this PagedEmbedding cannot train in {ranks} processes: each would have a table "
+                "of its own; make it with process_group=torch.distributed.group.WORLD"
             )

@@ -26,7 +26,7 @@ Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on an
 _pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
 
 
-class _Later:
+class Later:
     """Numbers that kernels write to pinned memory, for the CPU to read later.
 
     Memory and events are used again: to allocate them takes as long as a kernel's launch.
@@ -94,7 +94,7 @@ class LookUp:
         self.number = number
         self.group = parts[0].store.group
         self.stores = [part.store for part in parts]
-        self._later: _Later | None = None
+        self._later: Later | None = None
         self._weights_UD: Tensor | None = None
         self._buffer_UD: Tensor | None = None  # of the sums
         self.is_given = False
@@ -110,7 +110,7 @@ class LookUp:
                 cuda_cache.Span(size, len(part.store), part.store.first_row, part.padding_row)
                 for size, part in zip(sizes, parts, strict=True)
             )
-            self._later = _Later(cuda_cache.numbers_of(len(parts)))
+            self._later = Later(cuda_cache.numbers_of(len(parts)))
             counted = uses.count_V, uses.page_of_V if number else None, number
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
                 ids_N, _spans_of(spans, store.device), *counted, self._later.numbers, is_filled
@@ -241,7 +241,7 @@ class UniqueRows:
 
     def __init__(
         self,
-        store: Rows,
+        store: Any,  # Rows, or what stands for them
         given: Ids,
         padding: int | None = None,
         number: int = 0,
@@ -260,6 +260,11 @@ class UniqueRows:
         self.shape = self.ids.shape
         if alone:
             LookUp([self], number, is_filled)
+
+    @property
+    def owned(self) -> UniqueRows:
+        """The rows that this process reads and steps."""
+        return self
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
@@ -292,6 +297,16 @@ class UniqueRows:
     def padding(self) -> int | None:
         """The place of the padding row among the rows, if it is there."""
         return self.look_up.paddings[self.index] if len(self.rows) else None
+
+
+def look_up_together(found: Sequence[UniqueRows]) -> None:
+    """Begin to look up the rows of a page, in all tables of a group at once."""
+    by_group: dict[Any, list[UniqueRows]] = {}
+    for its in found:
+        by_group.setdefault(its.store.group, []).append(its)
+    for group, parts in by_group.items():
+        with group.lock:
+            LookUp(parts, group.uses.announced + 1)
 
 
 @functools.lru_cache(maxsize=64)

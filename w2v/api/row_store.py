@@ -200,9 +200,11 @@ class Rows:
         lock: Buffers and records serve one thread at a time.
         version: Number of changes of the table so far: rows read before one may be out of date.
         cache_bytes: Memory of the device for rows that stay there. A `flush` empties it.
+        is_shard: Whether other processes have the other rows of the table.
     """
 
     group: RowGroup
+    is_shard = False
 
     def __init__(
         self,
@@ -296,7 +298,7 @@ class Rows:
     @property
     def paged_bytes(self) -> int:
         """Size of what a cache may hold: all but what is in the memory of the GPU."""
-        return self.group.paged_bytes * len(self) // self.group.table.rows
+        return self.group.paged_bytes * len(self) // max(1, self.group.table.rows)
 
     @property
     def stats(self) -> TransferStats:
@@ -364,7 +366,7 @@ class Rows:
         """
         with self.lock:
             self.flush()
-            if _suffix(path) == ".safetensors":
+            if _suffix(path, self.is_shard) == ".safetensors":
                 table_file.save(self.table, Path(path))
             elif not self.table.is_in(path):  # otherwise the flush has written the file
                 save_npy(path, self.table["weight"])
@@ -374,7 +376,7 @@ class Rows:
         with self.lock:
             self.flush()
             self.version += 1
-            if _suffix(path) == ".safetensors":
+            if _suffix(path, self.is_shard) == ".safetensors":
                 table_file.load(self.table, Path(path))
                 return
             dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
@@ -517,9 +519,11 @@ def open_device(device: torch.device | str | None, storage: Storage) -> torch.de
     return opened
 
 
-def _suffix(path: str | Path) -> str:
+def _suffix(path: str | Path, is_shard: bool) -> str:
     """Return ".npy" or ".safetensors"; raise `ValueError` for others."""
     suffix = Path(path).suffix
+    if is_shard:
+        raise ValueError(f"{path} cannot hold rows of several ranks; use PagedOptimizer.save")
     if suffix not in (".npy", ".safetensors"):
         raise ValueError(f"{path} has the ending {suffix!r}; use .npy (weights) or .safetensors")
     return suffix

@@ -222,3 +222,18 @@ class ProcessGroup(Ranks):
         except RuntimeError as error:
             cause = one_line(error)[:200]
             raise RankLost(f"another of {self.size} ranks is lost: {cause}") from error
+
+
+class JoinedGroup(ProcessGroup):
+    """The ranks of a process group that another program has made, and leaves."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._row_groups = {"main": group}
+        # Checkpoints are written while the program waits for them, so that one group will do.
+        self._object_groups = {"main": group, "background": group}
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def all_gather(self, fact: Any, group: str = "main") -> list[Any]:
+        with torch.cuda.device(self._gpu):  # each thread has a GPU of its own, at first the first
+            return super().all_gather(fact, group)

@@ -141,8 +141,9 @@ bench-precision: $(INSTALLED) ## measure steps by batch size and precision: CORP
 bench-run: $(INSTALLED) ## measure whole commands and their phases, cold and warm: CORPUS
 	$(PY) tests/bench/run.py --corpus "$(CORPUS)" $(ARGS)
 
-bench-library: $(INSTALLED) ## measure embeddings and rows beside torch; 40 GiB of memory
-	$(PY) tests/bench/library.py $(ARGS)
+bench-library: $(INSTALLED) ## measure embeddings and rows beside torch, clicks on GPUS=N; 40 GiB
+	$(if $(GPUS),$(PY) -m torch.distributed.run --nproc-per-node $(GPUS),$(PY)) \
+	  tests/bench/library.py $(if $(GPUS),--parts clicks) $(ARGS)
 
 bench: bench-transfer bench-train bench-zipf bench-precision ## run the benchmarks of one GPU
 

@@ -1,16 +1,21 @@
 """A click model in the manner of DLRM, with 26 tables of features.
 
     python docs/examples/clicks.py --scale 1 --dim 64 --storage pinned --gpu-bytes 10%
+    torchrun --nproc-per-node 2 docs/examples/clicks.py --scale 1 --dim 64 --storage pinned
 
 Tables have the sizes of the categories in Criteo's Kaggle data, times `--scale`. Each sample has a
 bag of ids for each table, which follow Zipf's law, and 13 numbers. Dot products of all pairs of
 vectors go to a network (Naumov et al., 2019). Labels are drawn from a hidden logistic model.
+With torchrun, rows are sharded over the processes, each of which has its part of a batch.
 """
 
 import argparse
+import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from w2v import PagedEmbeddingBag, PagedOptimizer
 from w2v.model.table import normal
@@ -26,6 +31,7 @@ class ClickModel(nn.Module):
     def __init__(self, sizes, dim, storage, gpu_bytes=0):
         super().__init__()
         settings = {"mode": "mean", "storage": storage, "gpu_bytes": gpu_bytes}
+        settings["process_group"] = dist.group.WORLD  # None without init_process_group
         self.bags = nn.ModuleList(
             PagedEmbeddingBag(rows, dim, init=normal(dim, rows**-0.25, seed), **settings)
             for seed, rows in enumerate(sizes)
@@ -86,18 +92,25 @@ def main(arguments=None):
     parser.add_argument("--storage", default="cpu", choices=["cpu", "pinned", "cuda"])
     parser.add_argument("--gpu-bytes", default="0", help="for rows that stay on the GPU, as 10%%")
     options = parser.parse_args(arguments)
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    torch.manual_seed(rank)  # for samples of its own
 
     sizes = [max(3, round(rows * options.scale)) for rows in CRITEO[: options.tables]]
     model = ClickModel(sizes, options.dim, options.storage, options.gpu_bytes).to(device)
+    predict = DistributedDataParallel(model) if ranks > 1 else model
     paged = PagedOptimizer(model, "Adagrad", lr=0.1)
     dense = torch.optim.Adam(model.parameters(), lr=0.003)
-    batches = (samples(sizes, options.batch, options.skew) for _ in range(options.steps + 1))
+    count = options.batch // ranks
+    batches = (samples(sizes, count, options.skew) for _ in range(options.steps + 1))
     # Rows of the next batch come to the GPU while this one computes.
     for step, batch in enumerate(paged.pages(batches, key=lambda batch: batch[1])):
         numbers, ids, offsets, clicked = batch
-        logits = model(numbers.to(device), ids, offsets)
+        logits = predict(numbers.to(device), ids, offsets)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to(device))
         if step == options.steps:  # these samples are not trained on
             score = auc(logits.detach().cpu(), clicked)
@@ -108,10 +121,13 @@ def main(arguments=None):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         paged.step()
         dense.step()
-        if step % max(1, options.steps // 10) == 0:
+        if step % max(1, options.steps // 10) == 0 and rank == 0:
             print(f"step {step:,}: loss {loss:.3f}")
     gib = sum(bag.store.bytes for bag in model.bags) / 2**30
-    print(f"AUC {score:.3f} of new samples; {sum(sizes):,} rows, {gib:.3f} GiB")
+    if rank == 0:
+        print(f"AUC {score:.3f} of new samples; {sum(sizes):,} rows, {gib:.3f} GiB a process")
+    if ranks > 1:
+        dist.destroy_process_group()
     return score
 
 

@@ -1,14 +1,17 @@
 """Steps of paged embeddings and rows of a store, beside torch and CuPy.
 
     python tests/bench/library.py [--parts tables rows clicks]
+    torchrun --nproc-per-node 2 tests/bench/library.py --parts clicks --samples 65536
 
 `tables` steps two tables whose ids follow Zipf's law in random order of the rows; `rows` reads and
-writes random rows of a `RowStore`; `clicks` trains the model of docs/examples/clicks.py.
+writes random rows of a `RowStore`; `clicks` trains the model of docs/examples/clicks.py, which
+several GPUs share: rows are sharded over them, and each has its part of a batch.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import runpy
 import sys
 import time
@@ -19,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, transfer
@@ -33,6 +38,7 @@ Step = Callable[[Any], None]
 DIM = 64
 STRIDE = 48_271  # a prime: neighbours by use are not neighbours by row
 SLOW_STEPS = 6  # measured where a step takes a tenth of a second
+RANK, RANKS = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
 
 
 def zipf(rows: int, count: int, skew: float) -> Tensor:
@@ -80,7 +86,8 @@ def measure(
     stats = [table.store.stats for table in tables]
     if used := sum(its.rows_used for its in stats):
         figures["rows from CPU memory [%]"] = 100 * sum(its.rows_read for its in stats) / used
-    found.add(case, figures)
+    if RANK == 0:
+        found.add(case, figures)
 
 
 def tables(rows: int, batch: int, steps: int, skew: float, found: Results) -> None:
@@ -176,19 +183,20 @@ def call(run: Callable[[Any], object], asked: list[Any], i: int) -> None:
 
 
 def clicks(scale: float, batch: int, steps: int, found: Results) -> None:
-    """Measure the click model: tables on the GPU, and with room for 10 %."""
+    """Measure the click model: tables on the GPUs, and with room for 10 %."""
     example = runpy.run_path(str(EXAMPLE))
     sizes = [max(3, round(rows * scale)) for rows in example["CRITEO"]]
-    made = [example["samples"](sizes, batch, 1.05) for _ in range(2 * steps)]
+    made = [example["samples"](sizes, batch // RANKS, 1.05) for _ in range(2 * steps)]
 
     def train(storage: str, gpu_bytes: str | int) -> tuple[Any, Step, Any]:
         model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
         paged = PagedOptimizer(model, "Adagrad", lr=0.1, fused=True)
         dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
+        predict = DistributedDataParallel(model) if RANKS > 1 else model
 
         def step(sample: tuple) -> None:
             numbers, ids, offsets, clicked = sample
-            logits = model(numbers.to("cuda"), ids, offsets)
+            logits = predict(numbers.to("cuda"), ids, offsets)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked.to("cuda"))
             paged.zero_grad()
             dense.zero_grad()
@@ -199,6 +207,7 @@ def clicks(scale: float, batch: int, steps: int, found: Results) -> None:
         return paged.pages(made, key=lambda sample: sample[1]), step, model.bags
 
     about = f"clicks, {len(sizes)} tables, {sum(sizes)} rows x {DIM}, {batch} samples"
+    about += f", {RANKS} GPUs" * (RANKS > 1)
     for case, where in {
         "on the GPU": ("cuda", 0),
         "in CPU memory, room for 10 %": ("pinned", "10%"),
@@ -218,7 +227,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=8192, help="of a step of `clicks`")
     args = parser.parse_args(arguments)
     require_gpu("bench-library")
-    torch.manual_seed(0)
+    if RANKS > 1:
+        if args.parts != ["clicks"]:
+            parser.error("several GPUs measure --parts clicks alone")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    torch.manual_seed(RANK)
     found = Results("library", args.results)
     if "tables" in args.parts:
         tables(args.rows, args.batch, args.steps, args.skew, found)
@@ -226,6 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows(10_000_000, 131_072, found)
     if "clicks" in args.parts:
         clicks(args.scale, args.samples, args.steps // 4, found)
+    if RANKS > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

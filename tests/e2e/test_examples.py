@@ -1,5 +1,6 @@
 """The programs of docs/examples/ and the blocks of docs/library.md run."""
 
+import contextlib
 import re
 import runpy
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from tests.support.joined import Pool
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -27,6 +30,18 @@ def test_every_example_is_run():
 def test_example_learns(name, arguments, score, one_thread):
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     assert main(arguments.split()) > score
+
+
+def run_on_ranks(ranks, arguments):
+    """Run the click model in a process of a group that has been made."""
+    torch.distributed.init_process_group = torch.distributed.destroy_process_group = lambda: None
+    return runpy.run_path(str(EXAMPLES / "clicks.py"))["main"](arguments.split())
+
+
+def test_example_learns_on_two_ranks():
+    with contextlib.closing(Pool(2)) as pool:
+        scores = pool.run(run_on_ranks, RUNS[1][1])
+    assert min(scores) > RUNS[1][2] and scores[0] != scores[1]
 
 
 def test_blocks_of_the_guide_run(tmp_path, monkeypatch, capsys):

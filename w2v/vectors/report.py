@@ -125,26 +125,19 @@ def _phases(shown: Runs) -> str:
         label: {line["phase"]: line["seconds"] for line in run.metrics if "phase" in line}
         for label, run in shown.items()
     }
-    totals = {label: sum(phases.values()) for label, phases in taken.items()}
-    longest = max(totals.values())
+    longest = max(sum(phases.values()) for phases in taken.values())
     if not longest:
         return ""
-    colors = {
-        phase: _swatch(number)
-        for number, phase in enumerate(
-            dict.fromkeys(p for phases in taken.values() for p in phases)
-        )
-    }
+    names = list(dict.fromkeys(phase for phases in taken.values() for phase in phases))
     bars = ""
     for label, phases in taken.items():
-        pieces = "".join(
-            colors[phase].replace(">", f' style="width: {100 * seconds / longest:.2f}%">', 1)
-            for phase, seconds in phases.items()
-        )
-        bars += f'<p>{_text(label)}: {totals[label]:.1f} s</p><div class="bar">{pieces}</div>'
+        widths = [(names.index(phase), 100 * phases[phase] / longest) for phase in phases]
+        pieces = "".join(_swatch(n, f' style="width: {width:.2f}%"') for n, width in widths)
+        total = f"{_text(label)}: {sum(phases.values()):.1f} s"
+        bars += f'<p>{total}</p><div class="bar">{pieces}</div>'
     rows = [
-        [color + _text(phase), *(f"{phases.get(phase, 0):.2f} s" for phases in taken.values())]
-        for phase, color in colors.items()
+        [_swatch(n) + _text(name), *(f"{phases.get(name, 0):.2f} s" for phases in taken.values())]
+        for n, name in enumerate(names)
     ]
     return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
 
@@ -188,8 +181,8 @@ def _headers(shown: Runs) -> list[str]:
     return [_swatch(number) + _text(label) for number, label in enumerate(shown)]
 
 
-def _swatch(number: int) -> str:
-    return f'<i class="b{number % len(plots.COLORS)}"></i>'
+def _swatch(number: int, style: str = "") -> str:
+    return f'<i class="b{number % len(plots.COLORS)}"{style}></i>'
 
 
 def _text(value: object) -> str:
@@ -209,7 +202,7 @@ th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); tex
   vertical-align: top; min-width: 4rem }
 td:first-child { min-width: 7rem }
 small, summary { color: var(--faint) }
-pre { overflow-x: auto; font-size: .8rem }
+pre { overflow-x: auto; font-size: .8rem } img { max-width: 100% }
 .panels { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
 .panels img { width: 100% }
@@ -218,8 +211,11 @@ i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; bor
 .bar { display: flex } .bar i { height: 1.2rem; margin: 0; border-radius: 0 }
 form { display: flex; flex-wrap: wrap; gap: .5rem; margin-bottom: .5rem }
 input, select, button { font: inherit; max-width: 100% } input { flex: 1 1 10rem; min-width: 0 }
-canvas { width: 100%; height: min(70vh, 40rem); border: 1px solid var(--line); touch-action: none;
-  cursor: grab; display: block }
+#view { height: min(70vh, 40rem); overflow: auto; border: 1px solid var(--line); cursor: grab }
+#map { position: relative } #map i { width: 7px; height: 7px; margin-right: 3px }
+#map span { position: absolute; translate: -3px -50%; font-size: 13px; white-space: nowrap;
+  user-select: none }
+.unnamed { color: transparent } .faint { opacity: .35 }
 """ + "\n".join(
     f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS)
 )
@@ -232,122 +228,89 @@ VECTORS = Template("""<h2>Nearest words</h2>$nearest
 <button type="button" id="in" aria-label="zoom in">+</button>
 <button type="button" id="out" aria-label="zoom out">&minus;</button>
 <button type="button" id="all">all</button></form>
-<canvas id="map"></canvas><p id="near" aria-live="polite">Drag to move, scroll or pinch to zoom,
-choose a word to see the nearest ones on the map. Colors are groups found by k-means.</p>""")
+<div id="view"><div id="map"></div></div>
+<p id="near" aria-live="polite">Drag to move, scroll to zoom, choose a word
+to see the nearest ones on the map. Colors are groups found by k-means.</p>""")
 
 SCRIPT = r"""
 "use strict";
 const get = (id) => document.getElementById(id);
 const maps = JSON.parse(get("data").textContent);
 if (maps.length) {
-  const canvas = get("map"), pen = canvas.getContext("2d");
-  const colors = COLORS;
-  let map, zoom, left, top, chosen, moved;
-  const pointers = new Map();
-  const at = (n) => [(map.places[n][0] * zoom + left) * canvas.clientWidth,
-                     (map.places[n][1] * zoom + top) * canvas.clientHeight];
+  const view = get("view");
+  let map, spans, zoom, chosen, moved;
 
+  // The chosen word first, then its neighbours, then the most frequent: first come, first named.
   function draw() {
-    const ratio = window.devicePixelRatio || 1;
-    const width = canvas.clientWidth, height = canvas.clientHeight;
-    canvas.width = width * ratio;
-    canvas.height = height * ratio;
-    pen.scale(ratio, ratio);
-    pen.font = "13px system-ui, sans-serif";
-    const style = getComputedStyle(document.body), taken = [];
-    const near = chosen < 0 ? [] : map.near[chosen];
-    // The chosen word first, then its neighbours, then the most frequent: first come, first named.
-    const order = chosen < 0 ? [] : [chosen, ...near];
-    for (let n = 0; n < map.words.length; n++) if (!order.includes(n)) order.push(n);
-    order.forEach((n, rank) => {
-      const [x, y] = at(n);
-      if (x < -99 || y < -9 || x > width || y > height + 9) return;
-      const first = chosen >= 0 && rank <= near.length;
-      pen.fillStyle = colors[map.groups[n] % colors.length];
-      pen.globalAlpha = chosen < 0 || first ? 1 : 0.35;
-      pen.beginPath();
-      pen.arc(x, y, n === chosen ? 6 : 3, 0, 7);
-      pen.fill();
-      const box = [x + 5, y - 8, x + 8 + pen.measureText(map.words[n]).width, y + 8];
-      const covers = (b) => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3];
-      if (taken.some(covers)) return;
-      taken.push(box);
-      pen.fillStyle = style.color;
-      pen.fillText(map.words[n], x + 5, y + 4);
-    });
+    const first = chosen < 0 ? [] : [chosen, ...map.near[chosen]];
+    const boxes = spans.map((span) => span.getBoundingClientRect()), taken = [];
+    for (const n of new Set([...first, ...spans.keys()])) {
+      const box = boxes[n];
+      const isTaken = taken.some((other) => other.left < box.right && box.left < other.right &&
+                                            other.top < box.bottom && box.top < other.bottom);
+      if (!isTaken) taken.push(box);
+      spans[n].classList.toggle("unnamed", isTaken);
+      spans[n].classList.toggle("faint", chosen >= 0 && !first.includes(n));
+    }
   }
-  function zoomAt(factor, x = 0.5, y = 0.5) {
-    factor = Math.min(Math.max(zoom * factor, 0.5), 60) / zoom;
+  // Keep the point at the share (x, y) of the view where it is.
+  function zoomTo(wanted, x = 0.5, y = 0.5) {
+    const left = x * view.clientWidth, top = y * view.clientHeight;
+    const factor = Math.min(Math.max(wanted, 1), 60) / zoom;
+    const toLeft = (view.scrollLeft + left) * factor - left;
+    const toTop = (view.scrollTop + top) * factor - top;
     zoom *= factor;
-    left = x - (x - left) * factor;
-    top = y - (y - top) * factor;
+    get("map").style.width = get("map").style.height = 100 * zoom + "%";
+    view.scrollTo(toLeft, toTop);
     draw();
   }
-  function all() { zoom = 0.86; left = 0.04; top = 0.07; draw(); }
   function choose(n, go) {
     chosen = n;
     if (n >= 0) {
-      const said = get("near");
-      said.textContent = "Nearest to " + map.words[n] + ": ";
+      get("near").textContent = "Nearest to " + map.words[n] + ": ";
       for (const other of map.near[n]) {
         const button = document.createElement("button");
         button.type = "button";
         button.textContent = map.words[other];
         button.onclick = () => choose(other, true);
-        said.append(button, " ");
+        get("near").append(button, " ");
       }
       if (go) {
-        zoom = Math.max(zoom, 3);
-        left = 0.5 - map.places[n][0] * zoom;
-        top = 0.5 - map.places[n][1] * zoom;
+        zoomTo(Math.max(zoom, 3));
+        view.scrollTo(spans[n].offsetLeft - view.clientWidth / 2,
+                      spans[n].offsetTop - view.clientHeight / 2);
       }
     }
     draw();
   }
   function show(number) {
     map = maps[number];
-    chosen = -1;
+    spans = map.words.map((word, n) => {
+      const span = document.createElement("span"), dot = document.createElement("i");
+      dot.className = "b" + map.groups[n];
+      span.append(dot, word);
+      span.style.left = 4 + 86 * map.places[n][0] + "%";
+      span.style.top = 7 + 86 * map.places[n][1] + "%";
+      return span;
+    });
+    get("map").replaceChildren(...spans);
     get("words").replaceChildren(...map.words.map((word) => new Option(word, word)));
-    all();
+    get("all").click();
   }
-  const place = (event) => {
-    const box = canvas.getBoundingClientRect();
-    return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+  view.onpointerdown = () => { moved = 0; };
+  view.onpointermove = (event) => {
+    if (!event.buttons || event.pointerType === "touch") return;  // which scrolls by itself
+    moved += Math.abs(event.movementX) + Math.abs(event.movementY);
+    view.scrollBy(-event.movementX, -event.movementY);
   };
-  canvas.onpointerdown = (event) => {
-    canvas.setPointerCapture(event.pointerId);
-    pointers.set(event.pointerId, place(event));
-    moved = pointers.size > 1 ? 1 : 0;
+  view.onclick = (event) => {
+    if (!(moved > 5)) choose(spans.indexOf(event.target.closest("span")), false);
   };
-  canvas.onpointermove = (event) => {
-    const before = pointers.get(event.pointerId);
-    if (!before) return;
-    const now = place(event);
-    const other = [...pointers].find(([id]) => id !== event.pointerId);
-    pointers.set(event.pointerId, now);
-    moved += Math.hypot(now[0] - before[0], now[1] - before[1]);
-    if (other) {
-      const away = (point) => Math.hypot(point[0] - other[1][0], point[1] - other[1][1]) + 1e-6;
-      zoomAt(away(now) / away(before), other[1][0], other[1][1]);
-    } else {
-      left += now[0] - before[0];
-      top += now[1] - before[1];
-      draw();
-    }
-  };
-  canvas.onpointerup = canvas.onpointercancel = (event) => {
-    pointers.delete(event.pointerId);
-    if (event.type !== "pointerup" || moved > 0.01) return;
-    const box = canvas.getBoundingClientRect();
-    const distance = (n) => Math.hypot(at(n)[0] - event.clientX + box.left,
-                                       at(n)[1] - event.clientY + box.top);
-    let best = 0;
-    for (let n = 1; n < map.words.length; n++) if (distance(n) < distance(best)) best = n;
-    choose(distance(best) < 30 ? best : -1, false);
-  };
-  canvas.addEventListener("wheel", (event) => {
+  view.addEventListener("wheel", (event) => {
     event.preventDefault();
-    zoomAt(Math.exp(-event.deltaY / 400), ...place(event));
+    const box = view.getBoundingClientRect();
+    zoomTo(zoom * Math.exp(-event.deltaY / 400), (event.clientX - box.left) / box.width,
+           (event.clientY - box.top) / box.height);
   }, { passive: false });
   get("find").oninput = (event) => {
     const asked = event.target.value.trim().toLowerCase();
@@ -361,14 +324,13 @@ if (maps.length) {
   get("run").replaceChildren(...maps.map((one, number) => new Option(one.name, number)));
   get("run").hidden = maps.length === 1;
   get("run").onchange = (event) => show(+event.target.value);
-  get("in").onclick = () => zoomAt(1.5);
-  get("out").onclick = () => zoomAt(1 / 1.5);
-  get("all").onclick = () => { chosen = -1; all(); };
+  get("in").onclick = () => zoomTo(zoom * 1.5);
+  get("out").onclick = () => zoomTo(zoom / 1.5);
+  get("all").onclick = () => { chosen = -1; zoom = 1; zoomTo(1); };
   window.addEventListener("resize", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   show(0);
 }
-""".replace("COLORS", json.dumps(plots.COLORS))
+"""
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">

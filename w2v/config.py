@@ -6,12 +6,11 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -21,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
-from w2v.system.files import atomic_write, one_line
+from w2v.system.files import atomic_write, nearest, one_line
 
 # configs/ of a checkout, which an installed package holds as w2v/configs.
 PACKAGE = Path(str(package_files("w2v")))
@@ -98,17 +97,11 @@ class CorpusConfig(Section):
     )
     field: str = key("text", "Field of .jsonl files that holds the text.")
     tokenize: Literal["auto", "whitespace", "words"] = key(
-        "auto",
-        "Split at white space, or keep letters and numbers alone, in lower case (auto: words where "
-        "the text is raw).",
+        "auto", "Split at white space, or keep letters and numbers, in lower case (auto: raw text)."
     )
     lowercase: bool = key(False, "Convert the text to lower case.")
-    phrases: int = key(
-        0, "Passes that join frequent pairs of words, such as new_york (0: none).", at_least=0
-    )
-    phrases_threshold: float = key(
-        10.0, "Score that joins a pair, as in gensim's Phrases; higher joins fewer.", above=0
-    )
+    phrases: int = key(0, "Passes that join frequent pairs, such as new_york.", at_least=0)
+    phrases_threshold: float = key(10.0, "Score that joins a pair, as gensim's Phrases.", above=0)
     max_sentence_length: int = key(10_000, "Words after which a long line is split.", at_least=2)
     data_dir: str = key("data", "Folder for downloaded corpora and for the word ids of texts.")
 
@@ -135,10 +128,7 @@ class ModelConfig(Section):
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
-        -1,
-        "Draw negatives from a pool of this size (0: no pool; auto: where rows are paged).",
-        auto=-1,
-        at_least=0,
+        -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
     )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
     sample: float = key(1e-4, "Subsample words above this share (0: off).", at_least=0, below=1)
@@ -167,10 +157,7 @@ class OptimizerConfig(Section):
         "Correct bias by the steps of the table, or of each row (auto: row with fused kernels).",
     )
     occurrence_cap: int = key(
-        0,
-        "Scale the gradient of a row with n pairs by min(1, cap / n) (0: no cap; auto: by lr).",
-        auto=-1,
-        at_least=0,
+        0, "Scale gradients of n pairs by min(1, cap/n) (0: off; auto: by lr).", auto=-1, at_least=0
     )
     schedule: Literal["constant", "linear", "cosine"] = key("linear", "Decay of lr to min_lr.")
     warmup: float = key(0.0, "Share of the run in which lr rises from 0.", at_least=0, below=1)
@@ -188,13 +175,9 @@ class TransferConfig(Section):
     """Placement of the tables, and transfer of rows between CPU and GPU."""
 
     engine: Literal["auto", "resident", "mapped", "staged"] = key(
-        "auto",
-        "Tables on the compute device (resident), or in CPU memory, which the GPU reads in place "
-        "(mapped) or by copies (staged).",
+        "auto", "Tables on the device, or in CPU memory: read in place (mapped) or copied (staged)."
     )
-    gpu_bytes: str = key(
-        "auto", "GPU memory for cached rows: 20GiB, 50% of the tables, 0, or auto (all free)."
-    )
+    gpu_bytes: str = key("auto", "GPU memory for cached rows: 20GiB, 50% of the tables, 0, auto.")
     steps_per_page: int = key(0, "Steps whose rows move together (0: up to 8).", at_least=0)
     lookahead: bool = key(True, "Read the text ahead, to keep rows that are used soon (one GPU).")
     table_dir: str = key("", "Folder for tables that exceed memory (empty: in memory).")
@@ -219,10 +202,7 @@ class TrainConfig(Section):
 
     epochs: int = key(5, "Passes over the corpus.", at_least=1)
     batch_size: int = key(
-        0,
-        "Center words of a step, after subsampling (auto: as the text needs).",
-        auto=0,
-        at_least=1,
+        0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
@@ -244,9 +224,7 @@ class RunConfig(Section):
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
-        10.0,
-        "Minutes between checkpoints, besides one per long epoch (0: only at the end).",
-        at_least=0,
+        10.0, "Between checkpoints, besides one a long epoch (0: only at the end).", at_least=0
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files of vectors: gensim's, word2vec's.")
@@ -347,11 +325,10 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML; `load_config([path])` returns an equal one."""
-    sections: dict[str, dict[str, Any]] = {}
+    content = OmegaConf.create()
     for name, value in flat_config(config).items():
-        section, _, last = name.partition(".")
-        sections.setdefault(section, {})[last] = value
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(sections)))
+        OmegaConf.update(content, name, value)
+    atomic_write(path, OmegaConf.to_yaml(content))
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -371,11 +348,6 @@ def config_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     old = flat_config(Config()) | old
     differing = sorted(name for name in new if old[name] != new[name])
     return {name: f"{name}={_show(new[name])} instead of {_show(old[name])}" for name in differing}
-
-
-def config_keys() -> Iterator[str]:
-    """Iterate over the dotted names of all keys, such as `model.window`."""
-    return iter(TYPES)
 
 
 def describe_config() -> str:
@@ -403,7 +375,7 @@ def find_config(name: str | Path) -> Path:
     shipped = path if path.is_file() else shipped_config(str(name))
     if shipped:
         return shipped
-    near = _nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
+    near = nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
     near = near or nearest_config(path.stem)
     remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"
     raise ConfigError(f"config file {name} does not exist; {remedy}")
@@ -420,7 +392,7 @@ def shipped_config(name: str) -> Path | None:
 def nearest_config(name: str, cutoff: float = 0.6) -> str:
     """Return the shipped file whose name is most similar, or nothing."""
     known = {file.stem: str(file.relative_to(CONFIGS.parent)) for file in CONFIGS.rglob("*.yaml")}
-    return known.get(_nearest(name.lower(), known, cutoff), "")
+    return known.get(nearest(name.lower(), known, cutoff), "")
 
 
 def check_optimizer(name: str) -> None:
@@ -432,7 +404,7 @@ def check_optimizer(name: str) -> None:
     if mixes:
         raise ConfigError(f"{where} mixes rows, so it cannot be paged; choose one of {known}")
     lower = {other.lower(): other for other in OPTIMIZERS}
-    near = lower.get(_nearest(name.lower(), lower, cutoff=0.5))
+    near = lower.get(nearest(name.lower(), lower, cutoff=0.5))
     hint = f"did you mean {near}?" if near else f"choose one of {known}, or package.Class"
     raise ConfigError(f"{where} is not a known optimizer; {hint}")
 
@@ -544,7 +516,7 @@ def _expected(name: str, value: Any) -> str:
     hint = TYPES.get(name)
     if choices := _choices(hint):
         near = FOREIGN_VALUES.get(str(value).lower(), "")
-        near = near if near in choices else _nearest(str(value), choices)
+        near = near if near in choices else nearest(str(value), choices)
         return f"one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
     words = TYPE_NAMES[hint] + (" or auto" if name in AUTO else "")
     if hint in (int, int | None) and isinstance(value, float) and value.is_integer():
@@ -557,7 +529,7 @@ def _suggestion(unknown: str) -> str:
     if near := nearest_key(unknown):
         return f"did you mean '{near}'?"
     section, _, last = unknown.rpartition(".")
-    if not section and (near := _nearest(last.lower(), SECTIONS, cutoff=0.7)):
+    if not section and (near := nearest(last.lower(), SECTIONS, cutoff=0.7)):
         return f"did you mean the section '{near}'?"
     return "see --help-config"
 
@@ -569,21 +541,16 @@ def nearest_key(unknown: str) -> str:
     for name, foreign_names in FOREIGN_NAMES.items():
         if last in foreign_names:
             return name
-    if not section and _nearest(last, SECTIONS, cutoff=0.7):
+    if not section and nearest(last, SECTIONS, cutoff=0.7):
         return ""
     # Compare the last parts first: a key in the wrong section is the most common mistake.
     names = list(TYPES)
     if section == "optimizer":  # the key of another section only if it is spelled exactly
         names = [name for name in names if name.startswith("optimizer.") or name.endswith(last)]
-    if near := _nearest(last, [name.split(".")[1] for name in names]):
+    if near := nearest(last, [name.split(".")[1] for name in names]):
         names = [name for name in names if name.endswith(f".{near}")]
-        return _nearest(unknown, names, cutoff=0)
+        return nearest(unknown, names, cutoff=0)
     return f"optimizer.args.{last}" if section == "optimizer" and last.isidentifier() else ""
-
-
-def _nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the most similar of the words, or nothing."""
-    return "".join(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff))
 
 
 def _show(value: Any) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.bench import plot, tables
 from w2v.api import cli
-from w2v.config import config_keys, load_config, shipped_config
+from w2v.config import TYPES, load_config, shipped_config
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -53,7 +53,7 @@ def test_keys_targets_modules_and_arguments_exist(doc, monkeypatch):
     monkeypatch.chdir(ROOT)
     # Generated tables quote the commands of other commits.
     text = tables.MARKED.sub("", doc.read_text(encoding="utf-8"))
-    keys = set(config_keys())
+    keys = set(TYPES)
     sections = "|".join({key.split(".")[0] for key in keys})
     for key in re.findall(rf"`((?:{sections})\.[a-z_]+)[=`]", text):
         assert key in keys or key.endswith((".py", ".tsv", ".md", ".yaml", ".log")), key

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from w2v.config import (
     AUTO,
     FOREIGN_NAMES,
+    TYPES,
     Config,
     ConfigError,
     TransferConfig,
     config_changes,
-    config_keys,
     describe_config,
     flat_config,
     load_config,
@@ -261,7 +261,7 @@ def test_integers_beyond_the_kernels_are_refused():
 
 def test_foreign_names_lead_to_keys():
     for key, foreign_names in FOREIGN_NAMES.items():
-        assert key in config_keys() or key.startswith("optimizer.args.")
+        assert key in TYPES or key.startswith("optimizer.args.")
         for name in foreign_names:
             assert f"did you mean '{key}'?" in config_error(f"{name}=3")
 
@@ -330,7 +330,7 @@ def test_described_defaults_load_back_and_every_key_has_a_sentence(write):
     text = describe_config()
     assert load_config([write(text)]) == Config()
     described = re.findall(r"^  # .+\.\n  (\w+): .+$", text, flags=re.MULTILINE)
-    assert described == [name.split(".")[1] for name in config_keys()]
+    assert described == [name.split(".")[1] for name in TYPES]
     assert "One of: auto, resident, mapped, staged." in text
 
 
@@ -354,7 +354,7 @@ ANY_TEXT = (
     | st.integers().map(str)
     | st.floats().map(str)
 )
-ANY_KEY = st.sampled_from([*config_keys(), "optimizer.args.x", "model", ""]) | ANY_TEXT
+ANY_KEY = st.sampled_from([*TYPES, "optimizer.args.x", "model", ""]) | ANY_TEXT
 
 
 @given(st.lists(st.tuples(ANY_KEY, ANY_TEXT), max_size=3))

@@ -11,7 +11,7 @@ import pytest
 import evaluate
 from tests.support.runs import scores_of, write_run
 from w2v.api import compare
-from w2v.config import config_keys, load_config, save_config
+from w2v.config import TYPES, load_config, save_config
 from w2v.vectors import runs as comparison
 from w2v.vectors.runs import RunError, find, find_all, read
 
@@ -210,6 +210,6 @@ def test_evaluate_compares_the_runs_it_is_given(runs, capsys):
 
 
 def test_named_settings_exist():
-    keys = list(config_keys())
+    keys = list(TYPES)
     assert set(comparison.SHOWN) <= set(keys)
     assert all(any(key.startswith(name) for key in keys) for name in comparison.NO_SETTING)

@@ -7,7 +7,6 @@ help and wrong arguments are answered at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 import w2v
 from w2v.distributed import launcher
-from w2v.system.files import error_message
+from w2v.system.files import error_message, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast
 from w2v.vectors.datasets import ASKED
 
@@ -225,9 +224,8 @@ def make_parser(name: str) -> Parser:
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command."""
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, [*COMMANDS, "--help", "--version"], n=1)
-        near = [FOREIGN_COMMANDS[name]] if name in FOREIGN_COMMANDS else near
-        hint = f"did you mean w2v {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        near = FOREIGN_COMMANDS.get(name) or nearest(name, [*COMMANDS, "--help", "--version"])
+        hint = f"did you mean w2v {near}?" if near else f"one of {', '.join(COMMANDS)}"
         if name == "supervised":
             hint = "it trains word vectors and no classifiers"
         elif Path(name).exists() or "." in name:
@@ -252,9 +250,8 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
             continue
         unknown.append(option)
         plain = option.lstrip("-").replace("-", "_")
-        near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
         foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
-        near = [foreign] if foreign in known else near
+        near = foreign if foreign in known else nearest(option, known, cutoff=0.75)
         setting = hint = ""
         if command == "train" and (not near or plain == "hs"):
             from w2v.config import nearest_key
@@ -272,7 +269,7 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         if setting:
             settings.append(setting)
         else:
-            hints.append(hint or (f"did you mean {near[0]}?" if near else ""))
+            hints.append(hint or (f"did you mean {near}?" if near else ""))
     if unknown:
         are = "is not an option" if len(unknown) == 1 else "are not options"
         hints = [f"write {' '.join(settings)}"] * bool(settings) + [*filter(None, hints)]
@@ -340,12 +337,12 @@ complete -F _w2v w2v"""
 
 def print_completion(options: argparse.Namespace) -> None:
     """Print a script that completes commands, options, configs and keys."""
-    from w2v.config import CONFIGS, config_keys
+    from w2v.config import CONFIGS, TYPES
 
     known = {name: " ".join(make_parser(name)._option_string_actions) for name in COMMANDS}
     cases = "\n".join(f'    *" {name}") words="{options}" ;;' for name, options in known.items())
     settings = [*(file.stem for file in sorted(CONFIGS.rglob("*.yaml"))), "latest"]
-    settings += [f"{key}=" for key in config_keys()]
+    settings += [f"{key}=" for key in TYPES]
     if options.shell == "zsh":
         print("autoload -U +X bashcompinit && bashcompinit")
     names, keys = " ".join(COMMANDS), " ".join(settings)

@@ -9,7 +9,6 @@ Shapes: V rows of a table, U unique rows, D dimensions, R elements of a record.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from w2v.config import OPTIMIZERS, ConfigError, OptimizerConfig, check_optimizer
 from w2v.kernels.batch import Hyper, TableLike
 from w2v.model.table import RowState
-from w2v.system.files import one_line
+from w2v.system.files import nearest, one_line
 
 Optimizer = torch.optim.Optimizer
 
@@ -329,10 +328,9 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     own = set(accepted) - {"params", "lr"}
     for key in config.args:
         if key not in own:
-            near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
-            hint = "optimizer.args={} clears what a config file has set"
-            if near:
-                hint = f"did you mean {near[0]}?"
+            near = nearest(key, own)
+            clears = "optimizer.args={} clears what a config file has set"
+            hint = f"did you mean {near}?" if near else clears
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
         pair = accepted[key].default
         if isinstance(pair, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import functools
@@ -218,6 +219,11 @@ def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]
     except Exception as error:
         reason = one_line(f"{type(error).__name__}: {error}")[:200]
         raise kind(f"{problem} ({reason}); {remedy}") from error
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the most similar of the words, or nothing, for a message."""
+    return "".join(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff))
 
 
 def one_line(text: object) -> str:

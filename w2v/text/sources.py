@@ -5,7 +5,6 @@ Wikipedia dumps and named corpora are written as text files once.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, one_line, refused
+from w2v.system.files import atomic_path, hash_file, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 
 SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
@@ -80,8 +79,8 @@ def require_source(path: str, data_dir: str | Path) -> None:
     # Suggest a name, or a file beside the missing one or in data_dir.
     folders = [folder for folder in {found.parent, data_dir} if folder.is_dir()]
     files_there = [str(file) for folder in folders for file in folder.iterdir()]
-    near = difflib.get_close_matches(path, [*NAMES, *files_there], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(path, [*NAMES, *files_there])
+    hint = f"; did you mean {near}?" if near else ""
     known = f"no file, no directory and no corpus name ({', '.join(NAMES)})"
     raise CorpusError(f"corpus.path={path!r} is {known}{hint}")
 

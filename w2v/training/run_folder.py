@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO
 
 from w2v.config import (
+    TYPES,
     Config,
     ConfigError,
     config_changes,
-    config_keys,
     flat_config,
     load_config,
     save_config,
@@ -28,7 +28,7 @@ from w2v.vectors.runs import RunError, find
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
-MAY_CHANGE |= {name for name in config_keys() if name.startswith(("run.", "transfer."))}
+MAY_CHANGE |= {name for name in TYPES if name.startswith(("run.", "transfer."))}
 
 JOB = ".job"  # file with the torchrun job that created the run
 

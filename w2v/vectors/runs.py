@@ -6,7 +6,6 @@ A table has a row for each setting: the mean, and the spread over seeds.
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 import logging
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from w2v.system.files import refused
+from w2v.system.files import nearest, refused
 from w2v.vectors.datasets import PAIR_SETS
 
 log = logging.getLogger("w2v")
@@ -85,8 +84,8 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
         return newest.parent
     folder = Path(run)
     if not folder.exists():
-        near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*")])
-        hint = f"did you mean {folder.parent / near[0]}?" if near else "name a run, such as latest"
+        near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
+        hint = f"did you mean {folder.parent / near}?" if near else "name a run, such as latest"
         raise RunError(f"{run} does not exist; {hint}")
     if nested := min(folder.glob(f"{VISIBLE}/{file}"), default=None):
         raise RunError(f"{run} is a folder of runs; name one run's folder, such as {nested.parent}")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +52,7 @@ from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows, f
 from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
-from w2v.transfer.cache import MappedCache, RowCache, TorchCache
+from w2v.transfer.cache import MappedCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate, measure_rates
 
@@ -60,6 +60,12 @@ log = logging.getLogger("w2v")
 # Type of rows by precision, float32 where it is not named; and of matrix products in plain torch.
 ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}
+KERNELS = {  # as the plan names them
+    "reference": "plain torch",
+    "cpu": "compiled by numba",
+    "sequential": "compiled by numba, each center a step of its own",
+    "cuda": "fused",
+}
 LINKS: dict[str, tuple[type[Link], Storage]] = {
     "mapped": (MappedLink, "pinned"),
     "staged": (StagedLink, "cpu"),
@@ -84,7 +90,7 @@ class Plan:
     corpus: Corpus
     optimizer: RowOptimizer
     device: torch.device  # where steps are computed
-    kernels: str  # reference, cpu, sequential (CPU, SGD center by center) or cuda
+    kernels: str  # one of KERNELS
     engine: str  # resident, mapped or staged
     reason: str  # why this engine
     slots: int  # rows of paged tables that the GPU has room for
@@ -118,8 +124,9 @@ class Plan:
             + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
             f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
-            f"kernels   {self._kernels_in_words()}, precision {config.train.precision}"
-            f"{self._model_in_words()}",
+            f"kernels   {KERNELS[self.kernels]}, precision {config.train.precision}"
+            + ", CBOW" * (config.model.architecture == "cbow")
+            + ", hierarchical softmax" * config.model.hs,
             f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
             f"memory    {self.budget.totals}",
         ]
@@ -192,18 +199,6 @@ class Plan:
         chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
-    def _kernels_in_words(self) -> str:
-        return {
-            "reference": "plain torch",
-            "cpu": "compiled by numba",
-            "sequential": "compiled by numba, each center a step of its own",
-            "cuda": "fused",
-        }[self.kernels]
-
-    def _model_in_words(self) -> str:
-        model = self.config.model
-        return ", CBOW" * (model.architecture == "cbow") + ", hierarchical softmax" * model.hs
-
     def _paging_in_words(self) -> str:
         if self.engine not in LINKS:
             return ""
@@ -258,9 +253,8 @@ def make_plan(
     if (rows := rows_of(config, vocab)) > MOST_ROWS:
         most = MOST_ROWS * len(vocab.words) // rows
         raise ConfigError(
-            f"{len(vocab.words):,} words need {rows:,} rows, more than the {MOST_ROWS:,} that a "
-            f"table may have; set vocab.max_final_vocab={most} or raise "
-            f"vocab.min_count={config.vocab.min_count}"
+            f"{len(vocab.words):,} words need {rows:,} rows; a table has at most {MOST_ROWS:,}; "
+            f"set vocab.max_final_vocab={most} or raise vocab.min_count={config.vocab.min_count}"
         )
     if not ranks.shard_rows(len(vocab.words)):
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
@@ -273,14 +267,9 @@ def make_plan(
     job = budget.job  # with resident tables
     width = job.record_bytes // job.element_size
     besides_tables = sum(job.needs()["gpu"].values()) - job.table_bytes
-    engine, reason = choose_engine(
-        config,
-        machine,
-        device,
-        job.table_bytes,
-        lambda: measure_links(width, row_type(config), device),
-        besides_tables,
-    )
+    measured = partial(measure_links, width, row_type(config), device)
+    where = config, machine, device
+    engine, reason = choose_engine(*where, job.table_bytes, measured, besides_tables)
     budget = replace(budget, job=replace(job, engine=engine))
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
@@ -291,10 +280,8 @@ def make_plan(
         shared_job = replace(budget.job, pool=config.model.negative_pool)
         fits = fitting_batch_size(shared_job, ranks.size * slots, steps)
         if fits < size:
-            log.warning(
-                f"transfer.gpu_bytes has room for {slots:,} rows, too few for a batch of {size:,}: "
-                f"using train.batch_size={fits}"
-            )
+            few = f"has room for {slots:,} rows, too few for a batch of {size:,}"
+            log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
             # From the given settings, so that automatic ones suit the smaller batch.
             smaller = replace(given, train=replace(given.train, batch_size=fits))
             return make_plan(smaller, (vocab, corpus), run, ranks)
@@ -385,10 +372,8 @@ def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
     centers = auto.Use.of(config, vocab).centers
     if centers < FEWEST_STEPS * size:
         remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
-        log.warning(
-            f"train.batch_size={size} leaves {centers / size:.0f} optimizer steps, too few to "
-            f"learn from; {remedy}"
-        )
+        few = f"{centers / size:.0f} optimizer steps, too few to learn from"
+        log.warning(f"train.batch_size={size} leaves {few}; {remedy}")
 
 
 def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
@@ -451,31 +436,21 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
     if plan.engine in LINKS:
         _, storage = LINKS[plan.engine]
-    files: list[Path | None] = [None, None]
     if folder := plan.config.transfer.table_dir:
         storage = "mmap"
-        files = [Path(folder) / f"{os.getpid()}-{name}.records" for name in ("input", "output")]
         Path(folder).mkdir(parents=True, exist_ok=True)
-    pinned: list[Tensor | None] = [None, None]
+    pinned: Sequence[Tensor | None] = (None, None)
     if storage == "pinned" and plan.paging.lookahead:
         # Both rows of a word then move at much the same time, so they lie side by side.
         width = record_width(size, states, dtype.itemsize, alignment)
-        pinned = list(side_by_side(2, rows, width, dtype).unbind())
-    inputs, outputs = (
-        Table(
-            name,
-            rows,
-            size,
-            states,
-            plan.optimizer.scalars,
-            storage,
-            dtype,
-            path=file,
-            alignment=alignment,
-            memory_VR=memory_VR,
-        )
-        for name, file, memory_VR in zip(("input", "output"), files, pinned, strict=True)
-    )
+        pinned = side_by_side(2, rows, width, dtype).unbind()
+
+    def table(name: str, memory_VR: Tensor | None) -> Table:
+        path = Path(folder, f"{os.getpid()}-{name}.records") if folder else None
+        layout = rows, size, states, plan.optimizer.scalars, storage, dtype
+        return Table(name, *layout, path=path, alignment=alignment, memory_VR=memory_VR)
+
+    inputs, outputs = map(table, ("input", "output"), pinned)
     values = uniform(size, 0.5 / size, plan.config.train.seed)
     threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
     # Memory of rows that no word uses is not touched, so a CPU does not provide it.
@@ -520,10 +495,10 @@ def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:
     from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
 
     # Threads overtake each other in sequential SGD, which is deterministic on one alone.
-    sequential = plan.kernels == "sequential"
-    one = sequential and plan.config.train.deterministic
-    threads = 1 if one else useful_threads(plan.config)
-    return (SequentialSgdKernels if sequential else CpuKernels)(plan.shape, threads)
+    if plan.kernels == "sequential":
+        one = plan.config.train.deterministic
+        return SequentialSgdKernels(plan.shape, 1 if one else useful_threads(plan.config))
+    return CpuKernels(plan.shape, useful_threads(plan.config))
 
 
 def useful_threads(config: Config) -> int:
@@ -540,13 +515,8 @@ def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     link, _ = LINKS[plan.engine]
     if not plan.slots:
         return Paged(link(), tables, plan.device)
-    uses_TV = expected_uses(plan)
-    cache: RowCache
-    if link is MappedLink:
-        cache = MappedCache(tables, plan.slots, plan.device, uses_TV)
-    else:
-        cache = TorchCache(link(), tables, plan.slots, plan.device, uses_TV)
-    return cache
+    room = tables, plan.slots, plan.device, expected_uses(plan)
+    return MappedCache(*room) if link is MappedLink else TorchCache(link(), *room)
 
 
 def expected_uses(plan: Plan) -> Tensor:
@@ -607,17 +577,14 @@ def make_heldout(plan: Plan) -> HeldOut | None:
 
 def measure_link(plan: Plan) -> float:
     """Return the link's roofline in bytes/s, both ways; 0 if it is not used."""
-    on_link = plan.device.type == "cuda" and plan.engine in LINKS
-    return measure_copy_rate(plan.device) if on_link else 0.0
+    return measure_copy_rate(plan.device) if plan.engine in LINKS else 0.0
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
     """Return where steps are computed."""
     wanted = config.train.device
     if wanted == "cuda" and not machine.gpu:
-        why = (
-            "no usable NVIDIA GPU was found" if machine.cuda_torch else "this torch is a CPU build"
-        )
+        why = "no usable NVIDIA GPU" if machine.cuda_torch else "this torch is a CPU build"
         remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
         raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
     torch_major, cupy_major = (
@@ -715,7 +682,7 @@ def choose_kernels(
     optimizer: RowOptimizer,
     ranks: Ranks = SINGLE,
 ) -> str:
-    """Return the name of the kernels: see `Plan.kernels`.
+    """Return the name of the kernels, one of `KERNELS`.
 
     Fused kernels are numba's on the CPU, for one rank and float32; and CUDA's on a GPU, which add
     gradients in no fixed order, so not where bits must repeat.

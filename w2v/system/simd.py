@@ -49,9 +49,10 @@ class Code:
 
     def splat(self, number: Any) -> Any:
         """Return a vector of equal numbers."""
-        one = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, INT64(0))
+        undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+        one = self.builder.insert_element(undefined, number, INT64(0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        return self.builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), zeros)
+        return self.builder.shuffle_vector(one, undefined, zeros)
 
     def zeros(self, count: int) -> list[Any]:
         """Return variables of vectors, set to zero."""
@@ -66,19 +67,19 @@ class Code:
 
     def sum(self, vector: Any) -> Any:
         """Return the sum of a vector's numbers."""
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), VECTOR])
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, [ir.FloatType()(-0.0), vector], fastmath=FAST)
+        return self.call(name, ir.FloatType(), ir.FloatType()(-0.0), vector, fastmath=FAST)
 
     def mask(self, numbers: Any) -> Any:
         """Return which lanes are below a number."""
-        kind = ir.VectorType(INT64, LANES)
-        lanes = ir.Constant(kind, list(range(LANES)))
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), numbers, INT64(0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        limit = self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
-        return self.builder.icmp_unsigned("<", lanes, limit)
+        lanes = ir.Constant(ir.VectorType(INT64, LANES), list(range(LANES)))
+        return self.builder.icmp_unsigned("<", lanes, self.splat(numbers))
+
+    def call(self, name: str, kind: Any, *arguments: Any, **options: Any) -> Any:
+        """Call a function of LLVM's, which returns this kind."""
+        kind = ir.FunctionType(kind, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, arguments, **options)
 
 
 class Matrix:
@@ -104,25 +105,21 @@ class Matrix:
 
     def load(self, *place: Any, mask: Any = None) -> Any:
         """Return a vector; where the mask is not set it is zero."""
-        builder, pointer = self._code.builder, self._pointer(place)
+        pointer = self._pointer(place)
         if mask is None:
-            return builder.load(pointer, align=4)
-        kind = ir.FunctionType(VECTOR, [pointer.type, ir.IntType(32), mask.type, VECTOR])
-        name = f"llvm.masked.load.v{LANES}f32.p0"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
+            return self._code.builder.load(pointer, align=4)
         zeros = ir.Constant(VECTOR, [0.0] * LANES)
-        return builder.call(function, [pointer, ir.IntType(32)(4), mask, zeros])
+        rest = pointer, ir.IntType(32)(4), mask, zeros
+        return self._code.call(f"llvm.masked.load.v{LANES}f32.p0", VECTOR, *rest)
 
     def store(self, vector: Any, *place: Any, mask: Any = None) -> None:
         """Store a vector, or the lanes whose mask is set."""
-        builder, pointer = self._code.builder, self._pointer(place)
+        pointer = self._pointer(place)
         if mask is None:
-            builder.store(vector, pointer, align=4)
+            self._code.builder.store(vector, pointer, align=4)
             return
-        kind = ir.FunctionType(ir.VoidType(), [VECTOR, pointer.type, ir.IntType(32), mask.type])
-        name = f"llvm.masked.store.v{LANES}f32.p0"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(function, [vector, pointer, ir.IntType(32)(4), mask])
+        rest = vector, pointer, ir.IntType(32)(4), mask
+        self._code.call(f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), *rest)
 
     def _pointer(self, place: tuple[Any, ...]) -> Any:
         return self._code.builder.bitcast(self.address(*place), VECTOR.as_pointer())

@@ -60,17 +60,13 @@ class Vocab:
             setting = f"vocab.min_count={limits.min_count}"
             remedy = "bring more text"
             if threshold > limits.min_count:
-                setting = (
-                    f"vocab.max_final_vocab={most} raises the minimum count to {threshold} and"
-                )
+                setting = f"vocab.max_final_vocab={most}, a minimum count of {threshold},"
                 remedy = "raise vocab.max_final_vocab"
             elif threshold > 1 and types > 1:
                 remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or bring more text"
-            top = np.flatnonzero(counts == counts.max())
-            [word] = words(top[[firsts[top].argmin()]])
+            few = f"keeps {'only one word' if len(kept) else 'no word'} and training needs two"
             raise VocabError(
-                f"{setting} keeps {'only one word' if len(kept) else 'no word'} and training needs "
-                f"two; {word!r} is the most frequent, {counts.max()} times; {remedy}"
+                f"{setting} {few}; the most frequent is there {counts.max()} times; {remedy}"
             )
         return cls(words(kept), counts[kept], int(counts.sum()), types), kept
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +75,7 @@ class Words:
 
 def load_words(run: str | Path) -> KeyedVectors | Words:
     """Load what queries need of the vectors that `run` names, see `find`."""
-    path = find(run)
-    if path.suffix != ".kv":
-        return load(run)
-    _check_sums(path)
-    with _refused(path):
-        return _load_kv(path, Words)
+    return _load(find(run), Words)
 
 
 def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
@@ -92,18 +86,19 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     """
     from gensim.models import KeyedVectors
 
-    path = find(run, runs)
+    return _load(find(run, runs), KeyedVectors)
+
+
+def _load(path: Path, kind: Any) -> Any:
+    """Load a vectors file; `kind` is the class of what a .kv file holds."""
     _check_sums(path)  # before anything is unpickled
-    with _refused(path):
-        if path.suffix == ".kv":
-            return _load_kv(path, KeyedVectors)
-        return KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
-
-
-def _refused(path: Path) -> AbstractContextManager[None]:
-    """Raise what fails in the block as a `VectorsError` about the file."""
     problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
-    return refused(VectorsError, problem, "export it again")
+    with refused(VectorsError, problem, "export it again"):
+        if path.suffix == ".kv":
+            return _load_kv(path, kind)
+        from gensim.models import KeyedVectors
+
+        return KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
 
 
 class _Unpickler(pickle.Unpickler):

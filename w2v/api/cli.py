@@ -83,16 +83,12 @@ def _add_train(add: Callable[..., Any]) -> None:
     settings = "text to train on (- for standard input), configs, and keys that override them"
     metavar = "text | config | section.key=value"
     add("settings", nargs="*", metavar=metavar, help=settings)
-    resume = "continue a run folder, or the `latest` in run.dir, from its last checkpoint"
-    add("--resume", metavar="RUN", help=resume)
-    dry = "print the memory, disk and time that the run needs; exit with 0 if it fits, else 3"
-    add("--dry-run", action="store_true", help=dry)
-    threads = "CPU cores to use (default: all that the process may use)"
-    add("--threads", type=count, metavar="N", help=threads)
+    add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
+    add("--dry-run", action="store_true", help="print what the run needs; exit with 3 if too much")
+    add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
     add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
     add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
-    keys = "print every key with its default and meaning, as YAML"
-    add("--help-config", action="store_true", help=keys)
+    add("--help-config", action="store_true", help="print every key, its default and meaning")
 
 
 def _add_run(add: Callable[..., Any]) -> None:
@@ -109,17 +105,16 @@ def _add_sets(add: Callable[..., Any], does: str) -> None:
 def _add_score(add: Callable[..., Any]) -> None:
     _add_run(add)
     _add_sets(add, "score")
-    first = "score the N most frequent words only (default: %(default)s)"
+    first = f"score the N most frequent words only (default: {ASKED})"
     add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_words(add: Callable[..., Any], words: str) -> None:
     _add_run(add)
-    stdin = "(default: one question per line from standard input)"
+    stdin = "(default: one question per line from stdin)"
     add("words", nargs="*", default=[], metavar="word", help=f"{words} {stdin}")
-    answers = "number of answers (default: %(default)s)"
-    add("--topn", type=count, default=10, metavar="N", help=answers)
+    add("--topn", type=count, default=10, metavar="N", help="number of answers (default: 10)")
 
 
 def _add_nn(add: Callable[..., Any]) -> None:
@@ -132,8 +127,7 @@ def _add_analogies(add: Callable[..., Any]) -> None:
 
 def _add_map(add: Callable[..., Any]) -> None:
     _add_run(add)
-    words = "number of words (default: %(default)s)"
-    add("--words", type=count, default=500, metavar="N", help=words)
+    add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
     add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
 
 
@@ -142,9 +136,7 @@ def _add_export(add: Callable[..., Any]) -> None:
     for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
         file = f"write vectors.{suffix}"
         add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
-    tensors = "write vectors.safetensors, and vectors.tsv with the words"
-    add("--safetensors", action="store_true", help=tensors)
-
+    add("--safetensors", action="store_true", help="write vectors.safetensors and vectors.tsv")
     add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
 
 
@@ -155,7 +147,7 @@ def _add_pictured(add: Callable[..., Any]) -> None:
 
 def _add_trainings(add: Callable[..., Any], names: str, metavar: str) -> None:
     add("settings", nargs="+", metavar=f"{metavar} | text | section.key=value", help=names)
-    base = "config with the settings that the others do not have (default: %(default)s)"
+    base = "config with the settings that the others do not have (default: text8)"
     add("--base", default="text8", metavar="CONFIG", help=base)
     seeds = "train with each of these seeds (default: 1)"
     add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
@@ -192,11 +184,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
     "plot": ("draw curves of runs, finished or not: curves.png", _add_pictured, "commands:plot"),
     "report": ("write a page about runs: report.html", _add_pictured, "commands:write_report"),
     "card": ("write the model card of a run: README.md", _add_run, "commands:write_card"),
-    "compare": (
-        "train several configs, or take runs, and print a table of scores",
-        _add_compare,
-        "compare:run",
-    ),
+    "compare": ("train configs, or take runs; print a table", _add_compare, "compare:run"),
     "sweep": ("search for the best settings of optimizers", _add_sweep, "sweep:run"),
     "completion": ("print the completion of a shell", _add_completion, "cli:print_completion"),
 }

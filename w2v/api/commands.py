@@ -73,7 +73,6 @@ def export_vectors(options: Namespace) -> None:
         written = export.save(kv, folder, options.formats) if options.formats else []
         if options.safetensors:
             written += export.save_safetensors(kv, folder)
-
     print(*written, sep="\n")
 
 

@@ -182,16 +182,21 @@ def without_seed(config: Config) -> Config:
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the setting of each corpus by its ending of the names of runs."""
-    if not options.corpora:
-        return {"": []}
-    found = {}
-    for corpus in options.corpora:
-        ending = f"-{Path(corpus).name.split('.')[0]}"
-        if ending in found:
-            remedy = "runs are named after corpora, so rename one"
-            raise ConfigError(f"{corpus}: another corpus is called {ending[1:]} too; {remedy}")
-        found[ending] = [f"corpus.path={corpus}"]
-    return found
+    corpora = by_name(options.corpora, "corpus")
+    found = {f"-{name}": [f"corpus.path={corpus}"] for name, corpus in corpora.items()}
+    return found or {"": []}
+
+
+def by_name(paths: Iterable[str], kind: str) -> dict[str, str]:
+    """Return paths by the names that runs take from them."""
+    named: dict[str, str] = {}
+    for path in paths:
+        name = Path(path).stem if kind == "config" else Path(path).name.split(".")[0]
+        if name in named:
+            called = f"{path}: another {kind} is called {name} too"
+            raise ConfigError(f"{called}; runs are named after it, so rename one")
+        named[name] = path
+    return named
 
 
 def load_configs(options: argparse.Namespace) -> dict[str, Config]:
@@ -199,16 +204,11 @@ def load_configs(options: argparse.Namespace) -> dict[str, Config]:
     files, assignments = sort_settings(options.settings)
     if not files:
         raise ConfigError("name the configs to compare, such as adam adamw")
-    configs: dict[str, Config] = {}
-    for ending, corpus in by_corpus(options).items():
-        for path in files:
-            stem = Path(path).stem
-            if f"{stem}{ending}" in configs:
-                remedy = "runs are named after configs, so rename one"
-                raise ConfigError(f"{path}: another config is called {stem} too; {remedy}")
-            given = [*assignments, *corpus]
-            configs[f"{stem}{ending}"] = planned_config([options.base, path], given, stem)
-    return configs
+    return {
+        f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
+        for ending, corpus in by_corpus(options).items()
+        for name, path in by_name(files, "config").items()
+    }
 
 
 def write(trained: Sequence[runs.Run], folder: Path) -> str:

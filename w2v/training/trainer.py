@@ -109,11 +109,9 @@ class TrainingLoop:
             parts = [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
             # Faults count the steps of this process; the rates begin after the last check.
             lr = self._rates[number - self._checked_step - 1]
-            raise Diverged(
-                f"training diverged at step {steps_before + number:,} "
-                f"({self.config.optimizer.name}, lr {lr:.4g}): no longer finite: "
-                f"{', '.join(parts)}; {remedy()}"
-            )
+            where = f"step {steps_before + number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
+            broken = f"no longer finite: {', '.join(parts)}"
+            raise Diverged(f"training diverged at {where}: {broken}; {remedy()}")
         self._checked_step = self.step.state.step
         self._rates.clear()
 

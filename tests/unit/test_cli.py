@@ -237,7 +237,7 @@ def test_help_names_all_commands_and_the_version_is_the_packages(capsys):
         ("w2v swe", {"sweep"}),
         ("w2v train --dr", {"--dry-run"}),
         ("w2v train optimizer.l", {"optimizer.lr="}),
-        ("w2v export latest --safe", {"--safetensors"}),
+        ("w2v export latest --te", {"--text"}),
     ],
 )
 def test_bash_completes(typed, expected, capsys):

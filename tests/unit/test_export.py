@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gensim.models import KeyedVectors
-from safetensors.numpy import load_file
 
 import evaluate
 from tests.support.planted import kv_of
@@ -119,8 +118,6 @@ def test_words_with_white_space_are_for_kv_only(tmp_path, word):
         with pytest.raises(VectorsError, match="white space.*use kv") as caught:
             export.save(kv, tmp_path, formats)
         assert repr(word) in str(caught.value)
-    with pytest.raises(VectorsError, match="white space"):
-        export.save_safetensors(kv, tmp_path)
     assert names_in(tmp_path) == []
     export.save(kv, tmp_path, ["kv"])
     assert load(tmp_path).index_to_key == ["the", word]
@@ -137,15 +134,6 @@ def test_evaluate_exports_the_chosen_formats(kv, tmp_path, capsys):
     # Without --to, the folder of the file that is read.
     assert evaluate.main(["export", str(out / "vectors.txt"), "--kv"]) == 0
     assert load(out).index_to_key == WORDS
-
-
-def test_safetensors_hold_the_vectors_and_a_table_the_words(kv, tmp_path):
-    tensors, table = export.save_safetensors(kv, tmp_path)
-    assert names_in(tmp_path) == ["vectors.safetensors", "vectors.tsv"]
-    assert np.array_equal(load_file(tensors)["vectors"], kv.vectors)
-    assert tensors.stat().st_mode == table.stat().st_mode
-    rows = [line.split("\t") for line in table.read_text().splitlines()]
-    assert rows == [[word, str(kv.get_vecattr(word, "count"))] for word in WORDS]
 
 
 def sharded(size, body, words=23, dim=5, dtype=torch.float32):

@@ -136,7 +136,6 @@ def _add_export(add: Callable[..., Any]) -> None:
     for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
         file = f"write vectors.{suffix}"
         add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
-    add("--safetensors", action="store_true", help="write vectors.safetensors and vectors.tsv")
     add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
 
 

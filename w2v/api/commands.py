@@ -61,19 +61,15 @@ def analogies(options: Namespace) -> int:
 
 def export_vectors(options: Namespace) -> None:
     """Write the vectors in other formats, and print the paths of the files."""
-    if not (options.formats or options.safetensors):
-        remedy = "add --kv, --bin, --text or --safetensors"
-        raise VectorsError(f"export has nothing to write; {remedy}")
+    if not options.formats:
+        raise VectorsError("export has nothing to write; add --kv, --bin or --text")
     path = find(options.run)
     folder = Path(options.to or path.parent)
     if folder.suffix in (*READABLE, ".safetensors"):
         raise VectorsError(f"--to {folder} names a file; name the folder that it shall be in")
     kv = load(path)
     with naming_file(folder):
-        written = export.save(kv, folder, options.formats) if options.formats else []
-        if options.safetensors:
-            written += export.save_safetensors(kv, folder)
-    print(*written, sep="\n")
+        print(*export.save(kv, folder, options.formats), sep="\n")
 
 
 def draw_map(options: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Export vectors for gensim, word2vec, safetensors and TensorBoard."""
+"""Export vectors for gensim and word2vec."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from w2v.system.files import (
-    TEMPORARY_SUFFIX,
-    apply_umask,
-    atomic_write,
-    hash_file,
-    printable,
-    start_writeback,
-    sync,
-)
+from w2v.system.files import TEMPORARY_SUFFIX, atomic_write, hash_file, start_writeback, sync
 from w2v.vectors.load import SUMS, VectorsError
 
 if TYPE_CHECKING:
@@ -189,22 +181,6 @@ def save(
     if sealed:
         seal(sums.parent)
     return [Path(folder, f"vectors.{name}") for name in formats]
-
-
-def save_safetensors(kv: KeyedVectors, folder: str | Path) -> list[Path]:
-    """Write vectors.safetensors ("vectors" [V, D]) and vectors.tsv (words)."""
-    from safetensors.numpy import save_file
-
-    names = ("vectors.safetensors", "vectors.tsv")
-    _check_words(kv.index_to_key)
-    counts = kv.expandos.get("count", [0] * len(kv))
-    rows = zip(map(printable, kv.index_to_key), counts, strict=True)
-    with _new_files(Path(folder)) as new:
-        lines = "".join(f"{word}\t{count}\n" for word, count in rows)
-        (new / names[1]).write_text(lines, encoding="utf-8")
-        save_file({"vectors": np.ascontiguousarray(kv.vectors)}, new / names[0])
-        apply_umask(new / names[0])
-    return [Path(folder, name) for name in names]
 
 
 def seal(folder: Path) -> None:

@@ -99,10 +99,7 @@ def write_card(options: Namespace) -> None:
 
 
 def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
-    """Answer the questions, or else each line of standard input.
-
-    A question that cannot be answered prints an error; as an argument, it makes the status 2.
-    """
+    """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():
         print("one question per line; Ctrl-D ends", file=sys.stderr)
     status = 0
@@ -112,5 +109,5 @@ def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
             print(printable(" ".join(words)), *answers, sep="\n", flush=True)
         except EvaluationError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            status = 2 if questions else 0
+            status = 2 if questions else 0  # a line may be mistyped
     return status

@@ -55,10 +55,9 @@ class HeldOut:
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Subsampling may leave no two words beside each other.
         if not any(expand(batch).context_mask_BC.any() for batch in drawn):
-            raise ConfigError(
-                f"train.held_out_words chose {offsets[-1]} words that make no pair; "
-                f"raise it, or model.sample={model.sample}"
-            )
+            remedy = f"raise it, or model.sample={model.sample}"
+            chosen = f"train.held_out_words chose {offsets[-1]} words that make no pair"
+            raise ConfigError(f"{chosen}; {remedy}")
         # Only the draws are on the CPU; the loss is computed on the device.
         self._device = device
         self._rows = table_rows(len(text.keep_V), model.hs, model.negative)

@@ -29,10 +29,7 @@ def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
 
 @compiled
 def _paths(counts_V, first_row):
-    """Join the two rarest nodes until one is left; return all paths from it.
-
-    Returns where each word's path begins, the rows and codes of all paths, and the longest length.
-    """
+    """Join the two rarest nodes until one is left; return a tree's parts."""
     words = len(counts_V)
     nodes = 2 * words - 1  # words, then inner nodes in the order in which they are made
     count_N = np.zeros(nodes, np.int64)

@@ -191,10 +191,7 @@ IGNORED_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyper]:
-    """Return the formula that makes this optimizer's step, "" if none does.
-
-    It comes with its constants.
-    """
+    """Return the formula of a step, or "", and its constants."""
     accepted = inspect.signature(cls).parameters
     defaults = {key: parameter.default for key, parameter in accepted.items() if key != "params"}
     given = defaults | args
@@ -238,13 +235,7 @@ class _FirstValues(dict):
 
 
 def _find_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the first values of the optimizer's state, by stepping it once.
-
-    Each is 0-dimensional, or of the parameter's shape with one value throughout.
-
-    Raises:
-        NotRowwise: Stepping rows one by one does not give what stepping them together gives.
-    """
+    """Return the first values of the state, by a step; raise `NotRowwise`."""
     try:
         first = _first_state(cls, args)
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
@@ -313,10 +304,8 @@ def _find_class(name: str) -> type[Optimizer]:
 
 
 def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class without the decorators that import torch's compiler.
-
-    That import takes 70 MiB and a second.
-    """
+    """Return the class without the decorators that import torch's compiler."""
+    # That import takes 70 MiB and a second.
     methods = "step", "add_param_group"
     plain = {name: torch.no_grad()(inspect.unwrap(getattr(cls, name))) for name in methods}
     return type(cls.__name__, (cls,), plain)

@@ -87,22 +87,16 @@ class RowFile:
             scalars = found["scalars"]
             found["scalars"] = sorted(scalars)  # their names belong to the layout
         except (OSError, ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{self.path} exists, but {self._layout_path} does not say what it holds; "
-                "remove it or take another path"
-            ) from None
+            unknown = f"{self.path} exists, but {self._layout_path} does not say what it holds"
+            raise ValueError(f"{unknown}; remove it or take another path") from None
         expected = self._layout | {"scalars": sorted(self._scalars)}
         if found != expected:
-            raise ValueError(
-                f"{self.path} holds {json.dumps(found)}, but the table is {json.dumps(expected)}; "
-                "use the settings it was made with, or another path"
-            )
+            differs = f"holds {json.dumps(found)}, but the table is {json.dumps(expected)}"
+            raise ValueError(f"{self.path} {differs}; use its settings, or another path")
         size, nbytes = self.path.stat().st_size, shape[0] * shape[1]
         if size != nbytes:
-            raise ValueError(
-                f"{self.path} has {size:,} bytes instead of {nbytes:,}; "
-                "it is damaged: restore it from a copy"
-            )
+            damage = f"has {size:,} bytes instead of {nbytes:,}"
+            raise ValueError(f"{self.path} {damage}; it is damaged: restore it from a copy")
         # The file is accepted, so the table continues it.
         for name, value in scalars.items():
             self._scalars[name].fill_(value)

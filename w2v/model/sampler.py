@@ -182,8 +182,7 @@ class Sampler:
         if len(states) == self._world_size:
             own = states[self._rank]
             self.position = Position(*own["position"])
-            # Older checkpoints of a single rank have no spans.
-            spans = [(first, last) for first, last in own.get("spans", self._share)]
+            spans = [(first, last) for first, last in own["spans"]]
         else:
             self.position = Position(epoch)
             unread = [self._unread(states, rank) for rank in range(len(states))]
@@ -266,10 +265,7 @@ class Sampler:
         return torch.from_numpy(_copy(ids_N, begin, end)).to(self._device)
 
     def _lookahead_words(self, epoch: int, chunks: Sequence[Span]) -> Iterator[Ahead | None]:
-        """Yield the words of the lookahead window of each chunk.
-
-        They are not subsampled: lookahead is for rare words, which subsampling keeps.
-        """
+        """Yield each chunk's lookahead window; its words are not subsampled."""
         if not self._lookahead:
             yield from repeat(None)
         last_piece_V = torch.full_like(self._keep_V, -1, dtype=torch.int32)

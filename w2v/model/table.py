@@ -357,25 +357,20 @@ def pinning_is_limited() -> bool:
 
 
 def _pin(memory: Tensor) -> None:
-    """Pin CPU memory in place (cudaHostRegister) until it is freed.
-
-    Pinning touched memory is three times faster than having the driver allocate it.
-    """
+    """Pin CPU memory in place (cudaHostRegister) until it is freed."""
+    # Pinning touched memory is three times faster than having the driver allocate it.
     try:
         # torch's binding would leave the error of a failure behind for the next kernel.
         from cupy.cuda import runtime
     except ImportError:
-        raise ValueError(
-            "storage='pinned' needs CuPy, which cannot be imported; "
-            "install cupy-cuda12x or cupy-cuda13x"
-        ) from None
+        install = "install cupy-cuda12x or cupy-cuda13x"
+        raise ValueError(f"storage='pinned' needs CuPy, which is not there; {install}") from None
     nbytes = memory.numel() * memory.element_size()
     try:
         runtime.hostRegister(memory.data_ptr(), nbytes, 0)
     except runtime.CUDARuntimeError as error:
         raise MemoryError(
-            f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise the limit on "
-            "locked memory (ulimit -l, or --ulimit memlock=-1 for a container), make the tables "
-            "smaller, or set transfer.engine=resident"
+            f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise its limit (ulimit "
+            "-l, or --ulimit memlock=-1 for a container), or set transfer.engine=resident"
         ) from None
     weakref.finalize(memory.untyped_storage(), runtime.hostUnregister, memory.data_ptr())

@@ -34,10 +34,8 @@ def load(table: Table, path: Path) -> None:
         raise ValueError(f"{path} is not a safetensors file of a table: {reason}") from None
     expected = _tensors(table)
     if _describe(found) != _describe(expected):
-        raise ValueError(
-            f"{path} holds {_describe(found)}, but the table has {_describe(expected)}; "
-            "make one like the file"
-        )
+        differs = f"holds {_describe(found)}, but the table has {_describe(expected)}"
+        raise ValueError(f"{path} {differs}; make one like the file")
     # Nothing has been written so far, so a file that is refused changes nothing.
     for name, value in expected.items():
         value.copy_(found[name])

@@ -130,15 +130,11 @@ def prefetch(typing, matrix, row, column):
     """Fetch the cache line of matrix[row, column], to be written."""
 
     def generate(context, builder, signature, arguments):
-        matrix, row, column = Code(context, builder, signature, arguments).arguments
+        code = Code(context, builder, signature, arguments)
+        matrix, row, column = code.arguments
         address = builder.bitcast(matrix.address(row, column), ir.IntType(8).as_pointer())
-        int32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, int32, int32, int32])
-        write, all_caches, data = (ir.Constant(int32, value) for value in (1, 3, 1))
-        builder.call(
-            builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind),
-            [address, write, all_caches, data],
-        )
+        write, all_caches, data = (ir.IntType(32)(value) for value in (1, 3, 1))
+        code.call("llvm.prefetch.p0", ir.VoidType(), address, write, all_caches, data)
         return context.get_dummy_value()
 
     return types.void(matrix, types.intp, types.intp), generate

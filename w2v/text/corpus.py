@@ -30,14 +30,6 @@ VOCAB_FILE = "vocab.tsv"
 FORMAT = 3  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 SHOWN_PHRASES = 3
-SETTINGS = (  # on which ids depend
-    "field",
-    "tokenize",
-    "lowercase",
-    "phrases",
-    "phrases_threshold",
-    "max_sentence_length",
-)
 
 log = logging.getLogger("w2v")
 
@@ -189,7 +181,8 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
 
 def _cache_name(files: list[Path], config: Config) -> str:
     """Return a name for the ids of files, whatever these hold."""
-    settings = {name: getattr(config.corpus, name) for name in SETTINGS} | asdict(config.vocab)
+    settings = asdict(config.corpus) | asdict(config.vocab)
+    del settings["path"], settings["data_dir"]
     names = [str(path.resolve()) for path in files]
     key = json.dumps([FORMAT, settings, names], sort_keys=True)
     return blake2b(key.encode(errors="surrogateescape"), digest_size=8).hexdigest()

@@ -243,11 +243,7 @@ def _number_blocks(
 
 
 def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, int, int]:
-    """Return the text to number, its size, its bad bytes and their line.
-
-    Bad bytes are not UTF-8; the line is that of the first. The array is the same where nothing
-    changes.
-    """
+    """Return the text to number, its size, its bad bytes and their line."""
     words_only = settings.tokenize == "words"
     lowercase = settings.lowercase or words_only
     text[size] = ord(" ")

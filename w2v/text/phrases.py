@@ -146,11 +146,7 @@ def _best_pairs(
 
 
 def _frequent_pairs(text: CodedText, part: int, parts: int) -> tuple[np.ndarray, int]:
-    """Count the pairs of a part of all hashes.
-
-    Returns pairs that are more frequent than MIN_COUNT with their counts, int64 [2, n], and the
-    number of distinct pairs.
-    """
+    """Return a part's frequent pairs with counts, [2, n]; count its pairs."""
     counted = np.empty((2, 0), np.int64)  # sorted pairs, and their counts
     waiting: list[np.ndarray] = []
     for first in text.starts():
@@ -200,16 +196,10 @@ def _join(
     pool: ThreadPoolExecutor,
     folder: Path,
 ) -> tuple[CodedText, np.ndarray, np.ndarray]:
-    """Write a text in which pairs are joined; close the one before.
-
-    Returns the text, and count and first position of each of `size` codes.
-    """
+    """Write the joined text; return it, and each code's count and place."""
 
     def join(first: int, is_taken: bool = False) -> tuple[np.ndarray, bool]:
-        """Return a block, and whether it takes the first word of the next one.
-
-        `is_taken` says so of its own first word.
-        """
+        """Return a block, and whether it takes the first word of the next one."""
         block, found = text.pairs(first)
         likely = np.flatnonzero(is_hash[_hash(found) % HASHES])  # few; the search takes 100 ns
         place = np.searchsorted(pairs, found[likely]).clip(max=len(pairs) - 1)

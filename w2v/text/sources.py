@@ -220,11 +220,8 @@ def _as_text(path: Path, data_dir: Path) -> Path:
 
 
 def _converted(dump: Path, target: Path) -> Path:
-    """Convert a Wikipedia dump to text, an article a line, once.
-
-    Words are those of gensim's WikiCorpus: lower case, 2 to 15 letters. WikiCorpus itself hangs at
-    a truncated dump and ends normally at Ctrl-C, so only its parts are used.
-    """
+    """Convert a Wikipedia dump to WikiCorpus's words, an article a line."""
+    # gensim's class hangs at a truncated dump and ends normally at Ctrl-C, so only its parts serve.
     if target.is_file():
         return target
     from gensim.corpora import wikicorpus

@@ -362,14 +362,8 @@ def _add(text, start, end, key, slot, number, chunks, starts, slots):
 
 @compiled
 def _number(text, size, first, chunks, starts, counts, firsts, slots, known, limit, state, numbers):
-    """Number words up to the end, or until `limit` words are known.
-
-    `state` is changed: position in the text, words and line ends so far, and the bytes of the
-    longest word.
-
-    Returns the known words, and whether a NUL stopped it.
-    """
-    i, token, longest = state
+    """Number words until `limit` are known; return how many, and has_nul."""
+    i, token, longest = state  # position, words and line ends, and bytes of the longest word
     kind = SPACE
     while i < size and known < limit and kind != NUL:
         end = i

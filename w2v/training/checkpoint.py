@@ -236,10 +236,8 @@ class Checkpoint:
             raise CheckpointError(self._damaged(file, str(error))) from None
         # Only an undamaged manifest tells its format.
         if version != FORMAT:
-            raise CheckpointError(
-                f"{file} is of format {version}, and this version reads format {FORMAT}; "
-                "go on with the version that wrote it"
-            )
+            other = f"{file} is of format {version}, and this version reads format {FORMAT}"
+            raise CheckpointError(f"{other}; go on with the version that wrote it")
         self.ranks: int = manifest.pop("ranks")
         self._tables = manifest.pop("tables")
         self._files = manifest.pop("files")
@@ -258,10 +256,9 @@ class Checkpoint:
             for name, here in wanted.items():
                 saved = self._tables.get(name)
                 if saved is None or _layout(saved) != _layout(here):
-                    raise CheckpointError(
-                        f"{self.path} holds the table {saved}, but this run's is {here}; "
-                        "resume with the settings of the run"
-                    )
+                    differs = f"holds the table {saved}, but this run's is {here}"
+                    remedy = "resume with the settings of the run"
+                    raise CheckpointError(f"{self.path} {differs}; {remedy}")
             records = {
                 table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables
             }

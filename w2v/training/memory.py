@@ -95,10 +95,8 @@ class Machine:
         """Return this computer, or a rank's share of it."""
         gpus, share = torch.cuda.device_count(), ranks.local_size
         if 0 < gpus < share:
-            raise ConfigError(
-                f"{share} ranks on a machine of {gpus} GPUs; start one a GPU: "
-                f"--nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES="
-            )
+            remedy = f"start one a GPU: --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES="
+            raise ConfigError(f"{share} ranks on a machine of {gpus} GPUs; {remedy}")
         gpu, gpu_free, cupy = "", 0, ""
         if torch.cuda.is_available():
             gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
@@ -201,9 +199,12 @@ class Job:
 
     def needs(self) -> dict[str, dict[str, int]]:
         """Return the bytes by place and purpose."""
+        locked = {"buffers": RING_BYTES} if self.engine == "staged" else {}
+        if self.engine == "mapped":
+            locked = {"tables": self.table_bytes}
         return {
             "host": self._host_needs(),
-            "locked": self._locked_needs(),
+            "locked": locked,
             "gpu": self._gpu_needs() if self.on_gpu else {},
             "disk": self._disk_needs(),
         }
@@ -293,11 +294,6 @@ class Job:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))
         return inputs, min(self.rows, outputs)
-
-    def _locked_needs(self) -> dict[str, int]:
-        if self.engine == "mapped":
-            return {"tables": self.table_bytes}
-        return {"buffers": RING_BYTES} if self.engine == "staged" else {}
 
     def _gpu_needs(self) -> dict[str, int]:
         word_bytes = DRAW_BYTES + (ROUTE_BYTES if self.ranks > 1 else 0)

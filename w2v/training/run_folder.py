@@ -83,10 +83,8 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
         changes = config_changes(saved.state["config"], flat_config(config))
         refused = [change for name, change in changes.items() if name not in MAY_CHANGE]
         if refused:
-            raise ConfigError(
-                f"{saved.path} has other settings: {'; '.join(refused)}; "
-                "leave them as they were, or begin a new run"
-            )
+            others = f"{saved.path} has other settings: {'; '.join(refused)}"
+            raise ConfigError(f"{others}; leave them as they were, or begin a new run")
     return config
 
 

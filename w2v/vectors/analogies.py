@@ -87,10 +87,8 @@ def _nearest(
 
 
 def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> list[int]:
-    """Return the group of gensim's answer to each question; -1 for none.
-
-    Every operation and dtype is that of gensim's `most_similar`, so that results are rounded alike.
-    """
+    """Return the group of gensim's answer to each question; -1 for none."""
+    # Every operation and dtype is that of `most_similar`, so that results are rounded alike.
     rows_ND = vectors_ND.cpu().numpy()
     group = group_N.tolist()
     blocks = np.split(rows_ND, range(WORDS["cpu"], len(rows_ND), WORDS["cpu"]))

@@ -205,10 +205,8 @@ def _check_words(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _new_files(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder; its files then replace those of the folder.
-
-    A reader never finds vectors.kv beside .npy files of another save.
-    """
+    """Yield a temporary folder; its files then replace those of the folder."""
+    # A reader never finds vectors.kv beside .npy files of another save.
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(TEMPORARY_SUFFIX, ".vectors.", folder) as temporary:
         new = Path(temporary)

@@ -59,10 +59,8 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
     """
     shown = _panels(runs)
     if not shown:
-        raise PlotError(
-            f"metrics.jsonl of {', '.join(runs)} is empty; "
-            "a line is written every run.log_seconds and at the end"
-        )
+        remedy = "a line is written every run.log_seconds and at the end"
+        raise PlotError(f"metrics.jsonl of {', '.join(runs)} is empty; {remedy}")
     # Two panels side by side; the last row may have a free place.
     rows, columns = -(-len(shown) // 2), min(len(shown), 2)
     figure = _figure(6.5 * columns, 4.5 * rows + 0.2 * len(runs))
@@ -161,10 +159,8 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
 def project(vectors_ND: np.ndarray) -> np.ndarray:
     """Return places [N, 2] by t-SNE; the same ones at each call."""
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
-        raise PlotError(
-            f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing; "
-            "take 4 words or more, of 2 dimensions or more"
-        )
+        few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
+        raise PlotError(f"{few}; take 4 words or more, of 2 dimensions or more")
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
     model = import_module("sklearn.manifold").TSNE(

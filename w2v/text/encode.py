@@ -73,7 +73,7 @@ def encode_files(
     merged = Partitions()
     text = CodedText(folder)
     try:
-        numbered = _number_files(files, settings, workers, text, merged)
+        numbered = _Numbering(files, settings, text, merged).run(workers)
         blocks = [(block.place, block.codes) for block in numbered]
         counts, firsts = merged.totals()
         joined_codes = np.empty(0, np.int32)
@@ -122,37 +122,87 @@ class _Numbered(NamedTuple):
     bad_line: int  # of the block, with the first of these
 
 
-class _Blocks:
-    """The text in blocks that end at white space, for several threads."""
+class _Numbering:
+    """Numbers the words of files, in blocks that end at white space."""
 
-    def __init__(self, files: list[Path], field: str):
+    def __init__(
+        self, files: list[Path], settings: CorpusConfig, text: CodedText, merged: Partitions
+    ):
+        self.files = files
         self.bytes = 0  # so far
-        self.errors: list[tuple[int, Exception]] = []  # with the block
-        self._blocks = self._read(files, field)
+        self._settings = settings
+        self._numbers = text
+        self._merged = merged
+        self._blocks = self._read()
         self._count = 0
         self._lock = Lock()
-        self.stopped = False
+        self._numbered: list[_Numbered] = []
+        self._errors: list[tuple[int, Exception]] = []  # with the block
+        self._stopped = False
 
-    def next(self, text: np.ndarray) -> tuple[int, Path, int] | None:
+    def run(self, workers: int) -> list[_Numbered]:
+        """Number all words in threads; return the blocks of the text."""
+        with ThreadPoolExecutor(workers) as pool:
+            threads = [pool.submit(self._number_blocks) for _ in range(workers)]
+            try:
+                _show_progress(threads, self)
+            finally:
+                self._stopped = True  # after Ctrl-C
+        if self._errors:
+            raise min(self._errors, key=lambda failed: failed[0])[1]
+        numbered = sorted(self._numbered)
+        bad = [block for block in numbered if block.bad_bytes]
+        if bad:
+            before = [block for block in numbered if block.path == bad[0].path and block < bad[0]]
+            line = sum(block.place.lines for block in before) + bad[0].bad_line
+            where = f"{bad[0].path} line {line}"
+            count = sum(block.bad_bytes for block in bad)
+            log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
+        return numbered
+
+    def _number_blocks(self) -> None:
+        """Number blocks of the text until it ends; run by each thread."""
+        number = 0
+        try:
+            text = np.empty(BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING, np.uint8)
+            word_numbers = np.empty(len(text), np.int32)  # each is of a byte at least
+            table = WordTable()
+            codes: Codes = []
+            while found := self._next(text):
+                number, path, size = found
+                new, size, bad_bytes, bad_line = _clean(text, size, self._settings)
+                words = tokenize.number_words(new, size, number << 32, table, word_numbers)
+                if words.has_nul:
+                    raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
+                if words.longest > MAX_WORD_BYTES:
+                    raise _long_word_error(path)
+                place = self._numbers.append(words.numbers)
+                self._numbered.append(_Numbered(number, path, place, codes, bad_bytes, bad_line))
+                if table.size > TABLE_WORDS:
+                    codes.append(self._merged.merge(table))
+                    table = WordTable()
+                    codes = []
+                number = 0
+            codes.append(self._merged.merge(table))
+        except Exception as error:
+            self._stopped = True  # for all threads
+            self._errors.append((number or self._count + 1, error))
+
+    def _next(self, text: np.ndarray) -> tuple[int, Path, int] | None:
         """Fill a buffer; return place, file and bytes, or None at the end."""
         with self._lock:
             self._text = memoryview(text)
-            found = None if self.stopped else next(self._blocks, None)
+            found = None if self._stopped else next(self._blocks, None)
             if found is None:
                 return None
             self._count += 1
             self.bytes += found[1]
             return self._count, *found
 
-    def fail(self, place: int, error: Exception) -> None:
-        """End the text for all threads."""
-        self.stopped = True
-        self.errors.append((place or self._count + 1, error))
-
-    def _read(self, files: list[Path], field: str) -> Iterator[tuple[Path, int]]:
+    def _read(self) -> Iterator[tuple[Path, int]]:
         """Fill the buffer again and again; yield the file and the bytes."""
-        for path in files:
-            with opened(path, field) as file:
+        for path in self.files:
+            with opened(path, self._settings.field) as file:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
                 read = 1
                 while read:
@@ -180,66 +230,6 @@ def _last_word(text: bytes, path: Path) -> bytes:
     if len(last) == len(decoded):
         raise _long_word_error(path)
     return last.encode(errors="surrogateescape")
-
-
-def _number_files(
-    files: list[Path], settings: CorpusConfig, workers: int, text: CodedText, merged: Partitions
-) -> list[_Numbered]:
-    """Number and count all words; return the blocks of the text."""
-    blocks = _Blocks(files, settings.field)
-    numbered: list[_Numbered] = []
-    with ThreadPoolExecutor(workers) as pool:
-        work = blocks, settings, text, merged, numbered
-        threads = [pool.submit(_number_blocks, *work) for _ in range(workers)]
-        try:
-            _show_progress(threads, blocks, files)
-        finally:
-            blocks.stopped = True  # after Ctrl-C
-    if blocks.errors:
-        raise min(blocks.errors, key=lambda failed: failed[0])[1]
-    numbered.sort()
-    bad = [block for block in numbered if block.bad_bytes]
-    if bad:
-        before = [block for block in numbered if block.path == bad[0].path and block < bad[0]]
-        line = sum(block.place.lines for block in before) + bad[0].bad_line
-        where = f"{bad[0].path} line {line}"
-        count = sum(block.bad_bytes for block in bad)
-        log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
-    return numbered
-
-
-def _number_blocks(
-    blocks: _Blocks,
-    settings: CorpusConfig,
-    numbers: CodedText,
-    merged: Partitions,
-    numbered: list[_Numbered],
-) -> None:
-    """Number blocks of the text until it ends; run by each thread."""
-    number = 0
-    try:
-        text = np.empty(BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING, np.uint8)
-        word_numbers = np.empty(len(text), np.int32)  # each is of a byte at least
-        table = WordTable()
-        codes: Codes = []
-        while found := blocks.next(text):
-            number, path, size = found
-            new, size, bad_bytes, bad_line = _clean(text, size, settings)
-            words = tokenize.number_words(new, size, number << 32, table, word_numbers)
-            if words.has_nul:
-                raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
-            if words.longest > MAX_WORD_BYTES:
-                raise _long_word_error(path)
-            place = numbers.append(words.numbers)
-            numbered.append(_Numbered(number, path, place, codes, bad_bytes, bad_line))
-            if table.size > TABLE_WORDS:
-                codes.append(merged.merge(table))
-                table = WordTable()
-                codes = []
-            number = 0
-        codes.append(merged.merge(table))
-    except Exception as error:
-        blocks.fail(number, error)
 
 
 def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, int, int]:
@@ -291,9 +281,8 @@ def _coded(
         return codes[0][text.read(*block[:2])]
 
     new = CodedText(folder)
-    with ThreadPoolExecutor(workers) as pool:
-        for codes in in_order(pool, coded, blocks, 2 * workers):
-            new.append(codes)
+    for codes in in_order(workers, coded, blocks):
+        new.append(codes)
     text.file.close()
     return new
 
@@ -323,10 +312,10 @@ def _encode_blocks(
             words = (block.tail if block.lines else words + block.tail) % max_length
 
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            tables = {id(codes): codes[0] for _, codes in blocks}
-            rows.update(zip(tables, pool.map(row_of.take, tables.values()), strict=True))
-            yield from _join_sentences(in_order(pool, encode, with_words(), 2 * workers))
+        tables = {id(codes): codes[0] for _, codes in blocks}
+        found = in_order(workers, row_of.take, zip(tables.values()))
+        rows.update(zip(tables, found, strict=True))
+        yield from _join_sentences(in_order(workers, encode, with_words()))
     finally:
         text.file.close()
 
@@ -349,10 +338,10 @@ def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
         yield EncodedBlock(ids[: len(ids) - len(single)], lengths, raw_words)
 
 
-def _show_progress(threads: list[Future[None]], blocks: _Blocks, files: list[Path]) -> None:
+def _show_progress(threads: list[Future[None]], blocks: _Numbering) -> None:
     """Wait for threads; show a bar, or log lines if there is no terminal."""
-    compressed = any(file.suffix.lower() in get_supported_extensions() for file in files)
-    total = None if compressed else sum(file.stat().st_size for file in files)
+    compressed = any(file.suffix.lower() in get_supported_extensions() for file in blocks.files)
+    total = None if compressed else sum(file.stat().st_size for file in blocks.files)
     size = f" of {total / 1e6:,.0f}" if total else ""
     logged = time.monotonic()
     with tqdm(

@@ -104,39 +104,35 @@ def join_phrases(
     """
     counts, firsts = merged.totals()
     found = [np.empty(0, np.int32)]
-    with ThreadPoolExecutor(workers) as pool:
-        for _ in range(passes):
-            pairs = _best_pairs(text, counts, threshold, workers, pool)
-            if not len(pairs):
-                break
-            codes = _add_words(pairs, merged)
-            found.append(codes)
-            text, counts, firsts = _join(text, pairs, codes, merged.codes, workers, pool, folder)
+    for _ in range(passes):
+        pairs = _best_pairs(text, counts, threshold, workers)
+        if not len(pairs):
+            break
+        codes = _add_words(pairs, merged)
+        found.append(codes)
+        text, counts, firsts = _join(text, pairs, codes, merged.codes, workers, folder)
     return Phrases(text, counts, firsts, np.unique(np.concatenate(found)))
 
 
-def in_order(
-    pool: ThreadPoolExecutor, function: Callable, items: Iterable[tuple], most: int
-) -> Iterator[Any]:
+def in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
     """Call a function in threads; yield what it returns, in order.
 
-    At most so many results wait, which bounds the memory.
+    At most two results a thread wait, which bounds the memory.
     """
     pending: deque[Future] = deque()
-    for item in items:
-        pending.append(pool.submit(function, *item))
-        if len(pending) > most:
+    with ThreadPoolExecutor(workers) as pool:
+        for item in items:
+            pending.append(pool.submit(function, *item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
             yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
 
 
-def _best_pairs(
-    text: CodedText, counts: np.ndarray, threshold: float, workers: int, pool: ThreadPoolExecutor
-) -> np.ndarray:
+def _best_pairs(text: CodedText, counts: np.ndarray, threshold: float, workers: int) -> np.ndarray:
     """Return the pairs that score above the threshold, int64, sorted."""
-    parts = pool.map(lambda part: _frequent_pairs(text, part, workers), range(workers))
-    frequent, distinct = zip(*parts, strict=True)
+    parts = ((text, part, workers) for part in range(workers))
+    frequent, distinct = zip(*in_order(workers, _frequent_pairs, parts), strict=True)
     pairs, pair_counts = np.concatenate(frequent, axis=1)
     number = np.count_nonzero(counts) + sum(distinct)
     # In the order of gensim's original_scorer, so that ties with the threshold are the same.
@@ -188,13 +184,7 @@ def _add_words(pairs: np.ndarray, merged: Partitions) -> np.ndarray:
 
 
 def _join(
-    text: CodedText,
-    pairs: np.ndarray,
-    codes: np.ndarray,
-    size: int,
-    workers: int,
-    pool: ThreadPoolExecutor,
-    folder: Path,
+    text: CodedText, pairs: np.ndarray, codes: np.ndarray, size: int, workers: int, folder: Path
 ) -> tuple[CodedText, np.ndarray, np.ndarray]:
     """Write the joined text; return it, and each code's count and place."""
 
@@ -219,7 +209,7 @@ def _join(
     counts = np.zeros(size, np.int64)
     firsts = np.full(size, -1, np.int64)
     is_taken = False
-    blocks = in_order(pool, join, zip(text.starts()), 2 * workers)
+    blocks = in_order(workers, join, zip(text.starts()))
     for first, (block, takes_next) in zip(text.starts(), blocks, strict=True):
         if is_taken:  # seldom, so each block is joined before this is known
             block, takes_next = join(first, is_taken)

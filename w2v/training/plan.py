@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -81,8 +81,8 @@ Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run will use, and why."""
+class Task:
+    """What is trained, and what computes it."""
 
     config: Config  # with a value for each `auto`
     machine: Machine  # this rank's share of it
@@ -91,12 +91,40 @@ class Plan:
     optimizer: RowOptimizer
     device: torch.device  # where steps are computed
     kernels: str  # one of KERNELS
+    ranks: Ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows of each table, on all ranks."""
+        return table_rows(len(self.vocab.words), self.config.model.hs, self.config.model.negative)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the tables' elements."""
+        return ROW_TYPES.get(self.config.train.precision, torch.float32)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that records are padded to."""
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        return CPU_ALIGNMENT if on_cpu else ALIGNMENT
+
+    @property
+    def ids_on_gpu(self) -> bool:
+        """Whether the ids of the text take little enough GPU memory to be there."""
+        is_little = IDS_SHARE * self.corpus.ids.nbytes <= self.machine.gpu_free_bytes
+        return self.device.type == "cuda" and is_little
+
+
+@dataclass(frozen=True)
+class Plan(Task):
+    """What a run will use, and why."""
+
     engine: str  # resident, mapped or staged
     reason: str  # why this engine
     slots: int  # rows of paged tables that the GPU has room for
     budget: Budget
-    ranks: Ranks = SINGLE
-    chosen: dict[str, str] = field(default_factory=dict)  # for `auto`, by key: what, and why
+    chosen: dict[str, str]  # for `auto`, by key: what, and why
 
     def __str__(self) -> str:
         return "\n".join([*self.lines(), *self.details()])
@@ -151,9 +179,9 @@ class Plan:
     def shape(self) -> StepShape:
         """Shape of the whole tables."""
         return StepShape(
-            rows=rows_of(self.config, self.vocab),
+            rows=self.rows,
             dim=self.config.model.vector_size,
-            dtype=row_type(self.config),
+            dtype=self.dtype,
             device=self.device,
             count_pairs=self.optimizer.occurrence_cap > 0,
             world_size=self.ranks.size,
@@ -250,24 +278,25 @@ def make_plan(
     device = choose_device(config, machine)
     optimizer = RowOptimizer(config.optimizer)  # refuses what cannot be paged, before it reads
     vocab, corpus = opened or open_together(config, ranks)
-    if (rows := rows_of(config, vocab)) > MOST_ROWS:
-        most = MOST_ROWS * len(vocab.words) // rows
+    kernels = choose_kernels(config, machine, device, optimizer, ranks)
+    given = config
+    config, chosen = auto.choose(config, vocab, kernels)
+    optimizer = RowOptimizer(config.optimizer)
+    task = Task(config, machine, vocab, corpus, optimizer, device, kernels, ranks)
+    if task.rows > MOST_ROWS:
+        most = MOST_ROWS * len(vocab.words) // task.rows
         raise ConfigError(
-            f"{len(vocab.words):,} words need {rows:,} rows; a table has at most {MOST_ROWS:,}; "
+            f"{len(vocab.words):,} words need {task.rows:,} rows, more than {MOST_ROWS:,}; "
             f"set vocab.max_final_vocab={most} or raise vocab.min_count={config.vocab.min_count}"
         )
     if not ranks.shard_rows(len(vocab.words)):
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
-    kernels = choose_kernels(config, machine, device, optimizer, ranks)
-    given = config
-    config, chosen = auto.choose(config, vocab, kernels)
-    optimizer = RowOptimizer(config.optimizer)
-    budget = make_budget(config, machine, vocab, corpus, optimizer, device, kernels, ranks, run)
+    budget = make_budget(task, run)
     job = budget.job  # with resident tables
     width = job.record_bytes // job.element_size
     besides_tables = sum(job.needs()["gpu"].values()) - job.table_bytes
-    measured = partial(measure_links, width, row_type(config), device)
+    measured = partial(measure_links, width, task.dtype, device)
     where = config, machine, device
     engine, reason = choose_engine(*where, job.table_bytes, measured, besides_tables)
     budget = replace(budget, job=replace(job, engine=engine))
@@ -292,43 +321,20 @@ def make_plan(
     if device.type == "cpu" and config.train.precision != "float32":
         slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-    return Plan(
-        config=config,
-        machine=machine,
-        vocab=vocab,
-        corpus=corpus,
-        optimizer=optimizer,
-        device=device,
-        kernels=kernels,
-        engine=engine,
-        reason=reason,
-        slots=slots,
-        budget=budget,
-        ranks=ranks,
-        chosen=chosen | shared,
-    )
+    decided = {"engine": engine, "reason": reason, "slots": slots, "budget": budget}
+    return Plan(**vars(task) | {"config": config}, **decided, chosen=chosen | shared)
 
 
-def make_budget(
-    config: Config,
-    machine: Machine,
-    vocab: Vocab,
-    corpus: Corpus,
-    optimizer: RowOptimizer,
-    device: torch.device,
-    kernels: str,
-    ranks: Ranks,
-    run: Path | None,
-) -> Budget:
+def make_budget(task: Task, run: Path | None) -> Budget:
     """Return what the run takes with resident tables, and what is free for it."""
-    model = config.model
-    dtype = row_type(config)
+    config, machine, model = task.config, task.machine, task.config.model
+    vocab, corpus = task.vocab, task.corpus
     job = Job(
         words=len(vocab.words),
         vector_size=model.vector_size,
-        states=optimizer.states,
+        states=task.optimizer.states,
         engine="resident",
-        on_gpu=device.type == "cuda",
+        on_gpu=task.device.type == "cuda",
         batch_size=config.train.batch_size,
         window=reach(model.window, corpus.offsets),
         negative=model.negative,
@@ -336,17 +342,17 @@ def make_budget(
         counts_V=vocab.counts,
         text_words=len(corpus.ids),
         centers=auto.Use.of(config, vocab).centers / config.train.epochs,
-        kernels=kernels,
-        has_formula=bool(optimizer.formula),
+        kernels=task.kernels,
+        has_formula=bool(task.optimizer.formula),
         threads=torch.get_num_threads(),
         pool=max(0, model.negative_pool),  # auto may share some later, which takes less
         ns_exponent=model.ns_exponent,
-        ranks=ranks.size,
-        ids_bytes=4 * len(corpus.ids) if fits_on_gpu(corpus.ids, device, machine) else 0,
+        ranks=task.ranks.size,
+        ids_bytes=4 * len(corpus.ids) if task.ids_on_gpu else 0,
         checkpoints=config.run.checkpoint_minutes > 0,
-        element_size=dtype.itemsize,
+        element_size=task.dtype.itemsize,
         in_files=bool(config.transfer.table_dir),
-        alignment=record_alignment(device, dtype),
+        alignment=task.alignment,
     )
     job = replace(job, cache_bytes=config.transfer.gpu_bytes_of(job.table_bytes))
     # A resumed run removes its old checkpoints as it writes new ones.
@@ -429,10 +435,9 @@ def build(plan: Plan) -> TrainingLoop:
 
 def make_tables(plan: Plan) -> tuple[Table, Table]:
     """Return this rank's rows of both tables, initialised."""
-    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, row_type(plan.config)
+    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, plan.dtype
     states = plan.optimizer.states(size)
     rows = ranks.shard_rows(plan.shape.rows)
-    alignment = record_alignment(plan.device, dtype)
     storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
     if plan.engine in LINKS:
         _, storage = LINKS[plan.engine]
@@ -442,13 +447,13 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     pinned: Sequence[Tensor | None] = (None, None)
     if storage == "pinned" and plan.paging.lookahead:
         # Both rows of a word then move at much the same time, so they lie side by side.
-        width = record_width(size, states, dtype.itemsize, alignment)
+        width = record_width(size, states, dtype.itemsize, plan.alignment)
         pinned = side_by_side(2, rows, width, dtype).unbind()
 
     def table(name: str, memory_VR: Tensor | None) -> Table:
         path = Path(folder, f"{os.getpid()}-{name}.records") if folder else None
         layout = rows, size, states, plan.optimizer.scalars, storage, dtype
-        return Table(name, *layout, path=path, alignment=alignment, memory_VR=memory_VR)
+        return Table(name, *layout, path=path, alignment=plan.alignment, memory_VR=memory_VR)
 
     inputs, outputs = map(table, ("input", "output"), pinned)
     values = uniform(size, 0.5 / size, plan.config.train.seed)
@@ -538,25 +543,10 @@ def expected_uses(plan: Plan) -> Tensor:
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
 
 
-def rows_of(config: Config, vocab: Vocab) -> int:
-    """Return the rows of each table, on all ranks."""
-    return table_rows(len(vocab.words), config.model.hs, config.model.negative)
-
-
-def row_type(config: Config) -> torch.dtype:
-    """Return the type of the tables' elements."""
-    return ROW_TYPES.get(config.train.precision, torch.float32)
-
-
-def fits_on_gpu(ids_N: np.ndarray, device: torch.device, machine: Machine) -> bool:
-    """Whether the ids of the text take little enough GPU memory to be there."""
-    return device.type == "cuda" and IDS_SHARE * ids_N.nbytes <= machine.gpu_free_bytes
-
-
 def ids_on_device(plan: Plan) -> np.ndarray | Tensor:
     """Return the ids on the GPU if they fit, else where they are."""
     ids_N = plan.corpus.ids
-    if not fits_on_gpu(ids_N, plan.device, plan.machine):
+    if not plan.ids_on_gpu:
         return ids_N
     on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
 
@@ -596,11 +586,6 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
             f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
         )
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
-
-
-def record_alignment(device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes that records are padded to."""
-    return CPU_ALIGNMENT if device.type == "cpu" and dtype == torch.float32 else ALIGNMENT
 
 
 def choose_engine(

@@ -27,11 +27,11 @@ def folder(tmp_path):
 
 
 def test_projection_keeps_clouds_apart_and_is_repeatable():
-    places = plots.project(two_clouds())
+    places, _ = plots.project(two_clouds())
     clouds = places[:30], places[30:]
     radius = max(np.linalg.norm(cloud - cloud.mean(0), axis=1).mean() for cloud in clouds)
     assert np.linalg.norm(clouds[0].mean(0) - clouds[1].mean(0)) > 2 * radius
-    assert np.array_equal(places, plots.project(two_clouds()))
+    assert np.array_equal(places, plots.project(two_clouds())[0])
 
 
 def test_map_is_drawn(folder, capsys):
@@ -61,8 +61,7 @@ def test_frequent_words_are_named_first_and_beside_their_dots():
 
 
 def test_groups_are_those_of_the_vectors():
-    clouds = two_clouds()
-    found = plots.groups(clouds)
+    _, found = plots.project(two_clouds())
     assert not set(found[:30]) & set(found[30:]) and max(found) < len(plots.COLORS)
 
 

@@ -456,17 +456,13 @@ class Budget:
     def saving(self) -> str:
         """Whether training waits while a checkpoint is written, and why."""
         tables, copies = self.job.table_bytes, self.copies
-        waits = "checkpoints are written while training waits"
         if not self.job.checkpoints:
             return "one checkpoint, when training is over"
-        if self._small:
-            return f"{waits}: small tables are written faster than copied and kept"
-        if copies == 0:
-            return f"{waits}: no room to copy the tables"
-        if copies < tables:
-            share = f"{format_bytes(copies)} of {format_bytes(tables)}"
-            return f"{waits}, except for up to {share}, as many files as memory has room to copy"
-        return "checkpoints are written while training goes on, from a copy of the tables"
+        if copies == tables:
+            return "checkpoints are written while training goes on, from a copy of the tables"
+        why = f"memory has room to copy {format_bytes(copies)} of {format_bytes(tables)}"
+        why = "small tables are written faster than copied" if self._small else why
+        return f"checkpoints are written while training waits: {why}"
 
     @property
     def _small(self) -> bool:

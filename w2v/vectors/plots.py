@@ -79,7 +79,7 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
     grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
     drawn = {}
     for metric, title, x in _panels(runs):
-        with import_module("matplotlib").rc_context(grey), io.BytesIO() as file:
+        with importimport_module("matplotlib").rc_context(grey), io.BytesIO() as file:
             figure = _figure(4.5, 3)
             _draw_panel(figure.subplots(), runs, metric, title, x)
             figure.savefig(file, format="svg", transparent=True)
@@ -112,7 +112,7 @@ def _draw_panel(
         if len(lines) > 1:
             axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
-    ticker = import_module("matplotlib.ticker")
+    ticker = importimport_module("matplotlib.ticker")
     number = ticker.EngFormatter(sep="")
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
@@ -135,10 +135,10 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
     is left out where it would cover that of a more frequent word.
     """
     vectors_ND = np.array(kv.vectors[:words], np.float32)
-    places_N2 = project(vectors_ND)
+    places_N2, group_N = project(vectors_ND)
     figure = _figure(14, 14)
     axis = figure.subplots()
-    colors = [COLORS[group] for group in groups(vectors_ND)]
+    colors = [COLORS[group] for group in group_N]
     axis.scatter(*places_N2.T, s=8, color=colors)
     axis.set(xticks=[], yticks=[])
     # matplotlib warns twice of each letter that the font lacks: log one of the warnings.
@@ -156,28 +156,24 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
     return file
 
 
-def project(vectors_ND: np.ndarray) -> np.ndarray:
-    """Return places [N, 2] by t-SNE; the same ones at each call."""
+def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return places [N, 2] by t-SNE and groups [N] by k-means, of cosines.
+
+    They are the same at each call.
+    """
     if len(vectors_ND) < 4 or vectors_ND.shape[1] < 2:
         few = f"a map of {len(vectors_ND)} words of {vectors_ND.shape[1]} dimensions shows nothing"
         raise PlotError(f"{few}; take 4 words or more, of 2 dimensions or more")
     unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
     perplexity = min(PERPLEXITY, (len(unit_ND) - 1) / 3)
-    model = import_module("sklearn.manifold").TSNE(
+    tsne = import_module("sklearn.manifold").TSNE(
         perplexity=perplexity, init="pca", max_iter=TSNE_STEPS, random_state=0
     )
+    kinds = min(len(COLORS), len(unit_ND))
+    kmeans = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
     # On busy cores, threads wait for each other and take six times as long.
     with import_module("threadpoolctl").threadpool_limits(1):
-        return model.fit_transform(unit_ND)
-
-
-def groups(vectors_ND: np.ndarray) -> np.ndarray:
-    """Return the group [N] of each word, by k-means of cosines."""
-    unit_ND = normalize(vectors_ND - vectors_ND.mean(0))
-    kinds = min(len(COLORS), len(unit_ND))
-    with import_module("threadpoolctl").threadpool_limits(1):
-        model = import_module("sklearn.cluster").KMeans(kinds, n_init=1, random_state=0)
-        return model.fit_predict(unit_ND)
+        return tsne.fit_transform(unit_ND), kmeans.fit_predict(unit_ND)
 
 
 def _name_dots(
@@ -206,10 +202,10 @@ def _name_dots(
 
 def _figure(width: float, height: float) -> Any:
     """Return a figure, in inches, that needs no window."""
-    make = import_module("matplotlib.figure").Figure
+    make = importimport_module("matplotlib.figure").Figure
     figure = make(figsize=(width, height), layout="constrained")
     # Without a canvas of pixels, each question for the size of a text makes a new one: 5 ms.
-    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    importimport_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     return figure
 
 

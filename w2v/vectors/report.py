@@ -151,7 +151,7 @@ def _neighbours(kv: KeyedVectors, word: str) -> str:
 def _map(name: str, kv: KeyedVectors) -> dict[str, Any]:
     """Return words, places from 0 to 1, groups and neighbours for the map."""
     vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
-    places_N2 = plots.project(vectors_ND)
+    places_N2, group_N = plots.project(vectors_ND)
     low_2 = places_N2.min(0)
     places_N2 = (places_N2 - low_2) / np.maximum(places_N2.max(0) - low_2, 1e-9)
     unit_ND = query.normalize(vectors_ND)
@@ -160,7 +160,7 @@ def _map(name: str, kv: KeyedVectors) -> dict[str, Any]:
         "name": name,
         "words": kv.index_to_key[:MAP_WORDS],
         "places": places_N2.round(4).tolist(),
-        "groups": plots.groups(vectors_ND).tolist(),
+        "groups": group_N.tolist(),
         "near": near_NK.tolist(),
     }
 

@@ -200,7 +200,7 @@ def test_an_error_of_the_thread_that_draws_ahead_is_raised():
     sampler = make_sampler(random_sentences(), 30, 4, ahead=True)
     batches = sampler.epoch()
     next(batches)
-    sampler._draw = lambda *_: 1 / 0
+    sampler.draw = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         list(batches)
 

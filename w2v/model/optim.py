@@ -84,12 +84,6 @@ class RowOptimizer:
         return len(self._wide)
 
     @property
-    def eps(self) -> float | None:
-        """What is added to a divisor; None if there is none."""
-        parameter = inspect.signature(self._class).parameters.get("eps")
-        return self._args.get("eps", getattr(parameter, "default", None))
-
-    @property
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments that have a value, with defaults."""
         made = self._class([nn.Parameter(torch.zeros(1, 1))], **self._args)

@@ -55,8 +55,12 @@ class RowFile:
         self._scalars = scalars
         fields = {name: part.stop - part.start for name, part in columns.items()}
         self._layout = {"rows": rows, "dtype": str(dtype), "fields": fields}
-        if self._is_npy:
-            self._mapped = self._map_npy((rows, fields["weight"]), NPY_TYPES[dtype])
+        shape = rows, fields["weight"]
+        if self._is_npy and self.continued:
+            self._mapped = open_npy(path, "r+", shape, NPY_TYPES[dtype])
+        elif self._is_npy:
+            open_new = np.lib.format.open_memmap
+            self._mapped = open_new(self._temporary, "w+", NPY_TYPES[dtype], shape)
         else:
             # As bytes, because NumPy has no bfloat16.
             self._mapped = self._map_records((rows, width * dtype.itemsize))
@@ -101,12 +105,6 @@ class RowFile:
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
         return np.memmap(self.path, np.uint8, "r+", shape=shape)
-
-    def _map_npy(self, shape: tuple[int, int], dtype: np.dtype) -> np.memmap:
-        """Map an .npy file; check its shape and dtype if it exists."""
-        if not self.continued:
-            return np.lib.format.open_memmap(self._temporary, "w+", dtype, shape)
-        return open_npy(self.path, "r+", shape, dtype)
 
     def _reserve(self) -> None:
         """Allocate the blocks of a new file, or raise `OSError`."""

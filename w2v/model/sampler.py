@@ -14,7 +14,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count, pairwise, repeat
 from typing import Any
 
@@ -56,62 +56,40 @@ class TrainingText:
         return int(self.offsets_S[span[1]] - self.offsets_S[span[0]])
 
 
+@dataclass(eq=False)
 class Sampler:
-    """Draws the batches of one epoch after another.
+    """Draws the batches of one epoch after another."""
 
-    Args:
-        text: What to draw from.
-        model: Window, negatives, and the size of their pool for all ranks together.
-        batch_size: Centers of a batch, of all ranks together.
-        seed: Seed of all draws.
-        device: Where batches are drawn.
-        rank: Number of this rank.
-        world_size: Number of ranks that share the text.
-        lookahead: Chunks in the lookahead window of a batch.
-        draw: Draws windows and negatives: that of the kernels.
-        subsample: Subsamples a chunk: that of the kernels.
-        draws_ahead: Whether each batch is drawn by a thread while the one before trains.
-    """
+    text: TrainingText
+    model: ModelConfig  # window, negatives, and the size of their pool for all ranks together
+    batch_size: int  # centers of a batch, of all ranks together
+    seed: int  # of all draws
+    device: torch.device  # where batches are drawn
+    _: KW_ONLY
+    rank: int = 0
+    world_size: int = 1  # ranks that share the text
+    lookahead: int = 0  # chunks in the lookahead window of a batch
+    draw: Draw = reference.draw  # draws windows and negatives: that of the kernels
+    subsample: Subsample = reference.subsample  # subsamples a chunk: that of the kernels
+    draws_ahead: bool = False  # whether a thread draws each batch while the one before trains
 
-    def __init__(
-        self,
-        text: TrainingText,
-        model: ModelConfig,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        lookahead: int = 0,
-        draw: Draw = reference.draw,
-        subsample: Subsample = reference.subsample,
-        draws_ahead: bool = False,
-    ):
+    def __post_init__(self) -> None:
         self.position = Position()
-        self.text = text
-        self._model = model
+        text, model = self.text, self.model
         objective = Objective(model.architecture == "cbow", model.cbow_mean, text.tree)
-        self._objective = objective.to(device)
+        self._objective = objective.to(self.device)
         self._reach = reach(model.window, text.offsets_S)
-        self._global_batch_size = batch_size
-        self._seed = seed
-        self._device = device
-        self._lookahead = lookahead
-        self._draw = draw
-        self._subsample_words = subsample
-        self._draws_ahead = draws_ahead
-        self._keep_V = torch.from_numpy(text.keep_V).to(device, torch.float32)
+        self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
         # In float64, as the steps of rare words would vanish near 1 in float32.
         noise_cdf_V = np.cumsum(text.noise_V) / np.sum(text.noise_V)
-        self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(device)
+        self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if not `_share`
-        self._set_rank(rank, world_size)
+        self._set_rank(self.rank, self.world_size)
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
         batches = self._epoch()
-        if not self._draws_ahead:
+        if not self.draws_ahead:
             yield from batches
             return
         with ThreadPoolExecutor(1) as thread:
@@ -135,7 +113,7 @@ class Sampler:
                 size = cuts[batch + 1] - cuts[batch]
                 place = Position(epoch, chunk, batch, drawn)
                 windows_B, negatives_BK = self._windows_and_negatives(size, place)
-                if self._reach < self._model.window:
+                if self._reach < self.model.window:
                     windows_B.clamp_(max=self._reach)
                 drawn += 1
                 self.position = Position(epoch, chunk, batch + 1, drawn)
@@ -151,7 +129,7 @@ class Sampler:
                     windows_B=windows_B,
                     negatives_BK=negatives_BK,
                     window=self._reach,
-                    epochs_done=epoch + 1 - words_left * self._world_size / len(self.text.ids_N),
+                    epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     after=self.position,
                     pool=self._pool,
                     ahead=ahead,
@@ -162,8 +140,8 @@ class Sampler:
 
     def empty_batch(self, epoch: int) -> Batch:
         """Return a batch for a rank whose epoch ends before that of others."""
-        none = torch.zeros(0, dtype=torch.int32, device=self._device)
-        negatives = none.view(0, self._model.negative)
+        none = torch.zeros(0, dtype=torch.int32, device=self.device)
+        negatives = none.view(0, self.model.negative)
         end = Position(epoch, len(self._chunks(epoch)))
         drawn = none, negatives, self._reach, epoch + 1, end
         return Batch(none, none, 0, *drawn, objective=self._objective)
@@ -179,8 +157,8 @@ class Sampler:
         epoch is divided anew, and sentences that were read in part are read again.
         """
         epoch = states[0]["position"][0]
-        if len(states) == self._world_size:
-            own = states[self._rank]
+        if len(states) == self.world_size:
+            own = states[self.rank]
             self.position = Position(*own["position"])
             spans = [(first, last) for first, last in own["spans"]]
         else:
@@ -205,17 +183,17 @@ class Sampler:
         return [(first, last) for first, last in spans if first < last]
 
     def _set_rank(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._batch_size = -(-self._global_batch_size // world_size)
-        self._pool = -(-max(0, self._model.negative_pool) // world_size)
+        self.rank = rank
+        self.world_size = world_size
+        self._batch_size = -(-self.batch_size // world_size)
+        self._pool = -(-max(0, self.model.negative_pool) // world_size)
         self._share = self._own_share([(0, len(self.text.offsets_S) - 1)])
 
     def _own_share(self, spans: Sequence[Span]) -> list[Span]:
         """Return this rank's part of the spans: about as many words as others."""
         words = sum(map(self.text.count_words, spans))
-        begin = words * self._rank // self._world_size
-        end = words * (self._rank + 1) // self._world_size
+        begin = words * self.rank // self.world_size
+        end = words * (self.rank + 1) // self.world_size
         own: list[Span] = []
         passed = 0
         for first, last in spans:
@@ -254,7 +232,7 @@ class Sampler:
         trained_S[held_out - first] = False
         key = self._key(epoch, chunk, 0)
         words_n = self._read(span)
-        return self._subsample_words(key, words_n, edges_S - edges_S[0], self._keep_V, trained_S)
+        return self.subsample(key, words_n, edges_S - edges_S[0], self._keep_V, trained_S)
 
     def _read(self, span: Span) -> Tensor:
         """Return the words of a span, int32 on the device."""
@@ -262,11 +240,11 @@ class Sampler:
         ids_N = self.text.ids_N
         if isinstance(ids_N, Tensor):
             return ids_N[begin:end]
-        return torch.from_numpy(_copy(ids_N, begin, end)).to(self._device)
+        return torch.from_numpy(_copy(ids_N, begin, end)).to(self.device)
 
     def _lookahead_words(self, epoch: int, chunks: Sequence[Span]) -> Iterator[Ahead | None]:
         """Yield each chunk's lookahead window; its words are not subsampled."""
-        if not self._lookahead:
+        if not self.lookahead:
             yield from repeat(None)
         last_piece_V = torch.full_like(self._keep_V, -1, dtype=torch.int32)
         later = chain.from_iterable(map(self._chunks, count(epoch + 1)))
@@ -276,12 +254,12 @@ class Sampler:
                 # In the tensor that was already given out: its reader, on the same stream, sees the
                 # newest pieces.
                 last_piece_V.index_fill_(0, words_p.long(), piece)
-            if number >= self._lookahead:
-                yield Ahead(last_piece_V, (number - self._lookahead) * CHUNK_PIECES)
+            if number >= self.lookahead:
+                yield Ahead(last_piece_V, (number - self.lookahead) * CHUNK_PIECES)
 
     def _windows_and_negatives(self, size: int, place: Position) -> tuple[Tensor, Tensor]:
         """Draw windows [B] and negatives [B, K] of centers, int32."""
-        model = self._model
+        model = self.model
         lowest = 1 if model.shrink_windows else model.window
         # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a key.
         key = self._key(place.epoch, place.chunk, place.batch + 1)
@@ -289,12 +267,12 @@ class Sampler:
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
         widths, pool = (lowest, model.window), (self._pool, pool_key)
-        return self._draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
+        return self.draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
 
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
         # Rank 0 has the keys of a run of one process.
-        numbers = (self._seed, *place, self._rank) if self._rank else (self._seed, *place)
+        numbers = (self.seed, *place, self.rank) if self.rank else (self.seed, *place)
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 

@@ -384,11 +384,11 @@ def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
 
 def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
     """Warn if float16 leaves an optimizer too small an eps to divide by."""
-    is_small = optimizer.eps is not None and optimizer.eps < FLOAT16_EPS
-    if config.train.precision == "fp16" and is_small:
+    eps = optimizer.arguments.get("eps", FLOAT16_EPS)
+    if config.train.precision == "fp16" and eps < FLOAT16_EPS:
         log.warning(
             "train.precision=fp16 rounds squared gradients under 6e-8 to 0, and "
-            f"{config.optimizer.name} then divides by its eps, {optimizer.eps:g}; set "
+            f"{config.optimizer.name} then divides by its eps, {eps:g}; set "
             f"optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
 

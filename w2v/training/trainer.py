@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -116,43 +117,38 @@ class TrainingLoop:
         self._rates.clear()
 
 
+@dataclass(eq=False)
 class Trainer:
     """Run in a folder, resumed from its last checkpoint if there is one.
 
     All ranks make the same calls; rank 0 alone logs, scores and exports.
     """
 
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        vocab: Vocab,
-        raw_words: int,  # of one pass over the text, unknown ones included
-        folder: Path,
-        held_out: HeldOut | None = None,
-        signals: Signals | None = None,
-        copy_bytes: int = 0,  # CPU memory for copies, to write checkpoints in the background
-        ranks: Ranks = SINGLE,
-        link_rate: float = 0.0,  # bytes/s that the link carries at most; 0 if none is used
-        timeline: Timeline | None = None,
-        digest: str = "",  # of the text's ids; a checkpoint of another text is refused
-    ):
-        self.loop = loop
-        self.config = loop.config
-        self.vocab = vocab
-        self.folder = folder
-        self.held_out = held_out
-        self._step = loop.step
-        self._signals = signals or Signals()
-        self._ranks = ranks
-        self._link_rate = link_rate
-        self._timeline = timeline or Timeline()
-        self._total_words = raw_words * self.config.train.epochs
-        self._text = {"raw_words": raw_words, "vocabulary": vocab.fingerprint, "digest": digest}
-        ranks.require_equal(self._text)
+    loop: TrainingLoop
+    vocab: Vocab
+    raw_words: int  # of one pass over the text, unknown ones included
+    folder: Path
+    held_out: HeldOut | None = None
+    signals: Signals = field(default_factory=Signals)
+    copy_bytes: int = 0  # CPU memory for copies, to write checkpoints in the background
+    ranks: Ranks = SINGLE
+    link_rate: float = 0.0  # bytes/s that the link carries at most; 0 if none is used
+    timeline: Timeline = field(default_factory=Timeline)
+    digest: str = ""  # of the text's ids; a checkpoint of another text is refused
+
+    def __post_init__(self) -> None:
+        self.config = self.loop.config
+        self._step = self.loop.step
+        self._total_words = self.raw_words * self.config.train.epochs
+        self._text = {"raw_words": self.raw_words, "vocabulary": self.vocab.fingerprint}
+        self._text["digest"] = self.digest
+        self.ranks.require_equal(self._text)
         tables = [self._step.inputs, self._step.outputs]
-        self.checkpoints = Checkpoints(folder / "checkpoints", tables, copy_bytes, ranks)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", tables, self.copy_bytes, self.ranks
+        )
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
-        self._lockstep = Lockstep(ranks, self._vote)
+        self._lockstep = Lockstep(self.ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
         self._curve: dict[str, float] | None = None
         self._final: dict[str, Any] = {}
@@ -161,12 +157,12 @@ class Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         self._resume()
         self.metrics = Metrics(
-            self.folder / "metrics.jsonl" if self._ranks.rank == 0 else None,
+            self.folder / "metrics.jsonl" if self.ranks.rank == 0 else None,
             self._total_words,
             self.config.run.log_seconds,
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
-            link_rate=self._link_rate,
+            link_rate=self.link_rate,
             state=self._curve,
         )
         self._first_step = self.metrics.step
@@ -179,7 +175,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end; at a signal save and raise SystemExit."""
         epochs = self.config.train.epochs
-        with self._timeline.phase("training"), self.metrics.bar, self._signals.recorded():
+        with self.timeline.phase("training"), self.metrics.bar, self.signals.recorded():
             for epoch in range(self.loop.sampler.position.epoch, epochs):
                 # Steps, and between them what is due once in a while.
                 for done in self.loop.epoch(self._batches(epoch)):
@@ -200,7 +196,7 @@ class Trainer:
                 self.metrics.end_epoch(epoch + 1)
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
-                    if self._ranks.all_gather(self._save_timer.due_after_epoch)[0]:
+                    if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
                         self._save(self.loop.sampler.position)
             # The end of the run.
             self._step.engine.flush()
@@ -208,18 +204,18 @@ class Trainer:
             self.metrics.log(self.loop.lr)
             self._final = self._state(self.loop.sampler.position)
             # A signal that came after the last vote is in no decision.
-            if status := max(self._ranks.all_gather(self._signals.status)):
+            if status := max(self.ranks.all_gather(self.signals.status)):
                 self._stop(self.loop.sampler.position, status)
         self._summarize()
 
     def export(self) -> None:
         """Write the vectors, their scores and the last checkpoint, all at once."""
-        self._timeline.begin("exporting")
+        self.timeline.begin("exporting")
         took = self.took()
         self._step.finish()
         return_freed_memory()
         if self.config.run.final_checkpoint:
-            with self._timeline.phase("saving"):
+            with self.timeline.phase("saving"):
                 self.checkpoints.save(self._final, copied=False)
         try:
             self._write_vectors(took)
@@ -230,9 +226,9 @@ class Trainer:
                 self.checkpoints.save(self._final, copied=False)
                 self.checkpoints.wait()
             raise
-        with self._timeline.phase("saving"):
+        with self.timeline.phase("saving"):
             self.checkpoints.wait()
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             self._log_timeline()
 
     def took(self) -> dict[str, Any]:
@@ -242,7 +238,7 @@ class Trainer:
         """
         tables = self._step.inputs, self._step.outputs
         host = sum(table.bytes for table in tables if table.storage != "cuda")
-        memory = self._ranks.all_gather((host, self._step.peak_gpu_bytes))
+        memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
         host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
         return {
             "loss": self.metrics.epoch_loss,
@@ -262,7 +258,7 @@ class Trainer:
 
     def _vote(self) -> Decision:
         return Decision(
-            self._signals.status, self._save_timer.saves + 1 if self._save_timer.due else 0
+            self.signals.status, self._save_timer.saves + 1 if self._save_timer.due else 0
         )
 
     def _check(self) -> None:
@@ -288,15 +284,15 @@ class Trainer:
         self.checkpoints.save(self._state(position), copied=False)
         self.checkpoints.wait()
         log.info(f"resume with   w2v train --resume {quote(str(self.folder))}")
-        self._ranks.leave()
+        self.ranks.leave()
         raise SystemExit(status)
 
     def _save(self, position: Position) -> None:
         """Write a checkpoint, unless the last one is still being written."""
-        if any(self._ranks.all_gather(self.checkpoints.busy)):
+        if any(self.ranks.all_gather(self.checkpoints.busy)):
             self._save_timer.leave_out()  # or each step would ask all ranks until it is written
             return
-        with self._timeline.phase("saving"), self._save_timer.saving():
+        with self.timeline.phase("saving"), self._save_timer.saving():
             self._step.engine.flush()
             self.checkpoints.save(self._state(position))
 
@@ -304,7 +300,7 @@ class Trainer:
         if not (self.config.run.score_epochs or self.held_out):
             return
         self._step.engine.flush()
-        with self._timeline.phase("scoring"), self.metrics.paused():
+        with self.timeline.phase("scoring"), self.metrics.paused():
             seconds = round(self.metrics.seconds, 3)
             scores = {"epoch": epoch, "words": self.metrics.words, "seconds": seconds}
             if self.config.run.score_epochs:
@@ -331,8 +327,8 @@ class Trainer:
                 f"the loss is above that of untrained vectors, {untrained:.4f}; "
                 f"lower optimizer.lr={self.config.optimizer.lr:g}"
             )
-        if self._ranks.size > 1:
-            for rank, sent in enumerate(self._ranks.all_gather(self._rank_traffic())):
+        if self.ranks.size > 1:
+            for rank, sent in enumerate(self.ranks.all_gather(self._rank_traffic())):
                 log.info(f"rank {rank}    {sent}")
         used, read, written, updated = self._final["rows"]
         if used:
@@ -357,10 +353,10 @@ class Trainer:
         """Return what has gone over this rank's link and to other ranks."""
         seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
         link = self._link_use().bytes / seconds
-        sent = self._ranks.bytes_sent / seconds
+        sent = self.ranks.bytes_sent / seconds
         share = ""
-        if self._link_rate:
-            share = f"{link / 1e9:.1f} GB/s over its link ({link / self._link_rate:.0%}), "
+        if self.link_rate:
+            share = f"{link / 1e9:.1f} GB/s over its link ({link / self.link_rate:.0%}), "
         return f"{share}{sent / 1e9:.3g} GB/s sent to the others"
 
     def _row_counts(self) -> list[int]:
@@ -378,8 +374,8 @@ class Trainer:
     def _accuracy(self) -> float:
         """Return the share of analogies that is right, found by rank 0 for all."""
         weights_ND = self._asked()
-        with self._ranks.reraise():
-            if self._ranks.rank:
+        with self.ranks.reraise():
+            if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
             return evaluate.analogies(words, weights_ND).total.accuracy
@@ -387,24 +383,24 @@ class Trainer:
     def _asked(self) -> Tensor:
         """Return the vectors that questions ask for, on rank 0: [N, D]."""
         inputs, asked = self._step.inputs, min(ASKED, len(self.vocab.words))
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return inputs["weight"][:asked].to(self._step.state.fault.device)
-        blocks = list(export.in_order(inputs, self._ranks, asked))
+        blocks = list(export.in_order(inputs, self.ranks, asked))
         return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
 
     def _held_out_loss(self) -> float | None:
         if not self.held_out:
             return None
         weights = self._step.inputs["weight"], self._step.outputs["weight"]
-        return self.held_out.loss(*weights, self._ranks)
+        return self.held_out.loss(*weights, self.ranks)
 
     def _write_vectors(self, took: dict[str, Any]) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs, folder = self._step.inputs, self.folder
         weights_ND = self._asked()
-        blocks = export.in_order(inputs, self._ranks, len(self.vocab.words))
-        with self._ranks.reraise():
-            if self._ranks.rank:
+        blocks = export.in_order(inputs, self.ranks, len(self.vocab.words))
+        with self.ranks.reraise():
+            if self.ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
             with ThreadPoolExecutor(1) as thread:
@@ -413,7 +409,7 @@ class Trainer:
                 formats = self.config.run.formats.split(",")
                 export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
                 self.vocab.save(folder / "vocab.tsv")
-                with self._timeline.phase("scoring"):
+                with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, weights_ND, took)
 
@@ -446,7 +442,7 @@ class Trainer:
 
     def _log_timeline(self) -> None:
         """Log the seconds of each phase, whose sum is the wall time."""
-        seconds = self._timeline.seconds()
+        seconds = self.timeline.seconds()
         for phase, spent in seconds.items():
             self.metrics.append(phase=phase, seconds=round(spent, 3))
         parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
@@ -458,7 +454,7 @@ class Trainer:
         """Return what a checkpoint holds besides the tables."""
         self._check()  # what is not finite is not saved
         curve = self.metrics.state(self.loop.lr)
-        parts = self._ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
+        parts = self.ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
         samplers, rows = zip(*parts, strict=True)
         return {
             "step": curve["step"],
@@ -472,7 +468,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Restore the folder's last checkpoint, if there is one."""
-        saved = checkpoint.latest(self.checkpoints.folder, self._ranks)
+        saved = checkpoint.latest(self.checkpoints.folder, self.ranks)
         if saved is None:
             return
         state, config = saved.state, self.config
@@ -484,10 +480,10 @@ class Trainer:
         if state["epochs_done"] > config.train.epochs:
             done = f"{state['epochs_done']:.4g} passes are done"
             raise ConfigError(f"train.epochs={config.train.epochs}, but {done}; give more")
-        saved.load([self._step.inputs, self._step.outputs], self._ranks)
+        saved.load([self._step.inputs, self._step.outputs], self.ranks)
         self.loop.sampler.load_state_dict(state["samplers"])
         self.loop.epochs_done = state["epochs_done"]
-        if self._ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
+        if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
             self._rows_before = state["rows"]
         self._curve = state["metrics"]
         is_done = state["epochs_done"] >= config.train.epochs

@@ -18,9 +18,7 @@ from w2v.system.jit import compiled
 def make_tree(counts_V: np.ndarray, first_row: int = 0) -> Tree:
     """Return the tree that gensim builds of the words' counts.
 
-    Args:
-        counts_V: Counts of the words.
-        first_row: Row of the output table that is the first inner node.
+    Its inner nodes are rows of the output table, from `first_row` on.
     """
     begin_V, nodes_P, codes_P, depth = _paths(np.asarray(counts_V, np.int64), first_row)
     begin_V, nodes_P, codes_P = map(torch.from_numpy, (begin_V, nodes_P, codes_P))

@@ -33,23 +33,15 @@ CHUNK_PIECES = 16  # the resolution, in parts of a chunk, of the lookahead windo
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Text as word ids, and the distributions of its words.
+    """Text as word ids, and the distributions of its words."""
 
-    Attributes:
-        ids_N: int32 word ids, in memory, in a mapped file or on the device.
-        offsets_S: Where each sentence begins in `ids_N`, and N.
-        keep_V: Probability that subsampling keeps an occurrence of each word.
-        noise_V: Probability of each word to be drawn as a negative.
-        held_out: Sorted numbers of sentences that are not trained on.
-        tree: Of hierarchical softmax.
-    """
-
-    ids_N: np.ndarray | Tensor
-    offsets_S: np.ndarray
-    keep_V: np.ndarray
-    noise_V: np.ndarray
+    ids_N: np.ndarray | Tensor  # int32, in memory, in a mapped file or on the device
+    offsets_S: np.ndarray  # where each sentence begins in `ids_N`, and N
+    keep_V: np.ndarray  # probability that subsampling keeps an occurrence of each word
+    noise_V: np.ndarray  # probability of each word to be drawn as a negative
+    # Sorted numbers of sentences that are not trained on.
     held_out: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    tree: Tree | None = None
+    tree: Tree | None = None  # of hierarchical softmax
 
     def count_words(self, span: Span) -> int:
         """Return the number of words of a span."""

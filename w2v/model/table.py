@@ -51,19 +51,7 @@ class Table:
     killed later, each row is as of the last flush or a later write, and the scalars are as of the
     last flush. If the machine crashes, rows written since the flush may be damaged.
 
-    Args:
-        name: Name of the table in checkpoints.
-        rows: Number of rows V.
-        dim: Number of dimensions D.
-        states: Optimizer states of each row, in the order of the record.
-        scalars: Optimizer state kept once for the table, such as Adam's step; copied.
-        storage: "cpu", "cuda", "pinned" (CPU memory that a GPU reads in place) or "mmap".
-        dtype: float64, float32, bfloat16 or float16. float16 cannot hold squared gradients below
-            6e-8, so optimizers that keep them need bfloat16.
-        path: The file of storage="mmap".
-        alignment: Bytes of which a record has a multiple; a GPU needs 128.
-        memory_VR: Records that are already allocated in this storage, such as a part of those of
-            another table, or of `side_by_side`.
+    float16 cannot hold squared gradients below 6e-8: optimizers that keep them need bfloat16.
 
     Raises `ValueError` for an unusable argument or file, `MemoryError` where memory cannot be
     pinned, and `OSError` where the disk is full.
@@ -71,16 +59,16 @@ class Table:
 
     def __init__(
         self,
-        name: str,
+        name: str,  # in checkpoints
         rows: int,
         dim: int,
-        states: Mapping[str, RowState],
-        scalars: Mapping[str, Tensor],
-        storage: Storage,
+        states: Mapping[str, RowState],  # of each row, in the order of the record
+        scalars: Mapping[str, Tensor],  # state kept once, such as Adam's step; copied
+        storage: Storage,  # "pinned" is CPU memory that a GPU reads in place
         dtype: torch.dtype = torch.float32,
-        path: str | Path | None = None,
-        alignment: int = ALIGNMENT,
-        memory_VR: Tensor | None = None,
+        path: str | Path | None = None,  # the file of "mmap"
+        alignment: int = ALIGNMENT,  # bytes of which a record has a multiple; a GPU needs 128
+        memory_VR: Tensor | None = None,  # in this storage: of another table, or `side_by_side`
     ):
         check_table(rows, dim, states, storage, dtype, path)
         self.name = name

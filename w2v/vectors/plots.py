@@ -79,7 +79,7 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
     grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
     drawn = {}
     for metric, title, x in _panels(runs):
-        with importimport_module("matplotlib").rc_context(grey), io.BytesIO() as file:
+        with import_module("matplotlib").rc_context(grey), io.BytesIO() as file:
             figure = _figure(4.5, 3)
             _draw_panel(figure.subplots(), runs, metric, title, x)
             figure.savefig(file, format="svg", transparent=True)
@@ -112,7 +112,7 @@ def _draw_panel(
         if len(lines) > 1:
             axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
-    ticker = importimport_module("matplotlib.ticker")
+    ticker = import_module("matplotlib.ticker")
     number = ticker.EngFormatter(sep="")
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
@@ -202,10 +202,10 @@ def _name_dots(
 
 def _figure(width: float, height: float) -> Any:
     """Return a figure, in inches, that needs no window."""
-    make = importimport_module("matplotlib.figure").Figure
+    make = import_module("matplotlib.figure").Figure
     figure = make(figsize=(width, height), layout="constrained")
     # Without a canvas of pixels, each question for the size of a text makes a new one: 5 ms.
-    importimport_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     return figure
 
 

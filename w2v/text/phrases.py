@@ -33,15 +33,6 @@ MOST_PAIRS = 1 << 23  # distinct ones that a thread counts
 HASHES = 1 << 20  # by which most pairs are known to be no phrase
 
 
-class Phrases(NamedTuple):
-    """What `join_phrases` has made."""
-
-    text: CodedText
-    counts: np.ndarray  # int64, of each code in this text
-    firsts: np.ndarray  # int64, position of the first appearance of each
-    codes: np.ndarray  # of joined words; some may have become parts of longer ones
-
-
 class Block(NamedTuple):
     """A block of a `CodedText`."""
 
@@ -94,8 +85,11 @@ class CodedText:
 
 def join_phrases(
     text: CodedText, merged: Partitions, passes: int, threshold: float, workers: int, folder: Path
-) -> Phrases:
+) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
     """Join pairs that score above the threshold, in some passes.
+
+    Returns the text; the count of each code in it and the position of its first appearance; and
+    the codes of joined words, of which some may have become parts of longer ones.
 
     Words are joined from the left, and each becomes part of one pair at most; a later pass may join
     joined words. The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and
@@ -111,7 +105,7 @@ def join_phrases(
         codes = _add_words(pairs, merged)
         found.append(codes)
         text, counts, firsts = _join(text, pairs, codes, merged.codes, workers, folder)
-    return Phrases(text, counts, firsts, np.unique(np.concatenate(found)))
+    return text, counts, firsts, np.unique(np.concatenate(found))
 
 
 def in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:

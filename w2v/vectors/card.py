@@ -35,12 +35,6 @@ def describe(run: Run) -> str:
         environment |= dict(line.split(" ", 1) for line in lines if " " in line)
 
     # The parts of sentences that are not always there.
-    binary = '  # or KeyedVectors.load_word2vec_format("vectors.bin", binary=True)'
-    binary = binary if (run.folder / "vectors.bin").exists() else ""
-    case = ", lower-cased" if settings["corpus.lowercase"] else ""
-    least, most = settings["vocab.min_count"], settings["vocab.max_final_vocab"]
-    times = "once" if least == 1 else f"{least} times"
-    limit = f", at most {most:,}" if most else ""
     held_out = scores.get("held_out_loss")
     unseen = "" if held_out is None else f", {held_out:.4f} on held-out text"
     seconds = scores["seconds"]
@@ -59,14 +53,14 @@ def describe(run: Run) -> str:
 ```python
 from gensim.models import KeyedVectors
 
-vectors = KeyedVectors.load("vectors.kv"){binary}
+vectors = KeyedVectors.load("vectors.kv")
 vectors.most_similar({example!r})
 ```
 
 | | |
 |---|---|
-| text | {path}{case}: {raw_words:,} words, {raw_types:,} distinct |
-| vocabulary | {words:,} words that occur at least {times}{limit} |
+| text | {path}: {raw_words:,} words, {raw_types:,} distinct |
+| vocabulary | {words:,} words; min_count {settings["vocab.min_count"]} |
 | training | {settings["train.epochs"]} epochs, \
 {scores["words"]:,} words in {seconds:.1f} s, {rate} |
 | loss | {loss} a positive pair{unseen} |

@@ -307,7 +307,7 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
         OmegaConf.set_readonly(merged[section], False)  # a frozen dataclass starts read-only
     sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
     optimizer = None
-    for source, entries in [*sources, (COMMAND_LINE, [*map(_split, assignments)])]:
+    for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
         given = dict(entries)
         name = given.get("optimizer.name", optimizer)
         if name != optimizer and isinstance(name, str) and "$" not in name:
@@ -420,19 +420,6 @@ def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"optimizer.name={_show(name)} has no shipped rate; set optimizer.lr too")
 
 
-def _split(assignment: str) -> tuple[str, Any]:
-    """Return the name and the parsed value of section.key=value."""
-    name, equals, text = assignment.partition("=")
-    if not name:
-        raise ConfigError(
-            f"{_show(assignment)!r} has no key; write section.key=value without spaces"
-        )
-    if not equals:
-        expected = "neither an existing .yaml file nor section.key=value; see --help-config"
-        raise ConfigError(f"{_show(assignment)!r} is {expected}")
-    return name, _parse(name, text)
-
-
 def _spelled(name: str, value: Any) -> Any:
     """Return a value as it is written, such as `auto`."""
     return "auto" if name in AUTO and value == AUTO[name]["auto"] else value
@@ -456,13 +443,20 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
             yield str(section), content
 
 
-def _parse(name: str, text: str) -> Any:
-    """Parse a value of the command line as YAML, unless the key takes text."""
+def _parse(assignment: str) -> tuple[str, Any]:
+    """Parse section.key=value, the value as YAML unless the key takes text."""
+    name, equals, text = assignment.partition("=")
+    if not name:
+        where = f"{_show(assignment)!r} has no key"
+        raise ConfigError(f"{where}; write section.key=value without spaces")
+    if not equals:
+        expected = "neither an existing .yaml file nor section.key=value; see --help-config"
+        raise ConfigError(f"{_show(assignment)!r} is {expected}")
     if TYPES.get(name) is str and text[:1] not in ("'", '"'):
-        return text
+        return name, text
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        return parsed["value"]
+        return name, parsed["value"]
     except YAML_ERRORS as error:
         where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
         reason = _missing_space(text) or _one_line(error)

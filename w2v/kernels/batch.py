@@ -241,6 +241,11 @@ class StepState:
         fault = torch.full_like(self.fault, (self.step << FAULT_BITS) + bit)
         self.fault.copy_(torch.where((self.fault == 0) & ~is_sound, fault, self.fault))
 
+    def first_fault(self) -> tuple[int, list[str]]:
+        """Return the first step with a fault, or 0, and its faults; wait."""
+        fault = int(self.fault)
+        return fault >> FAULT_BITS, [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+
 
 def zeros_ahead(
     device: torch.device, *columns: tuple[torch.dtype, tuple[int, ...]]

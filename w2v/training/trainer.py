@@ -21,7 +21,7 @@ from torch import Tensor
 from w2v.config import Config, ConfigError, flat_config
 from w2v.distributed.lockstep import Decision, Lockstep
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import FAULT_BITS, FAULTS, Batch, Position
+from w2v.kernels.batch import Batch, Position
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import learning_rate
 from w2v.model.sampler import Sampler
@@ -105,9 +105,8 @@ class TrainingLoop:
 
         `steps_before` are the steps of the run before this process.
         """
-        if fault := int(self.step.state.fault):
-            number = fault >> FAULT_BITS
-            parts = [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
+        number, parts = self.step.state.first_fault()
+        if number:
             # Faults count the steps of this process; the rates begin after the last check.
             lr = self._rates[number - self._checked_step - 1]
             where = f"step {steps_before + number:,} ({self.config.optimizer.name}, lr {lr:.4g})"

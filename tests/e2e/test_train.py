@@ -111,8 +111,8 @@ def test_run_folder(programs, train, monkeypatch):
 
     # The model card tells of the run, and its code works.
     card = (run / "README.md").read_text()
-    text = "| text |", "3,200 words, 10 distinct", "10 words that occur"
-    for part in (*text, "20 epochs, 64,000 words", "name: Adamax", "no GPU"):
+    text = "| text |", "3,200 words, 10 distinct", "| vocabulary | 10 words;"
+    for part in (*text, "| epochs | 20 |", "64,000 words", "name: Adamax", "no GPU"):
         assert part in card, part
     (block,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(run)

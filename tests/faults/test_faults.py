@@ -330,12 +330,9 @@ def test_words_with_marks_are_shown_as_text(tmp_path, capsys):
     [run] = (tmp_path / "<i>" / "runs").iterdir()
     assert evaluate.main(["nn", str(run), "b"]) == 0
     assert evaluate.main(["nn", str(run), "a\x1b"]) == 2
-    assert evaluate.main(["export", str(run), "--safetensors"]) == 0
     console = "".join(capsys.readouterr())
-    vocab = (run / "vocab.tsv").read_text()  # has the words themselves
     card = (run / "README.md").read_text()
-    for text in (console, card, *(path.read_text() for path in run.glob("*.tsv"))):
-        assert "\x1b" not in text.replace(vocab, "")
+    assert "\x1b" not in console + card
     assert r"\x1b[31m" in console and "&#60;i&#62;" in card.split("```")[0]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from w2v.system.files import atomic_write, printable, refused
 from w2v.text.vocab import HEADER
-from w2v.vectors.datasets import ASKED, title
-from w2v.vectors.runs import Run, RunError, read
+from w2v.vectors.datasets import ASKED
+from w2v.vectors.runs import Run, RunError, read, rows, table
 
 # Characters that Markdown, its tables and HTML would read as marks.
 MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
@@ -24,7 +24,7 @@ def write(folder: Path) -> Path:
 
 def describe(run: Run) -> str:
     """Return the model card as Markdown."""
-    settings, scores = run.settings, run.scores
+    settings = run.settings
     with (run.folder / "vocab.tsv").open(encoding="utf-8", newline="\n") as file:
         header = HEADER.fullmatch(file.readline().rstrip("\n"))
         words, raw_words, raw_types = map(int, header.groups())
@@ -34,12 +34,8 @@ def describe(run: Run) -> str:
         lines = (run.folder / "env.txt").read_text(encoding="utf-8").splitlines()
         environment |= dict(line.split(" ", 1) for line in lines if " " in line)
 
-    # The parts of sentences that are not always there.
-    held_out = scores.get("held_out_loss")
-    unseen = "" if held_out is None else f", {held_out:.4f} on held-out text"
-    seconds = scores["seconds"]
-    rate = f"{scores['words'] / seconds / 1e6:.3g} M words/s" if seconds else "no time"
-    loss = "-" if scores["loss"] is None else f"{scores['loss']:.4f}"
+    # Settings, scores and costs, as `w2v compare` has them, a row for each.
+    figures = "\n".join(f"| {name} | {cell} |" for name, [cell] in table(rows([run])).items())
     path = printable(settings["corpus.path"]).translate(MARKUP)
     # A run of an older version has no architecture.
     model = "CBOW" if settings.get("model.architecture") == "cbow" else "skip-gram"
@@ -61,18 +57,15 @@ vectors.most_similar({example!r})
 |---|---|
 | text | {path}: {raw_words:,} words, {raw_types:,} distinct |
 | vocabulary | {words:,} words; min_count {settings["vocab.min_count"]} |
-| training | {settings["train.epochs"]} epochs, \
-{scores["words"]:,} words in {seconds:.1f} s, {rate} |
-| loss | {loss} a positive pair{unseen} |
+| training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
 | hardware | {environment["machine"].replace(" |", ",")} |
 | software | w2v {environment["w2v"]}, commit {environment["commit"]}, \
 Python {environment["python"]}, torch {environment["torch"]} |
-| memory | {scores["bytes_host"] / 2**20:,.0f} MiB of tables in CPU memory, \
-{scores["bytes_gpu"] / 2**20:,.0f} MiB of the GPU |
+{figures}
 
-## Scores
-
-{_describe_scores(scores)}
+Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol;
+those of unknown words are not counted. Word pairs have Spearman's correlation with human
+judgement. The loss is that of a positive pair.
 
 ## Settings
 
@@ -82,24 +75,3 @@ Python {environment["python"]}, torch {environment["torch"]} |
 {(run.folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
 ```
 """
-
-
-def _describe_scores(scores: dict) -> str:
-    """Return a table of what was counted: in baskets, say, no word is known."""
-    rows = []
-    for part in ("total", "semantic", "syntactic"):
-        if (score := scores["analogies"][part])["counted"]:
-            shown = f"{score['accuracy']:.1%} | {score['counted']:,} | {score['skipped']:,}"
-            rows.append(f"| analogies, {part} | {shown} |")
-    for name, score in scores["similarity"].items():
-        if score["pairs"]:
-            rho = "-" if score["spearman"] is None else f"{score['spearman']:.3f}"
-            rows.append(f"| {title(name)} | {rho} | {score['pairs']:,} | {score['oov']:.1%} |")
-    if not rows:
-        return "No question of the analogies and no judged pair of words is in the vocabulary."
-    table = "\n".join(["| | score | counted | not in the vocabulary |", "|---|---|---|---|", *rows])
-    return f"""{table}
-
-Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol; \
-those of words outside the vocabulary are
-not counted. Similarity is Spearman's correlation with human judgement."""

@@ -51,7 +51,7 @@ def rows_of_two_pages(batches, steps, first=0):
 @pytest.mark.parametrize("spare", [-1, 0])
 def test_page_has_the_most_steps_that_leave_room_for_the_next_page(batches, steps, ranks, spare):
     slots = -(-rows_of_two_pages(batches, steps) // ranks) + spare
-    paging, marks_TV = choose_paging(iter(batches), KERNELS, ROWS, slots, ranks)
+    paging, marks_TV = choose_paging(iter(batches), KERNELS, ROWS, ranks * slots)
     fitting = steps if spare == 0 else steps // 2
     assert paging == (max(1, fitting), 0)
     if fitting:

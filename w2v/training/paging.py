@@ -31,18 +31,13 @@ class Paging(NamedTuple):
 
 
 def choose_paging(
-    batches: Iterable[Batch],
-    kernels: Kernels,
-    rows: int,
-    slots: int,
-    world_size: int = 1,
-    steps: int = 0,
+    batches: Iterable[Batch], kernels: Kernels, rows: int, slots: int, steps: int = 0
 ) -> tuple[Paging, Tensor | None]:
     """Choose the most steps a page for which two pages fit into the cache.
 
-    The batches are the first ones, of all ranks together; `rows` are those of a whole table, and
-    `slots` the capacity of a rank's cache in rows. `steps` is given if configured. Returns also the
-    marks of two pages' rows, bool [2, V], if they fit.
+    The batches are the first ones; `rows` are those of a whole table, `slots` the capacity of the
+    caches in rows: of all ranks together. `steps` is given if configured. Returns also
+    the marks of two pages' rows, bool [2, V], if they fit.
     """
     chosen: tuple[Paging, Tensor | None] = Paging(steps or 1), None
     marks_TV: Tensor | None = None
@@ -51,9 +46,8 @@ def choose_paging(
             device = batch.words_n.device
             marks_TV = torch.zeros(2, rows, dtype=torch.bool, device=device)
         kernels.mark(batch, marks_TV)
-        is_candidate = number == 2 * steps if steps else number in (2, 4, 8, 16)
-        if is_candidate:
-            if int(marks_TV.sum()) > world_size * slots:
+        if number in ([2 * steps] if steps else [2, 4, 8, 16]):
+            if int(marks_TV.sum()) > slots:
                 break
             chosen = Paging(number // 2), marks_TV.clone()
     return chosen

@@ -91,7 +91,7 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
     planned = plan.make_plan(config, text, ranks=ranks)
-    console.log.info(str(planned))
+    planned.log()
     began = time.perf_counter()
     steps = Steps(planned)
     set_up = time.perf_counter() - began

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import filecmp
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -49,7 +50,8 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     """Load, plan, check, train and export."""
     timeline = Timeline()
     # Load: settings and what trains, which takes seconds to import.
-    level = console.level(options.verbose or options.dry_run, options.quiet)
+    level = console.RESULTS if options.quiet else logging.INFO
+    level = console.DETAILS if options.verbose or options.dry_run else level
     with launcher.on_all_ranks():
         files, assignments = sort_settings(options.settings)
         config = load_config(files, assignments)

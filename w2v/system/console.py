@@ -25,11 +25,6 @@ COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
 
-def level(verbose: bool = False, quiet: bool = False) -> int:
-    """Return the least level of messages to show."""
-    return DETAILS if verbose else RESULTS if quiet else logging.INFO
-
-
 def log_to_console(level: int = logging.INFO) -> None:
     """Show messages of at least this level on standard output."""
     escape_unencodable()

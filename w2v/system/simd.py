@@ -23,6 +23,7 @@ LANES = 16  # float32 numbers of the widest vectors, and of a cache line
 AT_ONCE = 8 if binding.get_host_cpu_features().get("avx512f") else 3
 FAST = ("reassoc", "contract", "nsz", "arcp")  # as cpu_loops.py has it
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
+ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 INT64 = ir.IntType(64)
 
 
@@ -58,7 +59,7 @@ class Code:
         """Return variables of vectors, set to zero."""
         variables = [cgutils.alloca_once(self.builder, VECTOR) for _ in range(count)]
         for variable in variables:
-            self.builder.store(ir.Constant(VECTOR, [0.0] * LANES), variable)
+            self.builder.store(ZEROS, variable)
         return variables
 
     def add_product(self, variable: Any, x: Any, y: Any) -> None:
@@ -108,8 +109,7 @@ class Matrix:
         pointer = self._pointer(place)
         if mask is None:
             return self._code.builder.load(pointer, align=4)
-        zeros = ir.Constant(VECTOR, [0.0] * LANES)
-        rest = pointer, ir.IntType(32)(4), mask, zeros
+        rest = pointer, ir.IntType(32)(4), mask, ZEROS
         return self._code.call(f"llvm.masked.load.v{LANES}f32.p0", VECTOR, *rest)
 
     def store(self, vector: Any, *place: Any, mask: Any = None) -> None:
@@ -232,7 +232,7 @@ def pair_gradients(typing, error_N, contexts, targets, context_CP, grad_CP, targ
                 with cgutils.for_range(builder, contexts, intp=INT64) as loop:
                     c = loop.index
                     x = context_rows.load(c, column)
-                    grad = grads.load(c, column) if first else ir.Constant(VECTOR, [0.0] * LANES)
+                    grad = grads.load(c, column) if first else ZEROS
                     for t, target, total in zip(group, targets, sums, strict=True):
                         place = builder.add(builder.mul(c, INT64(count)), INT64(t))
                         error = code.splat(errors.number(place))

@@ -38,6 +38,7 @@ from w2v.text.vocab import Vocab
 BLOCK_BYTES = 1 << 20  # of text, numbered at a time by one thread
 TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
+LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
 POLL_SECONDS = 0.1
 LOG_SECONDS = 10.0  # between two lines of progress without a terminal
@@ -175,7 +176,7 @@ class _Numbering:
                 if words.has_nul:
                     raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
                 if words.longest > MAX_WORD_BYTES:
-                    raise _long_word_error(path)
+                    raise _binary_error(path, LONG_WORD)
                 place = self._numbers.append(words.numbers)
                 self._numbered.append(_Numbered(number, path, place, codes, bad_bytes, bad_line))
                 if table.size > TABLE_WORDS:
@@ -228,7 +229,7 @@ def _last_word(text: bytes, path: Path) -> bytes:
     decoded = text.decode(errors="surrogateescape")
     last = "" if decoded[-1].isspace() else decoded.split()[-1]
     if len(last) == len(decoded):
-        raise _long_word_error(path)
+        raise _binary_error(path, LONG_WORD)
     return last.encode(errors="surrogateescape")
 
 
@@ -252,10 +253,6 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndar
     repaired = (decoded.lower() if lowercase else decoded).encode()
     new, new_size = tokenize.normalised(tokenize.padded(repaired), len(repaired), becomes)
     return new, new_size, bad_bytes, bad_line
-
-
-def _long_word_error(path: Path) -> CorpusError:
-    return _binary_error(path, f"over {MAX_WORD_BYTES // 4:,} characters without a space")
 
 
 def _binary_error(path: Path, reason: str) -> CorpusError:

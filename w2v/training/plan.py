@@ -126,15 +126,12 @@ class Plan(Task):
     budget: Budget
     chosen: dict[str, str]  # for `auto`, by key: what, and why
 
-    def __str__(self) -> str:
-        return "\n".join([*self.lines(), *self.details()])
-
     def log(self) -> None:
         """Log the plan; its details are shown by -v."""
-        log.info("\n".join(self.lines()))
-        log.debug("\n".join(self.details()))
+        log.info(str(self))
+        log.debug(f"{self.budget}\nsaving    {self.budget.saving}")
 
-    def lines(self) -> list[str]:
+    def __str__(self) -> str:
         """Return what the run does, in at most nine lines."""
         config, words = self.config, len(self.vocab.words)
         size = config.model.vector_size
@@ -164,11 +161,7 @@ class Plan(Task):
         if self.chosen:
             reasons = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
             lines.append(f"auto      {'; '.join(reasons)}")
-        return lines
-
-    def details(self) -> list[str]:
-        """Return the purposes of the memory, and when checkpoints are written."""
-        return [str(self.budget), f"saving    {self.budget.saving}"]
+        return "\n".join(lines)
 
     @property
     def is_paged(self) -> bool:

@@ -1,5 +1,9 @@
 """Kernels compiled by numba."""
 
+import os
+import subprocess
+import sys
+
 import numba
 import pytest
 
@@ -10,3 +14,43 @@ def test_a_compiler_that_is_turned_off_is_named(monkeypatch):
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(ValueError, match="NUMBA_DISABLE_JIT=1 .*unset it"):
         compiled(abs)
+
+
+CLOSURES = """
+import sys
+from w2v.system.jit import compiled
+
+def adder(number):
+    @compiled
+    def inner(x):
+        return x + number
+
+    @compiled
+    def outer(x):
+        return inner(x)
+
+    return outer
+
+for number in (1, 2):
+    add = adder(number)
+    print(add(40), add.stats.cache_hits.total(), "numba.cpython.setobj" in sys.modules)
+"""
+
+
+def test_functions_that_get_compiled_ones_are_loaded_by_the_next_process(tmp_path):
+    script = tmp_path / "closures.py"
+    script.write_text(CLOSURES)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+    def run():
+        run = subprocess.run(
+            [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+        )
+        return run.stdout.splitlines()
+
+    assert run() == ["41 0 True", "42 0 True"]
+    # Without what only the compiler needs.
+    assert run() == ["41 1 False", "42 1 False"]
+    script.write_text(CLOSURES.replace("x + number", "x - number"))
+    assert run() == ["39 0 True", "38 0 True"]

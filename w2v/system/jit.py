@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 from w2v.system.files import kernel_folder, remove_damaged
 
@@ -32,14 +35,50 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
     others_folder = config.CACHE_DIR
     config.CACHE_DIR = str(kernel_folder("NUMBA_CACHE_DIR"))
     try:
-        dispatcher.enable_caching()
+        dispatcher._cache = KernelCache(function)
     finally:
         config.CACHE_DIR = others_folder
-    cache, source = dispatcher._cache, dispatcher._cache._impl
-    os.chmod(cache.cache_path, 0o700)
-    stamp = source.locator.get_source_stamp()
-    cache._cache_file = CheckedFiles(cache.cache_path, source.filename_base, stamp)
     return dispatcher
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of a function, in checked files and by keys that last.
+
+    numba's own key has a random number for each compiled function that the function gets from an
+    enclosing one: it would be compiled in every process, and each time a file more written.
+    """
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        os.chmod(self.cache_path, 0o700)
+        stamp = _source_stamp(Path(function.__code__.co_filename).parent)
+        self._cache_file = CheckedFiles(self.cache_path, self._impl.filename_base, stamp)
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """Load machine code, without .3 s of imports for the compiler."""
+        rtsys.initialize(target_context)
+        return self._load_overload(signature, target_context)
+
+    def _index_key(self, signature: Any, codegen: Any) -> tuple:
+        return signature, codegen.magic_tuple(), repr(_content(self._py_func))
+
+
+def _content(value: Any) -> Any:
+    """Return what a function is made of, or a value that it gets."""
+    function = getattr(value, "py_func", value)  # of a compiled function
+    if not isinstance(function, FunctionType):
+        return value
+    cells = [_content(cell.cell_contents) for cell in function.__closure__ or ()]
+    return function.__qualname__, function.__code__.co_code, cells
+
+
+@functools.cache
+def _source_stamp(folder: Path) -> str:
+    """Return a digest of the compiled code in a folder and of what it uses."""
+    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
+    code = map(Path.read_bytes, files)
+    compiled_code = b"".join(text for text in code if b"numba" in text or b"system.jit" in text)
+    return hashlib.blake2b(compiled_code).hexdigest()
 
 
 class CheckedFiles(IndexDataCacheFile):

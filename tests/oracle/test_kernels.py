@@ -353,8 +353,8 @@ def grads_of(kernels, touched, loss=1.0):
             grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
             grads.count_n[:] = len(rows_U)
             for thread in range(2):
-                fill(grads.of_thread(thread)[:4], parts, share=2)
-                cpu_loops.sort_by_owner(*grads.of_thread(thread))
+                fill(grads.of_thread[thread][:4], parts, share=2)
+                cpu_loops.sort_by_owner(*grads.of_thread[thread])
         else:
             # Only the reference takes all that the buffers have room for.
             room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows

@@ -31,6 +31,8 @@ from w2v.kernels.batch import (
 from w2v.kernels.reference import ReferenceKernels
 from w2v.system.simd import LANES
 
+NOTHING = torch.zeros(())  # loss and pairs before there are any
+
 
 class Threads:
     """Pool of threads that calls a function once on each."""
@@ -79,15 +81,13 @@ class ThreadGrads:
         self.owned_numbers_nU = np.empty((threads, most), np.int32)
         self.starts_nO = np.zeros((threads, threads + 1), np.int64)
         self.first_V = np.full(rows, -1, np.int32)
+        arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
+        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO
+        # Sliced once: it takes longer than the centers of a small batch.
+        self.of_thread = [*zip(*arrays, self.count_n[:, None], *owned, strict=True)]
 
     def has_room(self, rows: int) -> bool:
         return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], rows)
-
-    def of_thread(self, thread: int) -> tuple[np.ndarray, ...]:
-        count_1 = self.count_n[thread : thread + 1]
-        arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
-        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO
-        return *(array[thread] for array in arrays), count_1, *(array[thread] for array in owned)
 
     @property
     def _grad_nUP(self) -> np.ndarray:
@@ -195,7 +195,7 @@ class CpuKernels:
             inputs, outputs = (ThreadGrads(rows, n, dim, self.threads.count) for n in most)
             self._rows = inputs, outputs
         inputs, outputs = self._rows
-        return CpuGrads(inputs, outputs, torch.zeros(()), torch.zeros(()))
+        return CpuGrads(inputs, outputs, NOTHING, NOTHING)
 
     def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
         loss, pairs = gradients(self.threads, batch, page, self.shape.dim, rows)
@@ -306,15 +306,14 @@ def gradients(
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
     scales = np.float32(lr), mean, factors_V
-    no_rows = ThreadGrads(0, 0, dim, 1)
-    its = (grads.inputs, grads.outputs) if grads else (no_rows, no_rows)
+    its = (grads.inputs, grads.outputs) if grads else 2 * (ThreadGrads(0, 0, dim, 1),)
 
     centers = len(batch.windows_B)
     taken_1 = np.zeros(1, np.int64)
 
     def run_share(thread: int) -> tuple[float, int]:
         own = 0 if is_sgd else thread
-        shape = dim, batch.window, *(unique.of_thread(own) for unique in its)
+        shape = dim, batch.window, *(unique.of_thread[own] for unique in its)
         # Centers of SGD belong to no thread: one that is done early takes more of them.
         edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
         return kernel(*edges, *shape, *text, *drawn, *records, *scales, *path)

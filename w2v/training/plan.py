@@ -390,7 +390,7 @@ def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) 
     model, train = plan.config.model, plan.config.train
     more |= {"subsample": kernels.subsample, "draw": kernels.draw}
     if plan.kernels in ("cpu", "sequential"):
-        more["draws_ahead"] = torch.get_num_threads() > 1
+        more["draws_ahead"] = useful_threads(plan.config) > 1
     return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
 
 

@@ -17,6 +17,7 @@ from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler
+from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
@@ -181,6 +182,16 @@ def test_fused_kernels_that_cannot_be_had_are_an_error(setting, machine, ranks, 
     device = choose_device(config, machine)
     with pytest.raises(ConfigError, match=f"{obstacle}.*set train.kernels=auto"):
         choose_kernels(config, machine, device, optimizer, Threads(0, ranks, None))
+
+
+def test_cbow_vectors_longer_than_shared_memory_are_refused_before_the_text_is_read(monkeypatch):
+    monkeypatch.setattr(Machine, "here", lambda *_: WITH_GPU)
+    cbow = "model.architecture=cbow", "corpus.path=no-such-text.txt"
+    with pytest.raises(ConfigError, match="vector_size=12288 .*12,287.*train.kernels=reference"):
+        make_plan(configured(*cbow, "model.vector_size=12288"))
+    for others in (["model.vector_size=12287"], ["train.kernels=reference"], ["train.device=cpu"]):
+        with pytest.raises(CorpusError, match="no-such-text"):
+            make_plan(configured(*cbow, "model.vector_size=12288", *others))
 
 
 @pytest.mark.parametrize("gib, engine", [(1, "resident"), (99, "resident"), (100, "mapped")])

@@ -33,6 +33,8 @@ from w2v.system.random import signed
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
 # Sums of a step: loss, pairs, unique rows of both tables.
 SUMS = (torch.float64, ()), *[(torch.int64, ())] * 3
+# Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
+MOST_CBOW_DIM = 12_287
 MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
 
 

@@ -27,7 +27,7 @@ from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
 from w2v.kernels.batch import StepShape, StepState, chunk_words, table_rows
-from w2v.kernels.cuda import CudaKernels, rows_at_most
+from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels, rows_at_most
 from w2v.kernels.cuda_shard import CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import auto, heldout
@@ -268,9 +268,10 @@ def make_plan(
     """
     machine = Machine.here(ranks)
     device = choose_device(config, machine)
-    optimizer = RowOptimizer(config.optimizer)  # refuses what cannot be paged, before it reads
-    vocab, corpus = opened or open_together(config, ranks)
+    # These refuse what cannot be paged or computed, before anything is read.
+    optimizer = RowOptimizer(config.optimizer)
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
+    vocab, corpus = opened or open_together(config, ranks)
     given = config
     config, chosen = auto.choose(config, vocab, kernels)
     optimizer = RowOptimizer(config.optimizer)
@@ -682,4 +683,11 @@ def choose_kernels(
         fused = "cuda"
     if train.kernels == "fused" and obstacle:
         raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
-    return "reference" if obstacle or train.kernels == "reference" else fused
+    if obstacle or train.kernels == "reference":
+        return "reference"
+    size, is_cbow = config.model.vector_size, config.model.architecture == "cbow"
+    if fused == "cuda" and is_cbow and size > MOST_CBOW_DIM:
+        most = f"more than the {MOST_CBOW_DIM:,} of the GPU's kernel for CBOW"
+        remedy = "set train.kernels=reference, which is slower, or train.device=cpu"
+        raise ConfigError(f"model.vector_size={size} is {most}; {remedy}")
+    return fused

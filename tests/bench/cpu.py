@@ -2,6 +2,8 @@
 
     python tests/bench/cpu.py --corpus wiki100.txt --runs 3
     python tests/bench/cpu.py --corpus wiki100.txt --cores 1 4 16
+    python tests/bench/cpu.py --corpus wiki100.txt --cases gensim "Word2Vec SGD" \\
+        --models skipgram cbow skipgram-hs cbow-hs
 
 Programs run in turn, each in a process of its own and with the seeds 1, 2, ... Times and memory are
 medians of the runs, scores are means with their standard deviation. Memory is the peak of the
@@ -41,6 +43,12 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Word2Vec Adamax": {"optimizer": "Adamax", "device": "cpu"},
 }
 CASES = [*CLASSES, *PROGRAMS]
+MODELS = {  # of the classes
+    "skipgram": {"sg": 1},
+    "cbow": {"sg": 0},
+    "skipgram-hs": {"sg": 1, "hs": 1, "negative": 0},
+    "cbow-hs": {"sg": 0, "hs": 1, "negative": 0},
+}
 PAIRS = ["wordsim353.tsv", "simlex999.txt"]
 SCORES = ["analogies [%]", "wordsim353", "simlex999"]
 POLL_SECONDS = 0.02
@@ -71,8 +79,8 @@ def gensim(corpus: Path, epochs: int, seed: int, folder: Path, given: dict[str, 
     from gensim.test.utils import datapath
 
     clock = Clock()
-    settings = dict(vector_size=100, window=5, negative=5, sample=1e-4, min_count=5, sg=1)
-    model = Word2Vec(**settings, workers=cores(), seed=seed, epochs=max(1, epochs), **given)
+    settings = dict(vector_size=100, window=5, sample=1e-4, min_count=5, workers=cores(), seed=seed)
+    model = Word2Vec(**settings, epochs=max(1, epochs), **given)
     model.build_vocab(corpus_file=str(corpus))
     words = model.corpus_total_words
     clock.done("ingest", words)
@@ -127,10 +135,10 @@ def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str
     return clock.figures | {"torch [MiB]": torch_memory}
 
 
-def measure(case: str, corpus: Path, epochs: int, seed: int, number: int) -> Figures:
+def measure(case: str, model: str, corpus: Path, epochs: int, seed: int, number: int) -> Figures:
     """Run one case in a process on so many cores, and watch its memory."""
     command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs)]
-    command += ["--seed", str(seed), "--cores", str(number)]
+    command += ["--seed", str(seed), "--cores", str(number), "--models", model]
     began = perf_counter()
     peak = 0.0
     with subprocess.Popen([*command, "--case", case], stdout=subprocess.PIPE, text=True) as process:
@@ -166,6 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["gensim", *PROGRAMS])
     parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["skipgram"])
     parser.add_argument("--cores", type=int, nargs="+", default=[cores()], help="of a process")
     parser.add_argument("--seed", type=int, default=1, help="of that run")
     args = parser.parse_args(arguments)
@@ -176,18 +185,23 @@ def main(arguments: list[str] | None = None) -> None:
             run = args.corpus.resolve(), args.epochs, args.seed, Path(folder)
             is_program = args.case in PROGRAMS
             figures = (
-                ours(*run, PROGRAMS[args.case]) if is_program else gensim(*run, CLASSES[args.case])
+                ours(*run, PROGRAMS[args.case])
+                if is_program
+                else gensim(*run, CLASSES[args.case] | MODELS[args.models[0]])
             )
         print(json.dumps(figures))
         return
     found = results.Results("cpu", args.results)
-    cases = list(product(args.cores, args.cases))
+    cases = list(product(args.cores, args.models, args.cases))
+    if len(args.models) > 1 and set(args.cases) & {*PROGRAMS}:
+        parser.error("--models: several are for classes, such as gensim; leave out the programs")
     runs: dict[str, list[Figures]] = {}
     for seed in range(1, args.runs + 1):  # in turn, so that a busy machine slows all of them
-        for number, case in cases:
-            suffix = f", {number} core{'s' * (number > 1)}" if len(args.cores) > 1 else ""
+        for number, model, case in cases:
+            suffix = f", {model}" if args.models != ["skipgram"] else ""
+            suffix += f", {number} core{'s' * (number > 1)}" if len(args.cores) > 1 else ""
             of_case = runs.setdefault(case + suffix, [])
-            of_case.append(measure(case, args.corpus, args.epochs, seed, number))
+            of_case.append(measure(case, model, args.corpus, args.epochs, seed, number))
             found.add(f"{args.corpus.stem} {args.epochs} epochs, {case}{suffix}", summary(of_case))
 
 

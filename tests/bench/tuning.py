@@ -151,9 +151,10 @@ def train_gensim(case: dict[str, Any], text: Path, device: torch.device, args) -
     """Train gensim once; return the scores and how long it took."""
     from gensim.models import Word2Vec
 
-    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "workers": args.gensim_workers}
+    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "sg": 1, "min_count": 5}
+    given["workers"] = args.gensim_workers
     began = time.monotonic()
-    model = Word2Vec(corpus_file=str(text), sg=1, min_count=5, **(given | case["gensim"]))
+    model = Word2Vec(corpus_file=str(text), **(given | case["gensim"]))
     seconds = time.monotonic() - began
     scorer = Scorer(model.wv.index_to_key, device, args.further)
     scores = scorer(torch.from_numpy(model.wv.vectors).to(device))

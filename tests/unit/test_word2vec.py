@@ -192,6 +192,7 @@ def test_batch_size_and_alpha_are_those_given_or_suit_the_text(monkeypatch):
     [
         ({"alpha": 0.025, "batch_size": 64, "optimizer": "Adamax"}, True),
         ({"alpha": 0.025}, False),
+        ({"alpha": 0.001}, False),  # gensim's rates are small, but no mistake
         ({}, False),
     ],
 )
@@ -201,6 +202,7 @@ def test_an_unsuitable_alpha_is_warned_of(arguments, warned, caplog):
     expected = arguments.get("optimizer", "SGD" if arguments else "Adam")
     assert model.optimizer == expected
     assert warned == ("alpha=0.025 is Adamax's learning rate here, and " in caplog.text)
+    assert warned or "learning rate here" not in caplog.text
 
 
 def test_callbacks_see_each_epoch():
@@ -289,15 +291,17 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"seed": 1.5}, "^seed=1.5 is not such a number as gensim takes"),
         ({"batch_size": 0}, "batch_size=0 is out of range; it must be None or at least 1"),
         ({"alpha": -1.0}, "^alpha=-1.0 is out of range"),
-        ({"optimizer": "Adamaxx", "alpha": 0.1}, "did you mean Adamax?"),
+        ({"alpha": 0}, "^alpha=0 is out of range; it must be above 0"),
+        ({"optimizer": "Adamaxx", "alpha": 0.1}, "^optimizer=Adamaxx .* did you mean Adamax?"),
         ({"optimizer": "Adafactor"}, "mixes rows, so it cannot be paged"),
         ({"optimizer": "Mine"}, "choose one of ASGD .* or package.Class"),
         ({"optimizer_args": {"beta": 1}}, "optimizer_args.beta .* did you mean betas?"),
         ({"settings": ["model.window=3"]}, "'model.window=3' cannot be set here"),
+        ({"settings": "model.window=3"}, "'model.window=3' cannot be set here"),
         ({"settings": ["transfer.engin=mapped"]}, "did you mean 'transfer.engine'?"),
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
         ({"negative": 0}, "^negative=0 .* 1 without hs=1"),
-        ({"device": "gpu"}, "^device=gpu .* did you mean cuda?"),
+        ({"device": "gpu"}, "^device=gpu is not one of .* did you mean cuda?"),
         (
             {"sentences": [COLORS], "min_count": 1, "callbacks": [print]},
             "derive it from gensim's CallbackAny2Vec",

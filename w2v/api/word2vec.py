@@ -29,7 +29,16 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
-from w2v.config import CONFIGS, TYPES, Config, ConfigError, check_optimizer, load_config, require
+from w2v.config import (
+    COMMAND_LINE,
+    CONFIGS,
+    TYPES,
+    Config,
+    ConfigError,
+    check_optimizer,
+    load_config,
+    require,
+)
 from w2v.model import auto
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
@@ -143,7 +152,7 @@ class Word2Vec(word2vec.Word2Vec):
         self.optimizer_args = optimizer_args
         self.batch_size = batch_size
         self.device = device
-        self.settings = list(settings)
+        self.settings = [settings] if isinstance(settings, str) else list(settings)
         # Optimizer state by `Part`: row states [V, n] and scalars [].
         self._states: dict[str, dict[str, np.ndarray]] = {}
         config = self._config(given, epochs, seed, alpha, min_alpha)
@@ -262,7 +271,8 @@ class Word2Vec(word2vec.Word2Vec):
             if not setting.startswith(tuple(SETTINGS.split())):
                 raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
         tuned = self._tuned_file
-        check_optimizer(self.optimizer)
+        with _naming_arguments():
+            check_optimizer(self.optimizer)
         if alpha is None and self.optimizer not in auto.RATES:
             raise ConfigError(f"optimizer={self.optimizer!r} has no tuned rate; give alpha")
         given = {**given, "sample": _share(given["sample"], words)}
@@ -275,9 +285,11 @@ class Word2Vec(word2vec.Word2Vec):
         settings = [*self.settings, *settings]
         with _naming_arguments():
             config = _load_config(tuned if tuned.exists() else None, *settings)
-            if self.optimizer == "SGD" and not self.optimizer_args and _is_compiled_for_cpu(config):
+            is_plain_sgd = self.optimizer == "SGD" and not self.optimizer_args
+            if is_plain_sgd and _kernels(config) in ("cpu", "sequential"):
                 config = _load_config(CPU_SGD, *settings)  # trains as gensim does
             lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
+            require(lr != 0, "alpha", alpha, "above 0")  # which is the config's auto
             if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
                 lr = min_lr
             args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
@@ -302,7 +314,9 @@ class Word2Vec(word2vec.Word2Vec):
             return
         use = auto.Use.of(config, vocab)
         suitable = auto.learning_rate(config.optimizer, use, config.model.vector_size)
-        if not suitable / LR_TOLERANCE <= lr <= suitable * LR_TOLERANCE:
+        # gensim's own rates, of steps for each center, are small but no mistake.
+        lowest = 0.0 if _kernels(config) == "sequential" else suitable / LR_TOLERANCE
+        if not lowest <= lr <= suitable * LR_TOLERANCE:
             other = "" if name == "SGD" else ", or take optimizer='SGD'"
             advice = f"{suitable:.2g} would suit it; leave alpha out{other}"
             log.warning(f"alpha={lr:g} is {name}'s learning rate here, and {advice}")
@@ -497,12 +511,11 @@ def _states(table: Table, rows: slice) -> dict[str, Tensor]:
     return {name: table[name][rows] for name in table.columns if name != "weight"} | table.scalars
 
 
-def _is_compiled_for_cpu(config: Config) -> bool:
-    """Return whether CPU kernels train; SGD then steps once per center."""
+def _kernels(config: Config) -> str:
+    """Return the kernels that will train; "sequential" is SGD as gensim has it."""
     machine = Machine.here()
     device = choose_device(config, machine)
-    kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer))
-    return device.type == "cpu" and kernels != "reference"
+    return choose_kernels(config, machine, device, RowOptimizer(config.optimizer))
 
 
 def _check_supported(given: dict[str, Any]) -> None:
@@ -538,7 +551,8 @@ def _naming_arguments() -> Iterator[None]:
     try:
         yield
     except (ValueError, MemoryError) as error:
-        error.args = (KEY.sub(lambda found: ARGUMENTS[found[0]], str(error)),)
+        named = KEY.sub(lambda found: ARGUMENTS[found[0]], str(error))
+        error.args = (named.replace(f" (from {COMMAND_LINE})", ""),)
         raise
 
 

@@ -201,6 +201,16 @@ TABLES = {
         ],
         sources=False,
     ),
+    "rates": Table(
+        ["tuning-2026-11-22-3"],
+        {r"(.*) (CBOW|CBOW hs|skip-gram hs) (gensim .*|(?:Adam|SGD) .* [12])": r"\2, \1, \3"},
+        [
+            Column("Google", "google", ".1f %", 100),
+            Column("WordSim-353", "wordsim353", ".3f"),
+            Column("SimLex-999", "simlex999", ".3f"),
+        ],
+        sources=False,
+    ),
     "two": Table(
         ["ranks-2026-11-22"],
         {r"(.*)": r"\1"},
@@ -449,9 +459,10 @@ def over_seeds(runs: list[dict[str, str]]) -> dict[str, float]:
     """Return mean and standard deviation of each score."""
     figures: dict[str, float] = {"seeds": len(runs)}
     for score in ("google", "msr", "wordsim353", "simlex999", "mturk287"):
-        values = [float(run[score]) for run in runs]
-        figures[score] = mean(values)
-        if len(runs) > 1:
+        values = [float(run[score]) for run in runs if run[score]]
+        if values:
+            figures[score] = mean(values)
+        if len(values) > 1:
             figures[f"{score} stdev"] = stdev(values)
     return figures
 

@@ -97,6 +97,18 @@ def test_rates_fall_with_centers_dimensions_and_steps():
         rate(name="Mine")
 
 
+def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():
+    def rate(*settings):
+        config = load_config([], settings)
+        vocab = vocab_of([500] * 40)
+        return auto.learning_rate(config.optimizer, Use.of(config, vocab), 128)
+
+    tree = "model.hs=true", "model.negative=0"
+    cbow = "model.architecture=cbow"
+    assert rate(cbow) == pytest.approx(2 * rate(), rel=0.05)  # two digits are kept
+    assert rate(cbow, *tree) == rate(*tree) == rate()
+
+
 def test_the_cap_of_sgd_follows_its_rate():
     config = load_config([], ["optimizer.name=SGD", "optimizer.occurrence_cap=auto"])
     for lr in (0.0, 0.01):

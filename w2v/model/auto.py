@@ -42,6 +42,7 @@ STABLE = 3.2  # learning rate times cap on occurrences at which SGD still conver
 FALL_WITH_CENTERS = 0.55
 FALL_WITH_DIM = 0.4
 FALL_WITH_STEPS = 0.25
+CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
 HIGHEST = 2.0  # times that a rate is raised, at most
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
 SHARED_STEPS = 8  # steps that share a pool
@@ -53,6 +54,7 @@ class Use(NamedTuple):
     centers: float  # of all epochs
     median: float  # centers of the median word
     repeat: float  # probability that two centers are the same word
+    cbow: bool = False  # with negative sampling alone; hierarchical softmax needs no higher rate
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab) -> Use:
@@ -60,8 +62,9 @@ class Use(NamedTuple):
         kept_V = vocab.counts * vocab.keep_probabilities(config.model.sample)
         kept = float(kept_V.sum())
         repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
-        epochs = config.train.epochs
-        return cls(kept * epochs, float(np.median(kept_V)) * epochs, repeat)
+        epochs, model = config.train.epochs, config.model
+        cbow = model.architecture == "cbow" and not model.hs
+        return cls(kept * epochs, float(np.median(kept_V)) * epochs, repeat, cbow)
 
 
 class Choice(NamedTuple):
@@ -147,6 +150,8 @@ def learning_rate(
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
     factor = (CENTERS / max(use.median, 1.0)) ** FALL_WITH_CENTERS
     factor *= (DIM / dim) ** FALL_WITH_DIM
+    if use.cbow:
+        factor *= CBOW
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
     rate = RATES[name] * min(factor, HIGHEST)

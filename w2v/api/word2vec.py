@@ -284,10 +284,12 @@ class Word2Vec(word2vec.Word2Vec):
         settings = [f"train.device={self.device}", f"model.architecture={architecture}"]
         settings = [*self.settings, *settings]
         with _naming_arguments():
-            config = _load_config(tuned if tuned.exists() else None, *settings)
+            file = tuned if tuned.exists() else None
             is_plain_sgd = self.optimizer == "SGD" and not self.optimizer_args
-            if is_plain_sgd and _kernels(config) in ("cpu", "sequential"):
-                config = _load_config(CPU_SGD, *settings)  # trains as gensim does
+            on_cpu = "cpu", "sequential"
+            if is_plain_sgd and _kernels(_load_config(CPU_SGD, *settings)) in on_cpu:
+                file = CPU_SGD  # trains as gensim does
+            config = _load_config(file, *settings)
             lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
             require(lr != 0, "alpha", alpha, "above 0")  # which is the config's auto
             if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
@@ -330,6 +332,9 @@ class Word2Vec(word2vec.Word2Vec):
             # Nothing is written to disk, so its free space does not matter.
             free = {**planned.budget.free, "disk": float("inf")}
             replace(planned.budget, free=free).check()
+            if planned.kernels in ("cpu", "sequential"):
+                # More threads would only wait for small batches, which costs CPU time too.
+                torch.set_num_threads(plan.useful_threads(planned.config))
             with planned.budget.explained():
                 loop = plan.build(planned)
         for callback in callbacks:
@@ -512,7 +517,7 @@ def _states(table: Table, rows: slice) -> dict[str, Tensor]:
 
 
 def _kernels(config: Config) -> str:
-    """Return the kernels that will train; "sequential" is SGD as gensim has it."""
+    """Return the kernels that will train: see `Plan.kernels`."""
     machine = Machine.here()
     device = choose_device(config, machine)
     return choose_kernels(config, machine, device, RowOptimizer(config.optimizer))

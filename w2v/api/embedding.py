@@ -905,18 +905,14 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
 
-        State is copied, which takes as much memory again. Of several ranks, rank 0 has it.
+        State is copied, which takes as much memory again. Of several ranks, rank 0 has it. The step
+        sizes of ASGD and Rprop are 0 for rows that have made no step.
         """
         found = super().state_dict()
-        states = []
-        for number, group in enumerate(self.param_groups):
-            rates = self._row_optimizer(number, group).rates
-            for parameter in group["params"]:
-                table = self._tables[parameter]
-                state = {name: table._gather(value) for name, value in table._state().items()}
-                for name in () if self._ranks.rank else rates:  # of rows without a step
-                    state[name].masked_fill_(state[name] == 0, float(group["lr"]))
-                states.append(state)
+        states = [
+            {name: table._gather(value) for name, value in table._state().items()}
+            for table in self._tables.values()
+        ]
         kept = {number: state for number, state in enumerate(states) if state}
         return found | {"state": {} if self._ranks.rank else kept}
 

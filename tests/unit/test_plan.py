@@ -301,11 +301,24 @@ def test_plan_in_words(tmp_path):
     assert "50 % of the tokens end in punctuation" in str(make_plan(configured(*paths)))
 
 
-def test_vocabulary_smaller_than_the_ranks_is_an_error():
-    class Many(Threads):
-        def all_gather(self, fact, group="main"):
-            return [fact] * self.size
+class Many(Threads):
+    """One of several ranks, which all know the same."""
 
+    def all_gather(self, fact, group="main"):
+        return [fact] * self.size
+
+
+@pytest.mark.parametrize(
+    "batch, gpu_bytes, said", [(4096, 2**36, 1), (131_072, 2**36, 0), (4096, 2**28, 0)]
+)
+def test_plan_says_where_one_gpu_is_about_as_fast(monkeypatch, batch, gpu_bytes, said):
+    monkeypatch.setattr(Machine, "here", lambda ranks: replace(WITH_GPU, gpu_free_bytes=gpu_bytes))
+    settings = "transfer.engine=resident", "vocab.min_count=1", f"train.batch_size={batch}"
+    made = make_plan(configured(*settings), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
+    assert str(made).count("one GPU has room for all") == said
+
+
+def test_vocabulary_smaller_than_the_ranks_is_an_error():
     with pytest.raises(ConfigError, match="3 words.*5 ranks"):
         make_plan(configured("train.device=cpu"), zipf_text(3, 1000), ranks=Many(4, 5, None))
 

@@ -157,7 +157,8 @@ class Plan(Task):
         ]
         if self.ranks.size > 1:
             shard = self.ranks.shard_rows(words)
-            lines.insert(3, f"ranks     {self.ranks.size}, each with {shard:,} rows of a table")
+            line = f"ranks     {self.ranks.size}, each with {shard:,} rows of a table"
+            lines.insert(3, line + self._one_gpu_in_words())
         if self.chosen:
             reasons = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
             lines.append(f"auto      {'; '.join(reasons)}")
@@ -218,6 +219,18 @@ class Plan(Task):
         words = chunk_words(batch_size)
         chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
+
+    def _one_gpu_in_words(self) -> str:
+        """Return what one GPU would do, where it is measured to be about as fast."""
+        alone = replace(self.budget.job, engine="resident", ranks=1)
+        fits = sum(alone.needs()["gpu"].values()) <= self.machine.gpu_free_bytes
+        large = self.ranks.size * auto.LARGEST
+        if self.device.type == "cpu" or not fits or alone.batch_size >= large:
+            return ""
+        return (
+            "; one GPU has room for all, and would be about as fast at such batches: several gain "
+            f"with train.batch_size={large}"
+        )
 
     def _paging_in_words(self) -> str:
         if self.engine not in LINKS:

@@ -139,6 +139,17 @@ TABLES = {
             Column("without torch", "peak without torch [MiB]", ".0f MiB"),
         ],
     ),
+    "trees": Table(
+        ["cpu-2026-11-22-5"],
+        {r".*, (gensim|Word2Vec SGD), (.*)-hs": r"\2, \1"},
+        [
+            Column("M words/s", "words/s", ".2f", 1e-6),
+            ANALOGIES,
+            Column("WordSim-353", "wordsim353", ".3f"),
+            Column("SimLex-999", "simlex999", ".3f"),
+            Column("whole process", "whole process [s]", ".0f s"),
+        ],
+    ),
     "cores": Table(
         ["cpu-2026-11-22", "cpu-2026-11-22-2"],
         {r"(.* cores?)": r"\1"},

@@ -138,7 +138,7 @@ bench-ranks: $(INSTALLED) ## train 10 M generated words on GPUS=N; 40 GiB of mem
 bench-precision: $(INSTALLED) ## measure steps by batch size and precision: CORPUS
 	$(PY) tests/bench/precision.py --corpus $(or $(CORPUS),text8) $(ARGS)
 
-bench-run: $(INSTALLED) ## measure whole commands and their phases, cold and warm: CORPUS
+bench-run: $(INSTALLED) ## measure whole commands and their phases: CORPUS, ARGS="--large 40"
 	$(PY) tests/bench/run.py --corpus "$(CORPUS)" $(ARGS)
 
 bench-library: $(INSTALLED) ## measure embeddings and rows beside torch, clicks on GPUS=N; 40 GiB

@@ -44,6 +44,10 @@ class Results:
         content = self._header | {"figures": self._cases}
         atomic_write(self.path, json.dumps(content, indent=1) + "\n")
 
+    def figures(self, case: str) -> Figures:
+        """Return the figures of a case so far."""
+        return self._cases[case]
+
     def _new_path(self) -> Path:
         """Return <benchmark>-<date>.json, or the next number of that day."""
         self._folder.mkdir(parents=True, exist_ok=True)

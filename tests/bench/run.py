@@ -1,66 +1,48 @@
 """Whole commands, from Enter to vectors: the wall time and its phases.
 
-    python tests/bench/run.py --corpus wiki100.txt --large 10 --programs main=../main here=.
+    python tests/bench/run.py --corpus wiki100.txt --large 40
 
-Each case runs twice: cold, with a new text and no compiled kernels, and warm. "large" is the text
-several times over with its rare words renamed in each copy, and GPU memory for 10 % of the tables;
-with fewer than ten copies of 100 MB that is too little for a batch. Python's bytecode is compiled
-before: without it, importing torch takes 4.4 s instead of 1.5.
+The text is trained by the first command of an installation, without compiled kernels, as a new text
+and with its ids cached. With --large so is a text several times over with other rare words in each
+copy: as a new text it is paged with GPU memory for 10 % of the tables, with cached ids it is not.
+Python's bytecode is compiled before: without it, importing torch takes 4.4 s instead of 1.5.
+
 "exit" is the time between the last line and the end of the process. "copying" is what it takes to
-copy and sync the files of the run folder, for scale.
+copy and sync the files of the run folder, beside which "after training" stands: saving, exporting
+and scoring. "steady" is the rate of a second run in one process, without checkpoints.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.bench import results
+from tests.bench import reading, results
 from tests.bench.results import Figures
 from w2v.system.files import sync
 from w2v.vectors import runs
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = "import numba, scipy, train; from w2v.training import plan, trainer; import cupy"
-COMMON = 20_000  # words of the text that all copies share
 SETTINGS = ["configs/text8.yaml"]
 LARGE = ["configs/optimizers/adam.yaml", "train.epochs=1"]
-LARGE += ["transfer.engine=mapped", "transfer.gpu_bytes=10%"]
+PAGED = ["transfer.engine=mapped", "transfer.gpu_bytes=10%"]
+AFTER = ("saving", "exporting", "scoring")
 
 
-def enlarge(corpus: Path, copies: int, path: Path) -> None:
-    """Write the text several times over, with other rare words in each copy."""
-    with ProcessPoolExecutor() as pool, open(path, "wb") as file:
-        for copy in pool.map(partial(renamed, corpus), range(copies)):
-            file.write(copy)
-
-
-def renamed(corpus: Path, copy: int) -> bytes:
-    """Return the text with the number of the copy after each rare word."""
-    text = corpus.read_bytes()
-    counts = Counter(text.split())
-    ranked = [word for word, _ in counts.most_common()]
-    new = {word: word for word in ranked[:COMMON]}
-    new |= {word: b"%s_%d" % (word, copy) for word in ranked[COMMON:]}
-    lines = (b" ".join([new[word] for word in line.split()]) for line in text.split(b"\n"))
-    return b"\n".join(lines) + b"\n"
-
-
-def timed(command: list[str], folder: Path, environment: dict[str, str]) -> float:
+def timed(command: list[str], environment: dict[str, str]) -> float:
     """Return the seconds that a command takes, from outside."""
     began = perf_counter()
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
     )
     seconds = perf_counter() - began
     if done.returncode:
@@ -68,19 +50,17 @@ def timed(command: list[str], folder: Path, environment: dict[str, str]) -> floa
     return seconds
 
 
-def measure(program: Path, settings: list[str], work: Path) -> Figures:
+def measure(settings: list[str], work: Path) -> Figures:
     """Run train.py once and return its phases; `work` holds its caches."""
     output = work / "runs"
     places = [f"corpus.data_dir={work / 'data'}", f"run.dir={output}"]
     caches = {"CUPY_CACHE_DIR": str(work / "cupy"), "NUMBA_CACHE_DIR": str(work / "numba")}
-    seconds = timed([sys.executable, "train.py", *settings, *places], program, caches)
+    seconds = timed([sys.executable, "train.py", *settings, *places], caches)
     folder = runs.find("latest", "scores.json", output)
     run = runs.read(folder)
     phases = {line["phase"]: line["seconds"] for line in run.metrics if "phase" in line}
     figures = {"whole command [s]": seconds} | {f"{name} [s]": s for name, s in phases.items()}
-    if phases:  # other versions of the program tell of none
-        figures["exit [s]"] = seconds - sum(phases.values())
-    figures["training alone [s]"] = run.scores["seconds"]
+    figures["exit [s]"] = seconds - sum(phases.values())
     figures["words/s"] = run.scores["words"] / run.scores["seconds"]
     figures["analogies [%]"] = 100 * run.scores["analogies"]["total"]["accuracy"]
 
@@ -91,45 +71,76 @@ def measure(program: Path, settings: list[str], work: Path) -> Figures:
     for number, file in enumerate(files):
         shutil.copyfile(file, work / "copies" / str(number))
         sync(work / "copies" / str(number))
-    figures["copying [s]"] = perf_counter() - began
+    copying = perf_counter() - began
+    figures["copying [s]"] = copying
     figures["files [GB]"] = sum(file.stat().st_size for file in files) / 1e9
+    after = sum(phases.get(name, 0) for name in AFTER)
+    figures["after training [s]"] = after
+    figures["after training over copying [times]"] = after / copying
     for used in (work / "copies", output):
         shutil.rmtree(used)
     return figures
+
+
+def steady_rate(settings: list[str], work: Path) -> float:
+    """Return the words/s of a second run in this process, without checkpoints."""
+    from tests.bench import steps
+    from w2v.config import load_config
+    from w2v.text import open_corpus
+
+    files = [setting for setting in settings if setting.endswith(".yaml")]
+    given = [setting for setting in settings if setting not in files]
+    given += [f"corpus.data_dir={work / 'data'}", "run.checkpoint_minutes=0"]
+    config = load_config([str(ROOT / file) for file in files], given)
+    text = open_corpus(config)
+    for _ in range(2):
+        gc.collect()  # memory of the run before
+        with TemporaryDirectory() as folder:
+            metrics = steps.train(steps.make_plan(config, text), Path(folder)).metrics
+    return metrics.words / metrics.seconds
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--large", type=int, default=10, help="copies of it (0: no large text)")
-    parser.add_argument("--programs", nargs="+", default=["w2v=."], metavar="NAME=CHECKOUT")
+    parser.add_argument("--folder", type=Path, help="where texts and runs are written")
     parser.add_argument(
         "--others", nargs="*", default=[], metavar="NAME=COMMAND", help="with {corpus} and {folder}"
     )
     args = parser.parse_args(arguments)
     found = results.Results("run", args.results)
-    with TemporaryDirectory() as temporary:
+    with TemporaryDirectory(dir=args.folder) as temporary:
+        work = Path(temporary)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(temporary, "bytecode"))
-        programs = [program.split("=", 1) for program in args.programs]
-        for _, checkout in programs:
-            compiled = [sys.executable, "-c", IMPORTS]
-            subprocess.run(compiled, cwd=checkout, stderr=subprocess.DEVNULL)
-        cases = [(args.corpus.stem, args.corpus.resolve(), [])]
+        os.environ["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
+        subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, stderr=subprocess.DEVNULL)
+        name, settings = args.corpus.stem, [*SETTINGS, f"corpus.path={args.corpus.resolve()}"]
+        cases = [
+            (f"{name}, first command", settings, True),
+            (f"{name}, new text", settings, True),
+            (f"{name}, ids cached", settings, False),
+        ]
         if args.large:
-            large = Path(temporary, "large.txt")
-            enlarge(args.corpus, args.large, large)
-            cases.append((f"{args.corpus.stem} x {args.large}", large, LARGE))
-        for case, corpus, settings in cases:
-            settings = [*SETTINGS, *settings, f"corpus.path={corpus}", *args.set]
-            for cache in ("cold", "warm"):
-                for name, checkout in programs:
-                    work = Path(temporary, f"{case}-{name}".replace(" ", ""))
-                    work.mkdir(exist_ok=True)
-                    found.add(f"{case}, {name}, {cache}", measure(Path(checkout), settings, work))
-            for name, command in (other.split("=", 1) for other in args.others):
-                words = [word.format(corpus=corpus, folder=temporary) for word in command.split()]
-                found.add(f"{case}, {name}", {"whole command [s]": timed(words, ROOT, {})})
+            large, name = work / "large.txt", f"{name} x {args.large}"
+            reading.write_copies(args.corpus, args.large, True, large)
+            settings = [*SETTINGS, *LARGE, f"corpus.path={large}"]
+            cases += [
+                (f"{name}, paged, new text", [*settings, *PAGED], True),
+                (f"{name}, ids cached", settings, False),
+            ]
+        for case, settings, is_new in cases:
+            if is_new:
+                shutil.rmtree(work / "data", ignore_errors=True)
+            found.add(case, measure([*settings, *args.set], work))
+        for case, settings, _ in cases:
+            if not case.endswith("first command"):
+                rate = steady_rate([*settings, *args.set], work)
+                share = found.figures(case)["words/s"] / rate
+                found.add(case, {"steady words/s": rate, "over steady [times]": share})
+        for name, command in (other.split("=", 1) for other in args.others):
+            words = [word.format(corpus=args.corpus, folder=work) for word in command.split()]
+            found.add(name, {"whole command [s]": timed(words, {})})
 
 
 if __name__ == "__main__":

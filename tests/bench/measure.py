@@ -1,8 +1,9 @@
-"""Times of GPU work and rates of transfers."""
+"""Times of GPU work, rates of transfers, and use of GPU memory."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from statistics import median
@@ -16,6 +17,7 @@ WARMUPS = 3
 REPEATS = 11
 CALLS = WARMUPS + REPEATS
 SPIN_CYCLES = 2_000_000  # about a millisecond
+POLL_SECONDS = 0.002
 
 
 def require_gpu(benchmark: str) -> None:
@@ -71,3 +73,28 @@ def row_sets(table_rows: int, count: int, device: str = "cuda") -> list[Tensor]:
     """Return disjoint sets of `count` random rows, at most one per call."""
     sets = min(CALLS, table_rows // count)
     return list(torch.randperm(table_rows, device=device)[: sets * count].view(sets, count))
+
+
+class GpuMemory:
+    """Watches how much memory of the GPU is in use, while entered.
+
+    bytes: the most that has come to what was in use before, by any process; 0 without a GPU.
+    """
+
+    def __enter__(self) -> GpuMemory:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        if torch.cuda.is_available():
+            self._free = torch.cuda.mem_get_info()[0]
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        if self._thread.ident:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            self.bytes = max(self.bytes, self._free - torch.cuda.mem_get_info()[0])

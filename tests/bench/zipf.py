@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results, stages
+from tests.bench.measure import GpuMemory
 from tests.bench.results import Results
 from tests.bench.steps import Steps
 from w2v.config import load_config
@@ -90,13 +91,20 @@ def measure(
     generated = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
-    planned = plan.make_plan(config, text, ranks=ranks)
-    planned.log()
-    began = time.perf_counter()
-    steps = Steps(planned)
-    set_up = time.perf_counter() - began
-    steps(args.warm_up)  # fills the GPU memory for rows
+    if args.occupied:
+        import cupy
+
+        occupied = cupy.cuda.Memory(int(args.occupied * 2**30))  # noqa: F841  # until the end
+    with GpuMemory() as gpu:
+        planned = plan.make_plan(config, text, ranks=ranks)
+        planned.log()
+        began = time.perf_counter()
+        steps = Steps(planned)
+        set_up = time.perf_counter() - began
+        steps(args.warm_up)  # fills the GPU memory for rows
+    estimate = sum(planned.budget.takes["gpu"].values())
     figures = steps.measure(args.steps)
+    figures |= {"GPU estimate [GiB]": estimate / 2**30, "GPU peak [GiB]": gpu.bytes / 2**30}
     by_stage = stages.measure(steps)
     if ranks.rank == 0:
         gpus = f"{ranks.size} GPU{'s' * (ranks.size > 1)}, " if benchmark == "ranks" else ""
@@ -121,6 +129,9 @@ def options(description: str, words: int) -> argparse.ArgumentParser:
     parser.add_argument("--exponent", type=float, default=1.0)
     parser.add_argument("--warm-up", type=int, default=200, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument(
+        "--occupied", type=float, default=0, metavar="GIB", help="GPU memory that others take"
+    )
     return parser
 
 

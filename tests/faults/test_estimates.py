@@ -17,37 +17,20 @@ from w2v.text import open_corpus
 
 ROOT = Path(__file__).parents[2]
 MEASURED = """
-import json, pathlib, sys, threading, time
-import torch, train
-from w2v.training import memory, plan
-free = [torch.cuda.mem_get_info()[0]] if torch.cuda.is_available() else [0]
-done = threading.Event()
-def watch():
-    while not done.is_set():
-        free.append(torch.cuda.mem_get_info()[0])
-        time.sleep(0.002)
-if torch.cuda.is_available():
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+import json, sys
+import train
+from tests.bench.measure import GpuMemory
+from w2v.training import plan
 make_plan, estimates = plan.make_plan, {}
 def recorded(*arguments):
     planned = make_plan(*arguments)
-    job, budget = planned.budget.job, planned.budget
-    needs = job.needs()
-    estimates["host"] = sum(needs["host"].values()) + budget.copies
-    estimates["gpu"] = sum(needs["gpu"].values())
-    if job.cache_bytes is None and job.engine != "resident":
-        estimates["gpu"] += job.slot_bytes * planned.slots - needs["gpu"]["cache"]
+    estimates.update((place, sum(parts.values())) for place, parts in planned.budget.takes.items())
     return planned
 plan.make_plan = recorded
-try:
+with GpuMemory() as gpu:
     assert train.main(sys.argv[1:]) == 0
-finally:
-    done.set()
-    if torch.cuda.is_available():
-        watcher.join()
 [peak] = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-peaks = {"host": int(peak.split()[1]) << 10, "gpu": free[0] - min(free)}
+peaks = {"host": int(peak.split()[1]) << 10, "gpu": gpu.bytes}
 print(json.dumps([estimates, peaks]))
 """
 ADAM = "configs/optimizers/adam.yaml"

@@ -437,6 +437,16 @@ class Budget:
         return found
 
     @property
+    def takes(self) -> dict[str, dict[str, int]]:
+        """Bytes by place and purpose, with what takes all that is left: copies and a cache."""
+        needs = self.job.needs()
+        needs["host"]["copies"] = self.copies
+        if self.job.on_gpu and self.job.engine != "resident":
+            slots = cache_rows(self.job, int(self._free("gpu")))
+            needs["gpu"]["cache"] = self.job.slot_bytes * slots
+        return needs
+
+    @property
     def copies(self) -> int:
         """Bytes of CPU memory for copies of the tables.
 
@@ -479,12 +489,7 @@ class Budget:
 
     def _sums(self) -> Iterator[tuple[str, str, str]]:
         """Yield each place, its bytes by purpose, and their sum of what is free."""
-        needed = self.job.needs()
-        needed["host"]["copies"] = self.copies
-        if self.job.on_gpu and self.job.engine != "resident":
-            slots = cache_rows(self.job, int(self._free("gpu")))
-            needed["gpu"]["cache"] = self.job.slot_bytes * slots
-        for place, needs in needed.items():
+        for place, needs in self.takes.items():
             parts = [
                 f"{purpose} {format_bytes(count)}" for purpose, count in needs.items() if count
             ]

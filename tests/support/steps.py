@@ -58,7 +58,8 @@ def make_step(
     tables = make_tables(optimizer, rows, dim, storage, dtype, ranks, folder)
     device = torch.device(device)
     shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
-    loss_scale = LossScale(tables[0].scalars, device) if product == torch.float16 else None
+    scalars = [table.scalars for table in tables]
+    loss_scale = LossScale(scalars, device) if product == torch.float16 else None
     if kernels == "reference":
         kernels = ReferenceKernels(shape, product, loss_scale, ranks.all_reduce)
     else:

@@ -141,7 +141,7 @@ def test_loss_scale_keeps_gradients_that_float16_would_lose():
 def test_loss_scale_halves_at_an_overflow_and_doubles_after_an_interval(monkeypatch):
     monkeypatch.setattr(LossScale, "INTERVAL", 3)
     scalars = {}
-    scale = LossScale(scalars, CPU)
+    scale = LossScale([scalars], CPU)
     found = []
     for overflowed in [True, True, *[False] * 5, True, *[False] * 3]:
         scale.update(torch.tensor(overflowed))

@@ -266,16 +266,19 @@ class LossScale:
 
     A step whose gradients overflow halves the scale and is skipped; INTERVAL steps without
     overflow double it (Micikevicius et al. 2018, arXiv 1710.03740). Its two numbers are kept among
-    a table's `scalars`, so that checkpoints have them.
+    the first table's scalars, so that checkpoints have them. Those of the optimizer move to the
+    device, where a skipped step is not counted.
     """
 
     INTERVAL = 2000
     FIRST = 2.0**16
 
-    def __init__(self, scalars: dict[str, Tensor], device: torch.device):
+    def __init__(self, of_tables: Sequence[dict[str, Tensor]], device: torch.device):
         self.scale = torch.tensor(self.FIRST, device=device)
         self._steps = torch.tensor(0.0, device=device)
-        scalars |= {"loss_scale": self.scale, "loss_scale_steps": self._steps}
+        for scalars in of_tables:
+            scalars |= {key: value.to(device) for key, value in scalars.items()}
+        of_tables[0].update(loss_scale=self.scale, loss_scale_steps=self._steps)
 
     def update(self, overflowed: Tensor) -> None:
         """Set the next scale by whether gradients overflowed (bool)."""
@@ -352,9 +355,14 @@ class ReferenceKernels(ShardKernels):
             slots_U = view.slots(rows_U)
             before_UR = view.records_SR.index_select(0, slots_U)
             records_UR = table.decode(before_UR.clone())
-            # Without gradients the rows stay finite: an overflow of the loss scale is no fault.
-            grad_UD = its.grad_UD if skipped is None else torch.where(skipped, 0, its.grad_UD)
+            grad_UD, counted = its.grad_UD, {}
+            if skipped is not None:
+                # Without gradients the rows stay finite: an overflow of the loss scale is no fault.
+                grad_UD = torch.where(skipped, 0, grad_UD)
+                counted = {key: value.clone() for key, value in table.scalars.items()}
             optimizer.step_rows(table, records_UR, grad_UD, its.pairs_U, lr)
+            for key, before in counted.items():  # a skipped step does not count
+                table.scalars[key].copy_(torch.where(skipped, before, table.scalars[key]))
             after_UR = table.encode(rows_U, records_UR)
             state.mark_fault(2 << number, all_finite(after_UR))
             # It stays set, so that later steps write nothing, although the CPU has not seen it yet.

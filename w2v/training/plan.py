@@ -420,7 +420,7 @@ def build(plan: Plan) -> TrainingLoop:
     inputs, outputs = make_tables(plan)
     loss_scale = None
     if plan.kernels == "reference" and config.train.precision == "fp16":
-        loss_scale = LossScale(inputs.scalars, plan.device)
+        loss_scale = LossScale([inputs.scalars, outputs.scalars], plan.device)
     kernels = make_kernels(plan, loss_scale)
     sampler = make_sampler(
         plan,

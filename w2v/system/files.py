@@ -28,18 +28,19 @@ TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete y
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | Path) -> Iterator[Path]:
+def atomic_path(path: str | Path, synced: bool = True) -> Iterator[Path]:
     """Yield a temporary path whose file or folder replaces `path` on success.
 
     The temporary path has the same name, in a new folder beside `path`. When the block succeeds,
-    its content is synced and renamed to `path`; the new folder is removed in any case.
+    its content is synced and renamed to `path`; the new folder is removed in any case. What is
+    compared with checksums when it is read, and can be made again, need not be `synced`.
     """
     path = Path(path)
     prefix = f".{path.name}."
     with tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, prefix, path.parent) as folder:
         temporary = Path(folder, path.name)
         yield temporary
-        for written in (temporary, *temporary.rglob("*")):
+        for written in (temporary, *temporary.rglob("*")) if synced else ():
             sync(written)
         if path.is_dir():  # os.replace() cannot replace a folder that has content
             os.replace(path, Path(folder, "replaced"))

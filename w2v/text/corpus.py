@@ -214,7 +214,7 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
     text = stamp(files)
     encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
     vocab, blocks, phrases = encoded
-    with atomic_path(folder) as temporary:
+    with atomic_path(folder, synced=False) as temporary:  # a quarter of the time for 4 GB
         Corpus.write(temporary, blocks, vocab, phrases, text)
         if stamp(files) != text:
             name = f"corpus.path={config.corpus.path}"

@@ -182,6 +182,22 @@ class Plan(Task):
         )
 
     @cached_property
+    def ids(self) -> np.ndarray | Tensor:
+        """The ids of the text, on the GPU if there is room; else where they are."""
+        ids_N = self.corpus.ids
+        if not self.ids_on_gpu:
+            return ids_N
+        on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=self.device)
+
+        def copy(start: int) -> None:
+            part = np.array(ids_N[start : start + IDS_AT_ONCE])
+            on_gpu[start : start + len(part)] = torch.from_numpy(part)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(copy, range(0, len(ids_N), IDS_AT_ONCE)))
+        return on_gpu
+
+    @cached_property
     def text(self) -> TrainingText:
         """The text and the distributions that batches are drawn from."""
         model, counts_V, tree = self.config.model, self.vocab.counts, None
@@ -190,7 +206,7 @@ class Plan(Task):
 
             tree = make_tree(counts_V, first_row=len(counts_V) if model.negative else 0)
         return TrainingText(
-            ids_N=self.corpus.ids,
+            ids_N=self.ids,
             offsets_S=self.corpus.offsets,
             keep_V=self.vocab.keep_probabilities(model.sample),
             noise_V=noise_distribution(counts_V, model.ns_exponent),
@@ -217,7 +233,7 @@ class Plan(Task):
         if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:
             return paging
         words = chunk_words(batch_size)
-        chunks = choose_lookahead(self.corpus.ids, words, marks_TV, self.slots)
+        chunks = choose_lookahead(self.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
     def _one_gpu_in_words(self) -> str:
@@ -425,7 +441,7 @@ def build(plan: Plan) -> TrainingLoop:
     sampler = make_sampler(
         plan,
         kernels,
-        replace(plan.text, ids_N=ids_on_device(plan)),
+        plan.text,
         rank=plan.ranks.rank,
         world_size=plan.ranks.size,
         lookahead=plan.paging.lookahead,
@@ -549,25 +565,9 @@ def expected_uses(plan: Plan) -> Tensor:
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
 
 
-def ids_on_device(plan: Plan) -> np.ndarray | Tensor:
-    """Return the ids on the GPU if they fit, else where they are."""
-    ids_N = plan.corpus.ids
-    if not plan.ids_on_gpu:
-        return ids_N
-    on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
-
-    def copy(start: int) -> None:
-        part = np.array(ids_N[start : start + IDS_AT_ONCE])
-        on_gpu[start : start + len(part)] = torch.from_numpy(part)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(copy, range(0, len(ids_N), IDS_AT_ONCE)))
-    return on_gpu
-
-
 def make_heldout(plan: Plan) -> HeldOut | None:
     """Return the held-out sentences; None if there are none."""
-    text = plan.text
+    text = replace(plan.text, ids_N=plan.corpus.ids)
     return HeldOut(text, plan.config.model, plan.device) if len(text.held_out) else None
 
 

@@ -75,17 +75,22 @@ class Corpus:
         folder.mkdir(parents=True)
         raw_words = 0
         end = 0  # of the last sentence
-        with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
+        with (
+            open(folder / IDS, "wb") as ids,
+            open(folder / OFFSETS, "wb") as offsets,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            saving = thread.submit(vocab.save, folder / VOCAB_FILE) if vocab else None
             offsets.write(np.zeros(1, np.int64))
             for block in blocks:
                 ids.write(block.ids)
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
+            if saving:
+                saving.result()
         if not end:
             raise NoKnownWords(raw_words)
-        if vocab:
-            vocab.save(folder / VOCAB_FILE)
         files = {path.name: checksums(path) for path in sorted(folder.iterdir())}
         header = {"format": FORMAT, "raw_words": raw_words, "files": files, "text": text}
         if phrases:

@@ -102,7 +102,7 @@ def measure(
         steps = Steps(planned)
         set_up = time.perf_counter() - began
         steps(args.warm_up)  # fills the GPU memory for rows
-    estimate = sum(planned.budget.takes["gpu"].values())
+    estimate = sum(planned.budget.takes.get("gpu", {}).values())
     figures = steps.measure(args.steps)
     figures |= {"GPU estimate [GiB]": estimate / 2**30, "GPU peak [GiB]": gpu.bytes / 2**30}
     by_stage = stages.measure(steps)

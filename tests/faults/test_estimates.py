@@ -77,7 +77,7 @@ def measure(arguments, **environment):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     estimates, peaks = json.loads(done.stdout.splitlines()[-1])
-    print({place: (estimates[place] >> 20, peaks[place] >> 20) for place in peaks})
+    print({place: (estimates.get(place, 0) >> 20, peaks[place] >> 20) for place in peaks})
     return estimates, peaks
 
 

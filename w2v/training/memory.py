@@ -188,6 +188,11 @@ class Job:
         return 2 * self.rows * self.record_bytes
 
     @property
+    def is_paged(self) -> bool:
+        """Whether rows move between CPU memory and a cache on the GPU."""
+        return self.on_gpu and self.engine != "resident"
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a cache slot."""
         return self.record_bytes + MOVE_BYTES + self.record_bytes // UNUSED_PART
@@ -359,7 +364,7 @@ class Budget:
     """A job and the bytes that are free for it, by place."""
 
     job: Job
-    free: Mapping[str, float]
+    free: Mapping[str, float]  # of each of PLACES
     run_dir: str
     lighter: Callable[[], Mapping[str, States]]  # of optimizers that keep less, by name
 
@@ -394,16 +399,15 @@ class Budget:
     def _with_less(self, place: str) -> Budget:
         """Return this budget, with less free memory than is needed in a place."""
         job = self.job
-        if job.on_gpu and job.engine != "resident":  # an automatic cache takes what there was
-            slots = cache_rows(job, int(self._free("gpu")))
-            job = replace(job, cache_bytes=slots * job.record_bytes)
+        if job.is_paged:  # an automatic cache takes what there was
+            job = replace(job, cache_bytes=self.slots * job.record_bytes)
         short = SHORT * sum(job.needs()[place].values())
-        return replace(self, job=job, free={**self.free, place: min(short, self._free(place))})
+        return replace(self, job=job, free={**self.free, place: min(short, self.free[place])})
 
     def lacking(self, job: Job) -> list[str]:
         """Return the places where the job does not fit."""
         needs = job.needs().items()
-        return [place for place, parts in needs if sum(parts.values()) > self._free(place)]
+        return [place for place, parts in needs if sum(parts.values()) > self.free[place]]
 
     def changes(self) -> list[str]:
         """Return the smallest single changes that would make the job fit."""
@@ -438,13 +442,17 @@ class Budget:
 
     @property
     def takes(self) -> dict[str, dict[str, int]]:
-        """Bytes by place and purpose, with what takes all that is left: copies and a cache."""
+        """Bytes by place and purpose, with copies and a cache, which take what is left."""
         needs = self.job.needs()
         needs["host"]["copies"] = self.copies
-        if self.job.on_gpu and self.job.engine != "resident":
-            slots = cache_rows(self.job, int(self._free("gpu")))
-            needs["gpu"]["cache"] = self.job.slot_bytes * slots
-        return needs
+        if self.job.is_paged:
+            needs["gpu"]["cache"] = self.job.slot_bytes * self.slots
+        return {place: parts for place, parts in needs.items() if any(parts.values())}
+
+    @property
+    def slots(self) -> int:
+        """Capacity of the GPU cache in rows."""
+        return cache_rows(self.job, int(self.free["gpu"]))
 
     @property
     def copies(self) -> int:
@@ -480,28 +488,22 @@ class Budget:
 
     def __str__(self) -> str:
         """Return a line for each place: bytes by purpose, sum, what is free."""
-        return "\n".join(f"{place:9} {parts} = {total}" for place, parts, total in self._sums())
+        lines = []
+        for place, needs in self.takes.items():
+            parts = (f"{purpose} {format_bytes(n)}" for purpose, n in needs.items() if n)
+            lines.append(f"{place:9} {' + '.join(parts)} = {self._total(place, needs)}")
+        return "\n".join(lines)
 
     @property
     def totals(self) -> str:
         """What each place needs and has, on one line."""
-        return ", ".join(f"{place} {total}" for place, _, total in self._sums())
+        return ", ".join(f"{place} {self._total(place, n)}" for place, n in self.takes.items())
 
-    def _sums(self) -> Iterator[tuple[str, str, str]]:
-        """Yield each place, its bytes by purpose, and their sum of what is free."""
-        for place, needs in self.takes.items():
-            parts = [
-                f"{purpose} {format_bytes(count)}" for purpose, count in needs.items() if count
-            ]
-            if parts:
-                total = format_bytes(sum(needs.values()))
-                free = self._free(place)
-                of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
-                where = f" in {self.run_dir}" if place == "disk" else ""
-                yield place, " + ".join(parts), f"{total}{of}{where}"
-
-    def _free(self, place: str) -> float:
-        return self.free.get(place, math.inf)
+    def _total(self, place: str, needs: Mapping[str, int]) -> str:
+        free = self.free[place]
+        of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
+        where = f" in {self.run_dir}" if place == "disk" else ""
+        return f"{format_bytes(sum(needs.values()))}{of}{where}"
 
     def _explain(self, problem: str, changes: list[str]) -> str:
         """Return the problem, the bytes and changes that help, on one line."""

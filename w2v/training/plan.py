@@ -48,7 +48,7 @@ from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, cache_rows, fitting_batch_size
+from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, fitting_batch_size
 from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
@@ -323,7 +323,7 @@ def make_plan(
     engine, reason = choose_engine(*where, job.table_bytes, measured, besides_tables)
     budget = replace(budget, job=replace(job, engine=engine))
     # All ranks page alike, with the least room that any has.
-    slots = min(ranks.all_gather(cache_rows(budget.job, machine.gpu_free_bytes)))
+    slots = min(ranks.all_gather(budget.slots))
     is_paged = engine in LINKS and slots < 2 * budget.job.rows
     config, shared = auto.share_negatives(config, is_paged)
     if is_paged and slots:
@@ -382,10 +382,9 @@ def make_budget(task: Task, run: Path | None) -> Budget:
     free = {
         "host": machine.host_free_bytes,
         "locked": machine.lockable_bytes,
+        "gpu": machine.gpu_free_bytes,
         "disk": free_disk_bytes(Path(config.run.dir)) + sum(file.stat().st_size for file in saved),
     }
-    if job.on_gpu:
-        free["gpu"] = machine.gpu_free_bytes
 
     def lighter() -> dict[str, Callable]:
         others = (replace(config.optimizer, name=name, args={}) for name in LIGHTER)

@@ -104,6 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--large", type=int, default=10, help="copies of it (0: no large text)")
+    parser.add_argument("--cases", default="", metavar="PART", help="only those with this in name")
     parser.add_argument("--folder", type=Path, help="where texts and runs are written")
     parser.add_argument(
         "--others", nargs="*", default=[], metavar="NAME=COMMAND", help="with {corpus} and {folder}"
@@ -129,6 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
                 (f"{name}, paged, new text", [*settings, *PAGED], True),
                 (f"{name}, ids cached", settings, False),
             ]
+        cases = [case for case in cases if args.cases in case[0]]
         for case, settings, is_new in cases:
             if is_new:
                 shutil.rmtree(work / "data", ignore_errors=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
+import numba
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -33,30 +34,40 @@ def write_copies(corpus: Path, count: int, rename: bool, to: Path) -> None:
     """Write copies of a text, with words renamed in all but the first."""
     text = corpus.read_bytes()
     table = tokenize.WordTable()
-    numbers = number(text.replace(b"\n", b" \1 "), table)  # a line end becomes a word
-    words = np.array(table.words(np.arange(table.size)), object)
-    rare = np.argsort(-table.counts[: table.size], kind="stable")[KEPT_WORDS:]
-    rare = rare[words[rare] != "\1"]
+    spaced = text.replace(b"\n", b" \1 ")  # a line end becomes a word
+    numbers = np.empty(len(spaced), np.int32)
+    padded = tokenize.padded(spaced)
+    numbers = tokenize.number_words(padded, len(spaced), 0, table, numbers).numbers
+    words = table.words(np.arange(table.size))
+    ranked = np.argsort(-table.counts[: table.size], kind="stable").tolist()
+    rare = [number for number in ranked[KEPT_WORDS:] if words[number] != "\1"]
 
-    def copy(place: int) -> bytes:
-        if not rename or place == 0:
-            return text
-        renamed = words.copy()
-        renamed[rare] += f"x{place}"
-        other = tokenize.WordTable()
-        number(" ".join(renamed).encode(), other)  # in the same order
-        joined = other.joined(numbers)
-        return joined.tobytes().translate(bytes.maketrans(b"\n\1", b" \n"))
+    def copy(place: int) -> memoryview:
+        spelled = ["\n" if word == "\1" else f"{word} " for word in words]
+        for number in rare if rename and place else ():
+            spelled[number] = f"{words[number]}x{place} "
+        parts = [word.encode() for word in spelled]
+        sizes = np.array(list(map(len, parts)))
+        letters = np.frombuffer(b"".join(parts), np.uint8)
+        new = np.empty(int(sizes[numbers].sum()), np.uint8)
+        spell(numbers, np.cumsum(sizes) - sizes, sizes, letters, new)
+        return new.data
 
     with to.open("wb") as file, ThreadPoolExecutor(cores()) as pool:
         for first in range(0, count, cores()):
             file.writelines(pool.map(copy, range(first, min(count, first + cores()))))
 
 
-def number(text: bytes, table: tokenize.WordTable) -> np.ndarray:
-    """Number the words of a text."""
-    numbers = np.empty(len(text), np.int32)
-    return tokenize.number_words(tokenize.padded(text), len(text), 0, table, numbers).numbers
+@numba.njit(nogil=True)
+def spell(
+    numbers: np.ndarray, starts: np.ndarray, sizes: np.ndarray, letters: np.ndarray, new: np.ndarray
+) -> None:
+    """Write the words of these numbers behind each other."""
+    end = 0
+    for number in numbers:
+        for letter in range(sizes[number]):
+            new[end + letter] = letters[starts[number] + letter]
+        end += sizes[number]
 
 
 def ours(text: Path, folder: Path, phrases: int) -> Figures:

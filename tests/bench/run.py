@@ -115,7 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
         work = Path(temporary)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
-        subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, stderr=subprocess.DEVNULL)
+        compiling = subprocess.Popen(
+            [sys.executable, "-c", IMPORTS], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
         name, settings = args.corpus.stem, [*SETTINGS, f"corpus.path={args.corpus.resolve()}"]
         cases = [
             (f"{name}, first command", settings, True),
@@ -131,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
                 (f"{name}, ids cached", settings, False),
             ]
         cases = [case for case in cases if args.cases in case[0]]
+        compiling.wait()
         for case, settings, is_new in cases:
             if is_new:
                 shutil.rmtree(work / "data", ignore_errors=True)

@@ -501,6 +501,14 @@ def test_new_words_or_weights_begin_with_a_new_optimizer_state(renewed):
     assert np.array_equal(model.wv.vectors, fresh.wv.vectors)
 
 
+def test_a_second_vocabulary_may_have_more_words():
+    model = Word2Vec([["a", "b", "c"] * 5] * 9, **SMALL)
+    model.build_vocab([[*"vwxyz"] * 5] * 9)
+    assert model.wv.vectors.shape == (5, model.vector_size) and set(model.wv.index_to_key) == {
+        *"vwxyz"
+    }
+
+
 @pytest.mark.parametrize(
     "name, arguments",
     [("Adam", None), ("SGD", None), ("Adagrad", None), ("SGD", {"momentum": 0.5})],

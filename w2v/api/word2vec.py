@@ -179,6 +179,12 @@ class Word2Vec(word2vec.Word2Vec):
             vars(model).update(device="auto", settings=[], _default_alpha=None, _states={})
         return model
 
+    def prepare_vocab(self, update=False, *args, dry_run=False, **named):
+        """Choose the words as gensim does, which fails where they become more."""
+        if not (update or dry_run):
+            self.wv.vectors = self.wv.vectors[:0]  # it would order them as the new words
+        return super().prepare_vocab(update, *args, dry_run=dry_run, **named)
+
     def init_weights(self):
         """Reset the vectors as gensim does, and the optimizer's state with them."""
         super().init_weights()

@@ -56,7 +56,7 @@ SCORES = [
     Column("SimLex-999", "simlex999", ".3f"),
 ]
 SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
-PHASES = ["starting", "reading", "set-up", "training", "exporting", "scoring"]
+PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
     **{name: name for name in ("step", "sampling")},
     "plan": "planning pages",
@@ -182,7 +182,7 @@ TABLES = {
         [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),
     "reading": Table(
-        ["reading-2026-11-22", "reading-2026-11-22-2"],
+        numbered("reading-2026-11-23", 1, 2),
         {r"(.*), (.*) cores": r"\1, \2 cores"},
         [
             Column("MB/s", "MB/s", ".0f"),
@@ -191,12 +191,14 @@ TABLES = {
         ],
     ),
     "commands": Table(
-        ["run-2026-11-22"],
-        {r"wiki100, w2v, (\w+)": r"\1"},
+        numbered("run-2026-11-23", 1, 2),
+        {r"(.*)": r"\1"},
         [
             Column("whole command", "whole command [s]", ".1f s"),
-            *[Column(f"{name}", f"{name} [s]", ".1f s") for name in PHASES],
+            *[Column(name, f"{name} [s]", ".1f s") for name in PHASES],
+            Column("after training / copying", "after training over copying [times]", ".2f"),
             SPEED,
+            Column("of the steady rate", "over steady [times]", ".0f %", 100),
         ],
     ),
     "gensim": Table(
@@ -288,8 +290,14 @@ ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:1
 ZIPF += "negative_pool=65536 for 8 steps"
 TRAIN = "train-2026-11-21-2"
 BASE = "baselines-2026-11-20"
-COLD = ("run-2026-11-22", "wiki100, w2v, cold")
-WARM = ("run-2026-11-22", "wiki100, w2v, warm")
+COLD = ("run-2026-11-23", "wiki100, first command")
+WARM = ("run-2026-11-23", "wiki100, ids cached")
+PAGED = "wiki100 x 40, paged, new text"
+LARGE = [(f"run-2026-11-23{number}", PAGED) for number in ("", "-2")]
+MILLIONS = (
+    "zipf-2026-11-23",
+    ("60000000 words of a text of 124136492, Adam float32 mapped, 80 GiB of the GPU occupied"),
+)
 PROCESS = "process-2026-11-22"
 FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
 SCORES_OF_RANKS = "wiki100 adam mapped:50% float32 {} GPUs seed={}".format
@@ -298,7 +306,7 @@ PERFORMANCE = "docs/performance.md"
 CITED = [
     Cited(
         "README.md",
-        "took {:.1f} s on an H100, and {:.1f} s the second time",
+        "took {:.1f} s on an H200, and {:.1f} s the second time",
         [(*COLD, "whole command [s]"), (*WARM, "whole command [s]")],
     ),
     Cited(
@@ -326,6 +334,21 @@ CITED = [
             (PROCESS, "w2v, training in it", "slowest words/s"),
             (PROCESS, "w2v, training in it", "fastest words/s"),
         ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "of 4.1 GB took {:.1f} s before ids were left to the system to write, and {:.1f} s after",
+        [(*run, "whole command [s]") for run in LARGE],
+    ),
+    Cited(
+        PERFORMANCE,
+        "{:.0f} of {:.0f} M words/s on wiki100, {:.0f} by the first command",
+        [(*WARM, "words/s"), (*WARM, "steady words/s"), (*COLD, "words/s")],
+    ),
+    Cited(
+        "docs/failure.md",
+        "{:.1f} GiB were estimated and {:.2f} used",
+        [(*MILLIONS, "GPU estimate [GiB]"), (*MILLIONS, "GPU peak [GiB]")],
     ),
     Cited(
         PERFORMANCE,
@@ -426,7 +449,11 @@ CITED = [
     Cited(
         "docs/CHANGELOG.md",
         "1 GB is read at {:.0f}, {:.0f} and {:.0f} MB/s with 1, 4 and 16 cores",
-        [("reading-2026-11-22", f"1.0 GB, {cores} cores", "MB/s") for cores in (1, 4, 16)],
+        [
+            ("reading-2026-11-23", "1.0 GB, 1 cores", "MB/s"),
+            ("reading-2026-11-23", "1.0 GB, 4 cores", "MB/s"),
+            ("reading-2026-11-23-2", "1.0 GB, 16 cores", "MB/s"),
+        ],
     ),
 ]
 

@@ -50,11 +50,12 @@ def numbered(stem: str, *numbers: int) -> list[str]:
 SPEED = Column("M words/s", "words/s", ".1f", 1e-6)
 SECONDS = Column("training", "seconds [s]", ".2f s")
 ANALOGIES = Column("analogies", "analogies [%]", ".1f %")
-SCORES = [
-    ANALOGIES,
-    Column("WordSim-353", "wordsim353", ".3f"),
-    Column("SimLex-999", "simlex999", ".3f"),
+GOOGLE = Column("Google", "google", ".1f %", 100)
+SIMILARITIES = [
+    Column(name, metric, ".3f")
+    for name, metric in (("WordSim-353", "wordsim353"), ("SimLex-999", "simlex999"))
 ]
+SCORES = [ANALOGIES, *SIMILARITIES]
 SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
@@ -144,9 +145,7 @@ TABLES = {
         {r".*, (gensim|Word2Vec SGD), (.*)-hs": r"\2, \1"},
         [
             Column("M words/s", "words/s", ".2f", 1e-6),
-            ANALOGIES,
-            Column("WordSim-353", "wordsim353", ".3f"),
-            Column("SimLex-999", "simlex999", ".3f"),
+            *SCORES,
             Column("whole process", "whole process [s]", ".0f s"),
         ],
     ),
@@ -206,10 +205,9 @@ TABLES = {
         {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+)": r"\1, \2"},
         [
             Column("seeds", "seeds", ".0f"),
-            Column("Google", "google", ".1f %", 100),
+            GOOGLE,
             Column("MSR", "msr", ".1f %", 100),
-            Column("WordSim-353", "wordsim353", ".3f"),
-            Column("SimLex-999", "simlex999", ".3f"),
+            *SIMILARITIES,
             Column("MTurk-287", "mturk287", ".3f"),
         ],
         sources=False,
@@ -217,11 +215,7 @@ TABLES = {
     "rates": Table(
         ["tuning-2026-11-22-3"],
         {r"(.*) (CBOW|CBOW hs|skip-gram hs) (gensim .*|(?:Adam|SGD) .* [12])": r"\2, \1, \3"},
-        [
-            Column("Google", "google", ".1f %", 100),
-            Column("WordSim-353", "wordsim353", ".3f"),
-            Column("SimLex-999", "simlex999", ".3f"),
-        ],
+        [GOOGLE, *SIMILARITIES],
         sources=False,
     ),
     "two": Table(

@@ -180,9 +180,9 @@ class Word2Vec(word2vec.Word2Vec):
         return model
 
     def prepare_vocab(self, update=False, *args, dry_run=False, **named):
-        """Choose the words as gensim does, which fails where they become more."""
+        """Choose the words as gensim does; they may be more than before."""
         if not (update or dry_run):
-            self.wv.vectors = self.wv.vectors[:0]  # it would order them as the new words
+            self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
         return super().prepare_vocab(update, *args, dry_run=dry_run, **named)
 
     def init_weights(self):

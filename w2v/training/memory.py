@@ -442,7 +442,7 @@ class Budget:
 
     @property
     def takes(self) -> dict[str, dict[str, int]]:
-        """Bytes by place and purpose, with copies and a cache, which take what is left."""
+        """Bytes by place and purpose, with copies and a cache of what is left."""
         needs = self.job.needs()
         needs["host"]["copies"] = self.copies
         if self.job.is_paged:

@@ -20,7 +20,7 @@ from w2v.model.sampler import Sampler
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
-from w2v.training.memory import Machine
+from w2v.training.memory import Budget, Job, Machine
 from w2v.training.plan import (
     build,
     choose_device,
@@ -194,53 +194,74 @@ def test_cbow_vectors_longer_than_shared_memory_are_refused_before_the_text_is_r
             make_plan(configured(*cbow, "model.vector_size=12288", *others))
 
 
-@pytest.mark.parametrize("gib, engine", [(1, "resident"), (99, "resident"), (100, "mapped")])
+def engine_of(config, machine, device, table_bytes, measured=dict):
+    """Choose the engine for tables of so many bytes, which have rows of 1 KiB."""
+    job = Job(
+        words=max(1, table_bytes >> 11),
+        vector_size=256,
+        states=lambda size: {},
+        engine="resident",
+        on_gpu=device is GPU,
+        batch_size=1024,
+        window=5,
+        negative=5,
+        counts_V=np.ones(1000),
+        text_words=10**6,
+        centers=10**6,
+        kernels="cuda",
+    )
+    free = {"host": HUGE, "disk": HUGE, "locked": machine.lockable_bytes}
+    budget = Budget(job, free | {"gpu": machine.gpu_free_bytes}, "runs", dict)
+    return choose_engine(config, machine, budget, measured)
+
+
+@pytest.mark.parametrize("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
 def test_tables_stay_on_the_gpu_if_they_fit(gib, engine):
-    chosen, reason = choose_engine(configured(), WITH_GPU, GPU, gib * 2**30)
+    chosen, reason = engine_of(configured(), WITH_GPU, GPU, gib * 2**30)
     assert chosen == engine
     assert f"{gib}.0 GiB" in reason and "100.0 GiB free" in reason
 
 
 def test_configured_engine():
     mapped, resident = (configured(f"transfer.engine={name}") for name in ("mapped", "resident"))
-    assert choose_engine(mapped, WITH_GPU, GPU, 1)[0] == "mapped"
-    assert choose_engine(resident, WITH_GPU, GPU, HUGE)[0] == "resident"
+    assert engine_of(mapped, WITH_GPU, GPU, 1)[0] == "mapped"
+    assert engine_of(resident, WITH_GPU, GPU, HUGE)[0] == "resident"
     with pytest.raises(ConfigError, match="transfer.engine=mapped.*transfer.engine=resident"):
-        choose_engine(mapped, CPU_ONLY, CPU, 1)
+        engine_of(mapped, CPU_ONLY, CPU, 1)
 
 
 def test_trial_decides_between_the_links():
     trial = {"mapped": (40e9, 40e9), "staged": (10e9, 5e9)}
-    chosen, reason = choose_engine(configured(), WITH_GPU, GPU, HUGE, lambda: trial)
+    chosen, reason = engine_of(configured(), WITH_GPU, GPU, HUGE, lambda: trial)
     assert chosen == "mapped" and "mapped 40.0 / 40.0, staged 10.0 / 5.0" in reason
     trial["mapped"] = 3e9, 50e9
-    assert choose_engine(configured(), WITH_GPU, GPU, HUGE, lambda: trial)[0] == "staged"
+    assert engine_of(configured(), WITH_GPU, GPU, HUGE, lambda: trial)[0] == "staged"
 
 
 def test_without_cupy_rows_are_staged_and_the_remedy_is_logged(caplog):
-    assert choose_engine(configured(), WITHOUT_CUPY, GPU, HUGE)[0] == "staged"
+    assert engine_of(configured(), WITHOUT_CUPY, GPU, HUGE)[0] == "staged"
     assert "pip install 'cupy-cuda13x'" in caplog.text
     mapped = configured("transfer.engine=mapped")
     with pytest.raises(ConfigError, match="mapped.*CuPy.*'cupy-cuda13x'.*transfer.engine=staged"):
-        choose_engine(mapped, WITHOUT_CUPY, GPU, 1)
+        engine_of(mapped, WITHOUT_CUPY, GPU, 1)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "mapped"])
 def test_little_lockable_memory_is_warned_of(wanted, caplog):
     machine = replace(WITH_GPU, lockable_bytes=2**26)
     config = configured(f"transfer.engine={wanted}")
-    assert choose_engine(config, machine, GPU, HUGE)[0] == "staged"
+    assert engine_of(config, machine, GPU, HUGE)[0] == "staged"
     for part in ("64 MiB", "ulimit -l", "--ulimit memlock=-1"):
         assert part in caplog.text
 
 
 def test_tables_in_files(tmp_path):
     in_files = f"transfer.table_dir={tmp_path}"
-    assert choose_engine(configured(in_files), WITH_GPU, GPU, 1)[0] == "staged"
-    assert choose_engine(configured(in_files), CPU_ONLY, CPU, 1)[0] == "resident"
+    assert engine_of(configured(in_files), WITH_GPU, GPU, 1)[0] == "staged"
+    assert engine_of(configured(in_files), CPU_ONLY, CPU, 1)[0] == "resident"
     mapped = configured(in_files, "transfer.engine=mapped")
     with pytest.raises(ConfigError, match="mapped cannot read.*transfer.engine=staged"):
-        choose_engine(mapped, WITH_GPU, GPU, 1)
+        engine_of(mapped, WITH_GPU, GPU, 1)
 
 
 def test_text_too_small_for_the_batch_size_is_warned_of(caplog):

@@ -48,7 +48,7 @@ from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training.memory import GPU_RESERVE, Budget, Job, Machine, fitting_batch_size
+from w2v.training.memory import Budget, Job, Machine, fitting_batch_size
 from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
@@ -239,9 +239,9 @@ class Plan(Task):
     def _one_gpu_in_words(self) -> str:
         """Return what one GPU would do, where it is measured to be about as fast."""
         alone = replace(self.budget.job, engine="resident", ranks=1)
-        fits = sum(alone.needs()["gpu"].values()) <= self.machine.gpu_free_bytes
+        lacks = "gpu" in self.budget.lacking(alone)
         large = self.ranks.size * auto.LARGEST
-        if self.device.type == "cpu" or not fits or alone.batch_size >= large:
+        if self.device.type == "cpu" or lacks or alone.batch_size >= large:
             return ""
         return (
             "; one GPU has room for all, and would be about as fast at such batches: several gain "
@@ -315,13 +315,9 @@ def make_plan(
         few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     budget = make_budget(task, run)
-    job = budget.job  # with resident tables
-    width = job.record_bytes // job.element_size
-    besides_tables = sum(job.needs()["gpu"].values()) - job.table_bytes
-    measured = partial(measure_links, width, task.dtype, device)
-    where = config, machine, device
-    engine, reason = choose_engine(*where, job.table_bytes, measured, besides_tables)
-    budget = replace(budget, job=replace(job, engine=engine))
+    measured = partial(measure_links, task, budget.job.record_bytes)
+    engine, reason = choose_engine(config, machine, budget, measured)
+    budget = replace(budget, job=replace(budget.job, engine=engine))
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(budget.slots))
     is_paged = engine in LINKS and slots < 2 * budget.job.rows
@@ -594,26 +590,21 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
 
 
 def choose_engine(
-    config: Config,
-    machine: Machine,
-    device: torch.device,
-    table_bytes: int,
-    measured: Callable[[], Rates] = dict,
-    besides_tables: int = GPU_RESERVE,
+    config: Config, machine: Machine, budget: Budget, measured: Callable[[], Rates]
 ) -> tuple[str, str]:
     """Return the engine's name and the reason for it.
 
-    `measured` returns what each link moves; it is called only if that decides. `besides_tables` are
-    the bytes of GPU memory that resident tables leave no room for.
+    The budget is that of resident tables. `measured` returns what each link moves; it is called
+    only if that decides.
     """
-    wanted = config.transfer.engine
-    if device.type == "cpu":
+    wanted, folder, job = config.transfer.engine, config.transfer.table_dir, budget.job
+    if not job.on_gpu:
         if wanted in LINKS:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
         return "resident", "the CPU computes where the tables are"
-    install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
     if not machine.cuda_cupy:
+        install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
         if wanted == "mapped":
             missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
             raise ConfigError(f"{missing}; {install}, or set transfer.engine=staged")
@@ -621,30 +612,26 @@ def choose_engine(
             "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped "
             f"can be used; {install}"
         )
-    if config.transfer.table_dir:
-        if wanted in ("mapped", "resident"):
-            remedy = "set transfer.engine=staged or transfer.table_dir="
-            raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
-        return "staged", f"tables in files in {config.transfer.table_dir}"
-    lockable = format_bytes(machine.lockable_bytes)
-    few = f"only {lockable} of memory may be locked"
-    raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
-    is_lockable = table_bytes <= machine.lockable_bytes
-    if wanted == "mapped" and not is_lockable:
-        needs = f"transfer.engine=mapped needs {format_bytes(table_bytes)}, and {few}"
-        log.warning(f"{needs} ({raise_limit}): using transfer.engine=staged, which is slower")
-        return "staged", "too little memory may be locked for mapped"
-    if wanted != "auto":
+    if folder and wanted in ("mapped", "resident"):
+        remedy = "set transfer.engine=staged or transfer.table_dir="
+        raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
+    if folder:
+        return "staged", f"tables in files in {folder}"
+    if wanted in ("resident", "staged"):
         return wanted, "as configured"
     free = format_bytes(machine.gpu_free_bytes)
-    fit = f"tables of {format_bytes(table_bytes)}, {free} free on the GPU"
-    if table_bytes <= machine.gpu_free_bytes - besides_tables:
+    fit = f"tables of {format_bytes(job.table_bytes)}, {free} free on the GPU"
+    if wanted == "auto" and "gpu" not in budget.lacking(job):
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
-    if not is_lockable:
-        log.warning(f"{few} ({raise_limit}), so rows are copied through the CPU, which is slower")
-        return "staged", f"{fit}, and {few}"
+    if "locked" in budget.lacking(replace(job, engine="mapped")):
+        few = f"{fit}, and only {format_bytes(machine.lockable_bytes)} of memory may be locked"
+        raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
+        log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
+        return "staged", few
+    if wanted == "mapped":
+        return wanted, "as configured"
     rates = measured()
     # The link that moves a record there and back in the least time.
     best = min(rates, key=lambda name: sum(1 / rate for rate in rates[name]), default="mapped")
@@ -654,12 +641,13 @@ def choose_engine(
     return best, f"{fit}, so rows are paged; GB/s of a trial to and from the GPU: {found}"
 
 
-def measure_links(width: int, dtype: torch.dtype, device: torch.device) -> Rates:
-    """Measure the links that can be used, for records of `width` elements."""
+def measure_links(task: Task, record_bytes: int) -> Rates:
+    """Measure the links that can be used, for records of that size."""
     rates: Rates = {}
+    width = record_bytes // task.dtype.itemsize
     for name, (link, storage) in LINKS.items():
         try:
-            rates[name] = measure_rates(link(), storage, width, dtype, device)
+            rates[name] = measure_rates(link(), storage, width, task.dtype, task.device)
         except MemoryError as error:
             log.warning(f"transfer.engine={name} cannot be used: {error}")
     return rates

@@ -76,7 +76,6 @@ class TrainingLoop:
         self.sampler = sampler
         self.step = step
         self.epochs_done = 0.0
-        self._checked_step = 0
         self._rates: list[float] = []  # learning rates of the steps since the last check
 
     @property
@@ -107,12 +106,11 @@ class TrainingLoop:
         """
         number, parts = self.step.state.first_fault()
         if number:
-            # Faults count the steps of this process; the rates begin after the last check.
-            lr = self._rates[number - self._checked_step - 1]
+            # Faults count the steps of this process; the last rate is that of the last step.
+            lr = self._rates[number - self.step.state.step - 1]
             where = f"step {steps_before + number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
             broken = f"no longer finite: {', '.join(parts)}"
             raise Diverged(f"training diverged at {where}: {broken}; {remedy()}")
-        self._checked_step = self.step.state.step
         self._rates.clear()
 
 

@@ -35,7 +35,7 @@ def installed(tmp_path_factory):
 def files(folder):
     """Return what of the package and its configs a user needs."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    suffixes = (".py", ".cu", ".cuh", ".yaml", ".typed")
+    suffixes = (".py", ".cu", ".cuh", ".html", ".yaml", ".typed")
     return {path.relative_to(folder).as_posix() for path in found if path.suffix in suffixes}
 
 

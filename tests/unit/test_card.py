@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.runs import scores_of, write_run
-from w2v.vectors import card
+from w2v.vectors import report
 from w2v.vectors.runs import RunError
 
 
@@ -16,7 +16,7 @@ def run(tmp_path):
 
 def test_card_tells_what_the_run_is(run):
     (run / "env.txt").write_text("machine 8 cores | 1 GPU\ntorch 2.10\n")
-    text = card.write(run).read_text()
+    text = report.write_card(run).read_text()
     for part in (
         "# Word vectors of wiki.txt",
         "most_similar('the')",
@@ -41,7 +41,7 @@ def test_card_of_baskets_has_no_empty_tables(tmp_path):
         pairs["spearman"] = None
     folder = write_run(tmp_path / "one", scores)
     (folder / "vocab.tsv").write_text("# words 1 raw_words 9 raw_types 4\nmilk\t5\n")
-    text = card.write(folder).read_text()
+    text = report.write_card(folder).read_text()
     assert not any(name in text for name in ("analogies %", "semantic %", "SimLex", "WordSim"))
 
 
@@ -49,5 +49,5 @@ def test_card_of_baskets_has_no_empty_tables(tmp_path):
 def test_an_unfinished_run_is_refused(run, missing):
     (run / missing).unlink()
     with pytest.raises(RunError, match=str(run)):
-        card.write(run)
+        report.write_card(run)
     assert not (run / "README.md").exists()

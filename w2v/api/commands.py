@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from w2v.system.files import naming_file, printable
-from w2v.vectors import card, evaluate, export, plots, query
+from w2v.vectors import evaluate, export, plots, query, report
 from w2v.vectors.datasets import EvaluationError
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
 from w2v.vectors.runs import find_all, picture_path, read
@@ -20,7 +20,7 @@ Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and the
 
 def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
-    kv = load(options.run)
+    kv = load_words(options.run)
     further = options.questions, options.pairs
     scores = evaluate.scores(kv.index_to_key, kv.vectors, *further, options.restrict_vocab)
     if options.json:
@@ -88,14 +88,12 @@ def plot(options: Namespace) -> None:
 
 def write_report(options: Namespace) -> None:
     """Write an HTML page about runs, finished or not."""
-    from w2v.vectors import report
-
     print(report.write(options.runs, options.to))
 
 
 def write_card(options: Namespace) -> None:
     """Write the model card of a finished run."""
-    print(card.write(find(options.run).parent))
+    print(report.write_card(find(options.run).parent))
 
 
 def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:

@@ -34,7 +34,7 @@ from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import TrainingStep
-from w2v.vectors import card, evaluate, export, query
+from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import ASKED
 
 log = logging.getLogger("w2v")
@@ -418,7 +418,7 @@ class Trainer:
         self.metrics.send(held_out_loss=took["held_out_loss"], **last)
         content = as_json(evaluate.as_dict(scores) | took, indent=1)
         atomic_write(folder / "scores.json", content)
-        card.write(folder)
+        report.write_card(folder)
         held_out = ""
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"

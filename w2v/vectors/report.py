@@ -1,6 +1,7 @@
-"""Write an HTML page about runs: scores, curves, phases, words, a map.
+"""Write documents about runs: a model card, and an HTML page.
 
-The page is one file and loads nothing. What comes from a run, words above all, is escaped.
+The page, report.html filled in, is one file and loads nothing. What comes from a run, words above
+all, is escaped.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from w2v.system.files import atomic_write
+from w2v.system.files import atomic_write, printable, refused
+from w2v.text.vocab import HEADER
 from w2v.vectors import load, plots, query, runs
-from w2v.vectors.runs import Run
+from w2v.vectors.datasets import ASKED
+from w2v.vectors.runs import Run, RunError
 
-if TYPE_CHECKING:
-    from gensim.models import KeyedVectors
-
+TEMPLATE = Path(__file__).with_suffix(".html")
 Runs = Mapping[str, Run]  # by the name that is shown
 
 MAP_WORDS = 500  # the most frequent ones
 NEAR = 8  # neighbours of each word
+# Characters that Markdown, its tables and HTML would read as marks.
+MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
 
 
 def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
@@ -44,7 +47,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     nearest: dict[str, list[str]] = {}  # asked word -> a cell for each run with vectors
     for label, run in shown.items():
         if (run.folder / "vectors.kv").exists():
-            kv = load.load(run.folder)
+            kv = load.load_words(run.folder)
             nearest = nearest or {word: [] for word in query.telling(kv.index_to_key)}
             for word, cells in nearest.items():
                 cells.append(_neighbours(kv, word))
@@ -52,16 +55,17 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
     corpora = sorted({str(run.settings["corpus.path"]) for run in shown.values()})
-    page = PAGE.substitute(
+    colors = (f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS))
+    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),
         comparison=_comparison(shown),
         curves=_curves(shown),
         phases=_phases(shown),
-        vectors=VECTORS.substitute(nearest=_table(header, rows)) if maps else "",
+        hidden="" if maps else "hidden",
+        nearest=_table(header, rows),
         # A "<" could end the script element.
         data=json.dumps(maps, separators=(",", ":")).replace("<", "\\u003c"),
-        style=STYLE,
-        script=SCRIPT,
+        colors="\n".join(colors),
     )
     file = runs.picture_path(folders, "report.html", to)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,13 +146,13 @@ def _phases(shown: Runs) -> str:
     return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
 
 
-def _neighbours(kv: KeyedVectors, word: str) -> str:
-    if word not in kv:
+def _neighbours(kv: load.Words, word: str) -> str:
+    if word not in kv.key_to_index:
         return "-"
     return _text(", ".join(near for near, _ in query.combination(kv, [word], NEAR)))
 
 
-def _map(name: str, kv: KeyedVectors) -> dict[str, Any]:
+def _map(name: str, kv: load.Words) -> dict[str, Any]:
     """Return words, places from 0 to 1, groups and neighbours for the map."""
     vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
     places_N2, group_N = plots.project(vectors_ND)
@@ -189,159 +193,66 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-STYLE = """
-:root { color-scheme: light dark; --page: #fff; --text: #1f2328; --faint: #57606a; --line: #d0d7de }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #0d1117; --text: #e6edf3; --faint: #9198a1; --line: #30363d } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--page); color: var(--text);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2rem }
-.wide { overflow-x: auto } table { border-collapse: collapse; overflow-wrap: normal }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
-  vertical-align: top; min-width: 4rem }
-td:first-child { min-width: 7rem }
-small, summary { color: var(--faint) }
-pre { overflow-x: auto; font-size: .8rem } img { max-width: 100% }
-.panels { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
-.panels img { width: 100% }
-.legend { padding: 0; list-style: none; display: flex; flex-wrap: wrap; gap: 0 1rem }
-i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px }
-.bar { display: flex } .bar i { height: 1.2rem; margin: 0; border-radius: 0 }
-form { display: flex; flex-wrap: wrap; gap: .5rem; margin-bottom: .5rem }
-input, select, button { font: inherit; max-width: 100% } input { flex: 1 1 10rem; min-width: 0 }
-#view { height: min(70vh, 40rem); overflow: auto; border: 1px solid var(--line); cursor: grab }
-#map { position: relative } #map i { width: 7px; height: 7px; margin-right: 3px }
-#map span { position: absolute; translate: -3px -50%; font-size: 13px; white-space: nowrap;
-  user-select: none }
-.unnamed { color: transparent } .faint { opacity: .35 }
-""" + "\n".join(
-    f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS)
-)
+def write_card(folder: Path) -> Path:
+    """Write README.md, the model card, into the folder of a finished run."""
+    run = runs.read(folder)
+    with refused(RunError, f"{folder} is not the folder of a finished run", "train it to the end"):
+        text = _card(run)
+    atomic_write(folder / "README.md", text)
+    return folder / "README.md"
 
-VECTORS = Template("""<h2>Nearest words</h2>$nearest
-<h2>Map of the most frequent words</h2>
-<form id="form"><select id="run" aria-label="run"></select>
-<input id="find" type="search" placeholder="find a word" aria-label="find a word" list="words">
-<datalist id="words"></datalist>
-<button type="button" id="in" aria-label="zoom in">+</button>
-<button type="button" id="out" aria-label="zoom out">&minus;</button>
-<button type="button" id="all">all</button></form>
-<div id="view"><div id="map"></div></div>
-<p id="near" aria-live="polite">Drag to move, scroll to zoom, choose a word
-to see the nearest ones on the map. Colors are groups found by k-means.</p>""")
 
-SCRIPT = r"""
-"use strict";
-const get = (id) => document.getElementById(id);
-const maps = JSON.parse(get("data").textContent);
-if (maps.length) {
-  const view = get("view");
-  let map, spans, zoom, chosen, moved;
+def _card(run: Run) -> str:
+    """Return the model card as Markdown."""
+    settings = run.settings
+    with (run.folder / "vocab.tsv").open(encoding="utf-8", newline="\n") as file:
+        header = HEADER.fullmatch(file.readline().rstrip("\n"))
+        words, raw_words, raw_types = map(int, header.groups())
+        example = file.readline().rpartition("\t")[0]
+    environment = dict.fromkeys(("machine", "w2v", "commit", "python", "torch"), "unknown")
+    if (run.folder / "env.txt").exists():
+        lines = (run.folder / "env.txt").read_text(encoding="utf-8").splitlines()
+        environment |= dict(line.split(" ", 1) for line in lines if " " in line)
 
-  // The chosen word first, then its neighbours, then the most frequent: first come, first named.
-  function draw() {
-    const first = chosen < 0 ? [] : [chosen, ...map.near[chosen]];
-    const boxes = spans.map((span) => span.getBoundingClientRect()), taken = [];
-    for (const n of new Set([...first, ...spans.keys()])) {
-      const box = boxes[n];
-      const isTaken = taken.some((other) => other.left < box.right && box.left < other.right &&
-                                            other.top < box.bottom && box.top < other.bottom);
-      if (!isTaken) taken.push(box);
-      spans[n].classList.toggle("unnamed", isTaken);
-      spans[n].classList.toggle("faint", chosen >= 0 && !first.includes(n));
-    }
-  }
-  // Keep the point at the share (x, y) of the view where it is.
-  function zoomTo(wanted, x = 0.5, y = 0.5) {
-    const left = x * view.clientWidth, top = y * view.clientHeight;
-    const factor = Math.min(Math.max(wanted, 1), 60) / zoom;
-    const toLeft = (view.scrollLeft + left) * factor - left;
-    const toTop = (view.scrollTop + top) * factor - top;
-    zoom *= factor;
-    get("map").style.width = get("map").style.height = 100 * zoom + "%";
-    view.scrollTo(toLeft, toTop);
-    draw();
-  }
-  function choose(n, go) {
-    chosen = n;
-    if (n >= 0) {
-      get("near").textContent = "Nearest to " + map.words[n] + ": ";
-      for (const other of map.near[n]) {
-        const button = document.createElement("button");
-        button.type = "button";
-        button.textContent = map.words[other];
-        button.onclick = () => choose(other, true);
-        get("near").append(button, " ");
-      }
-      if (go) {
-        zoomTo(Math.max(zoom, 3));
-        view.scrollTo(spans[n].offsetLeft - view.clientWidth / 2,
-                      spans[n].offsetTop - view.clientHeight / 2);
-      }
-    }
-    draw();
-  }
-  function show(number) {
-    map = maps[number];
-    spans = map.words.map((word, n) => {
-      const span = document.createElement("span"), dot = document.createElement("i");
-      dot.className = "b" + map.groups[n];
-      span.append(dot, word);
-      span.style.left = 4 + 86 * map.places[n][0] + "%";
-      span.style.top = 7 + 86 * map.places[n][1] + "%";
-      return span;
-    });
-    get("map").replaceChildren(...spans);
-    get("words").replaceChildren(...map.words.map((word) => new Option(word, word)));
-    get("all").click();
-  }
-  view.onpointerdown = () => { moved = 0; };
-  view.onpointermove = (event) => {
-    if (!event.buttons || event.pointerType === "touch") return;  // which scrolls by itself
-    moved += Math.abs(event.movementX) + Math.abs(event.movementY);
-    view.scrollBy(-event.movementX, -event.movementY);
-  };
-  view.onclick = (event) => {
-    if (!(moved > 5)) choose(spans.indexOf(event.target.closest("span")), false);
-  };
-  view.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const box = view.getBoundingClientRect();
-    zoomTo(zoom * Math.exp(-event.deltaY / 400), (event.clientX - box.left) / box.width,
-           (event.clientY - box.top) / box.height);
-  }, { passive: false });
-  get("find").oninput = (event) => {
-    const asked = event.target.value.trim().toLowerCase();
-    const words = map.words.map((word) => word.toLowerCase());
-    const exact = words.indexOf(asked);
-    const found = exact >= 0 ? exact : words.findIndex((word) => asked && word.startsWith(asked));
-    if (asked && found < 0) get("near").textContent = "Not among the words on the map.";
-    choose(found, true);
-  };
-  get("form").onsubmit = (event) => event.preventDefault();
-  get("run").replaceChildren(...maps.map((one, number) => new Option(one.name, number)));
-  get("run").hidden = maps.length === 1;
-  get("run").onchange = (event) => show(+event.target.value);
-  get("in").onclick = () => zoomTo(zoom * 1.5);
-  get("out").onclick = () => zoomTo(zoom / 1.5);
-  get("all").onclick = () => { chosen = -1; zoom = 1; zoomTo(1); };
-  window.addEventListener("resize", draw);
-  show(0);
-}
+    # Settings, scores and costs, as `w2v compare` has them, a row for each.
+    columns = runs.table(runs.rows([run])).items()
+    figures = "\n".join(f"| {name} | {cell} |" for name, [cell] in columns)
+    path = printable(settings["corpus.path"]).translate(MARKUP)
+    # A run of an older version has no architecture.
+    model = "CBOW" if settings.get("model.architecture") == "cbow" else "skip-gram"
+    by = ["negative sampling"] if settings["model.negative"] else []
+    by += ["hierarchical softmax"] if settings.get("model.hs") else []
+    return f"""# Word vectors of {path}
+
+{words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
+{", ".join(by)} and {settings["optimizer.name"]}.
+
+```python
+from gensim.models import KeyedVectors
+
+vectors = KeyedVectors.load("vectors.kv")
+vectors.most_similar({example!r})
+```
+
+| | |
+|---|---|
+| text | {path}: {raw_words:,} words, {raw_types:,} distinct |
+| vocabulary | {words:,} words; min_count {settings["vocab.min_count"]} |
+| training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
+| hardware | {environment["machine"].replace(" |", ",")} |
+| software | w2v {environment["w2v"]}, commit {environment["commit"]}, \
+Python {environment["python"]}, torch {environment["torch"]} |
+{figures}
+
+Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol;
+those of unknown words are not counted. Word pairs have Spearman's correlation with human
+judgement. The loss is that of a positive pair.
+
+## Settings
+
+`w2v train config.yaml` trains it again.
+
+```yaml
+{(run.folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
+```
 """
-
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>$style</style></head><body>
-<h1>$title</h1>
-$comparison
-<h2>Curves</h2>$curves
-$phases
-$vectors
-<script type="application/json" id="data">$data</script>
-<script>$script</script>
-</body></html>
-""")

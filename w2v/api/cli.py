@@ -1,7 +1,7 @@
 """The command w2v: its commands, their options and help.
 
-A command is a line of `COMMANDS`. What it runs is imported after its arguments are parsed, so that
-help and wrong arguments are answered at once.
+What a command of `COMMANDS` runs is imported after its arguments are parsed, so that help and wrong
+arguments are answered at once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import w2v
 from w2v.distributed import launcher
@@ -23,7 +23,6 @@ from w2v.system.files import error_message, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast
 from w2v.vectors.datasets import ASKED
 
-RUN = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
 EXIT_STATUS = (
     "exit status: 0 success, 2 an error, 3 too little memory or disk; "
     "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
@@ -34,24 +33,15 @@ FOREIGN_OPTIONS = {  # of fastText and gensim, and what one tries
     **dict.fromkeys(("o", "out", "output"), "to"),
 }
 FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and what one tries
-    "test": "score",
-    "eval": "score",
-    "evaluate": "score",
-    "print-word-vectors": "export",
-    "convert": "export",
-    "most-similar": "nn",
-    "distance": "nn",
-    "neighbors": "nn",
-    "neighbours": "nn",
-    "similar": "nn",
+    **dict.fromkeys(("test", "eval", "evaluate"), "score"),
+    **dict.fromkeys(("most-similar", "distance", "neighbors", "neighbours", "similar"), "nn"),
+    **dict.fromkeys(("print-word-vectors", "convert"), "export"),
+    **dict.fromkeys(("version", "-v", "-V"), "--version"),
     "word-analogy": "analogies",
     "resume": "train --resume",
     "visualize": "map",
-    "version": "--version",
-    "-v": "--version",
-    "-V": "--version",
 }
-UNSUPPORTED = ("minn maxn bucket wordngrams loss pretrainedvectors classes").split()
+UNSUPPORTED = "minn maxn bucket wordngrams loss pretrainedvectors classes".split()
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,116 +66,20 @@ def seed(text: str) -> int:
     return int(text)
 
 
-# The options of each command; `add` is add_argument of its parser.
-
-
-def _add_train(add: Callable[..., Any]) -> None:
-    settings = "text to train on (- for standard input), configs, and keys that override them"
-    metavar = "text | config | section.key=value"
-    add("settings", nargs="*", metavar=metavar, help=settings)
-    add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
-    add("--dry-run", action="store_true", help="print what the run needs; exit with 3 if too much")
-    add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
-    add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
-    add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
-    add("--help-config", action="store_true", help="print every key, its default and meaning")
-
-
-def _add_run(add: Callable[..., Any]) -> None:
-    add("run", metavar="RUN", help=RUN)
-
-
-def _add_sets(add: Callable[..., Any], does: str) -> None:
-    questions = f"{does} further files of analogies, beside Google's; also .gz"
-    add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
-    pairs = f"{does} further files of judged word pairs, beside WordSim-353 and SimLex-999"
-    add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
-
-
-def _add_score(add: Callable[..., Any]) -> None:
-    _add_run(add)
-    _add_sets(add, "score")
-    first = f"score the N most frequent words only (default: {ASKED})"
-    add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
-    add("--json", action="store_true", help="print JSON instead of a table")
-
-
-def _add_words(add: Callable[..., Any], words: str) -> None:
-    _add_run(add)
-    stdin = "(default: one question per line from stdin)"
-    add("words", nargs="*", default=[], metavar="word", help=f"{words} {stdin}")
-    add("--topn", type=count, default=10, metavar="N", help="number of answers (default: 10)")
-
-
-def _add_nn(add: Callable[..., Any]) -> None:
-    _add_words(add, "words, each asked by itself")
-
-
-def _add_analogies(add: Callable[..., Any]) -> None:
-    _add_words(add, "three words, man king woman, or a sum, king - man + woman")
-
-
-def _add_map(add: Callable[..., Any]) -> None:
-    _add_run(add)
-    add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
-    add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
-
-
-def _add_export(add: Callable[..., Any]) -> None:
-    _add_run(add)
-    for name, suffix in (("kv", "kv"), ("bin", "bin"), ("text", "txt")):
-        file = f"write vectors.{suffix}"
-        add(f"--{name}", action="append_const", dest="formats", const=suffix, help=file)
-    add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
-
-
-def _add_pictured(add: Callable[..., Any]) -> None:
-    add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of run folders, or latest")
-    add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
-
-
-def _add_trainings(add: Callable[..., Any], names: str, metavar: str) -> None:
-    add("settings", nargs="+", metavar=f"{metavar} | text | section.key=value", help=names)
-    base = "config with the settings that the others do not have (default: text8)"
-    add("--base", default="text8", metavar="CONFIG", help=base)
-    seeds = "train with each of these seeds (default: 1)"
-    add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
-    add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
-    corpora = "train on each of several texts, and rank by the mean over all"
-    add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
-    _add_sets(add, "rank by")
-
-
-def _add_compare(add: Callable[..., Any]) -> None:
-    what = "configs to train and compare, such as adam adamw, with a text and settings for all"
-    what += "; or runs, which are not trained again"
-    _add_trainings(add, what, "config | RUN")
-
-
-def _add_sweep(add: Callable[..., Any]) -> None:
-    what = "optimizers, such as adam, with a text and settings for all; each combination of "
-    what += "section.key=value,value is tried (default: learning rates, batch sizes, betas)"
-    _add_trainings(add, what, "config")
-
-
-def _add_completion(add: Callable[..., Any]) -> None:
-    add("shell", choices=("bash", "zsh"), help="print: source <(w2v completion bash)")
-
-
-# What a command does, its options, and the function of w2v.api that runs it.
-COMMANDS: dict[str, tuple[str, Callable[[Callable[..., Any]], None], str]] = {
-    "train": ("train word vectors on a text", _add_train, "train:run"),
-    "score": ("score analogies, WordSim-353 and SimLex-999", _add_score, "commands:score"),
-    "nn": ("print the nearest neighbors of words", _add_nn, "commands:nn"),
-    "analogies": ("answer analogies: king - man + woman", _add_analogies, "commands:analogies"),
-    "export": ("write vectors in other formats", _add_export, "commands:export_vectors"),
-    "map": ("draw the most frequent words: map.png", _add_map, "commands:draw_map"),
-    "plot": ("draw curves of runs, finished or not: curves.png", _add_pictured, "commands:plot"),
-    "report": ("write a page about runs: report.html", _add_pictured, "commands:write_report"),
-    "card": ("write the model card of a run: README.md", _add_run, "commands:write_card"),
-    "compare": ("train configs, or take runs; print a table", _add_compare, "compare:run"),
-    "sweep": ("search for the best settings of optimizers", _add_sweep, "sweep:run"),
-    "completion": ("print the completion of a shell", _add_completion, "cli:print_completion"),
+# What a command does, and the function of w2v.api that runs it.
+COMMANDS = {
+    "train": ("train word vectors on a text", "train:run"),
+    "score": ("score analogies, WordSim-353 and SimLex-999", "commands:score"),
+    "nn": ("print the nearest neighbors of words", "commands:nn"),
+    "analogies": ("answer analogies: king - man + woman", "commands:analogies"),
+    "export": ("write vectors in other formats", "commands:export_vectors"),
+    "map": ("draw the most frequent words: map.png", "commands:draw_map"),
+    "plot": ("draw curves of runs, finished or not: curves.png", "commands:plot"),
+    "report": ("write a page about runs: report.html", "commands:write_report"),
+    "card": ("write the model card of a run: README.md", "commands:write_card"),
+    "compare": ("train configs, or take runs; print a table", "compare:run"),
+    "sweep": ("search for the best settings of optimizers", "sweep:run"),
+    "completion": ("print the completion of a shell", "cli:print_completion"),
 }
 OVERVIEW = """\
 usage: w2v COMMAND ...      w2v COMMAND --help      w2v --version
@@ -202,9 +96,73 @@ Train word vectors, and score, query, draw, export and compare them.
 
 def make_parser(name: str) -> Parser:
     """Return the parser of a command."""
-    does, add_options, _ = COMMANDS[name]
+    does = COMMANDS[name][0]
     parser = Parser(prog=f"w2v {name}", description=f"{does[0].upper()}{does[1:]}.")
-    add_options(parser.add_argument)
+    add = parser.add_argument
+    if name == "train":
+        settings = "text to train on (- for standard input), configs, and keys that override them"
+        metavar = "text | config | section.key=value"
+        add("settings", nargs="*", metavar=metavar, help=settings)
+        add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
+        needs = "print what the run needs; exit with 3 if too much"
+        add("--dry-run", action="store_true", help=needs)
+        add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
+        add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
+        add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
+        add("--help-config", action="store_true", help="print every key, its default and meaning")
+    if name in ("score", "nn", "analogies", "export", "map", "card"):
+        run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
+        add("run", metavar="RUN", help=run)
+    if name == "score":
+        first = f"score the N most frequent words only (default: {ASKED})"
+        add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
+        add("--json", action="store_true", help="print JSON instead of a table")
+    if name in ("nn", "analogies"):
+        words = "words, each asked by itself"
+        if name == "analogies":
+            words = "three words, man king woman, or a sum, king - man + woman"
+        words += " (default: one question per line from stdin)"
+        add("words", nargs="*", default=[], metavar="word", help=words)
+        add("--topn", type=count, default=10, metavar="N", help="number of answers (default: 10)")
+    if name == "export":
+        for option, suffix in (("--kv", "kv"), ("--bin", "bin"), ("--text", "txt")):
+            file = f"write vectors.{suffix}"
+            add(option, action="append_const", dest="formats", const=suffix, help=file)
+        add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
+    if name == "map":
+        add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
+        add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+    if name in ("plot", "report"):
+        runs = "a run folder, a folder of run folders, or latest"
+        add("runs", nargs="+", metavar="RUN", help=runs)
+        add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
+    if name == "compare":
+        settings = "configs to train and compare, such as adam adamw, with a text and settings for "
+        settings += "all; or runs, which are not trained again"
+        metavar = "config | RUN | text | section.key=value"
+        add("settings", nargs="+", metavar=metavar, help=settings)
+    if name == "sweep":
+        settings = "optimizers, such as adam, with a text and settings for all; each combination "
+        settings += "of section.key=value,value is tried (default: learning rates, batch sizes, "
+        settings += "betas)"
+        metavar = "config | text | section.key=value"
+        add("settings", nargs="+", metavar=metavar, help=settings)
+    if name in ("compare", "sweep"):
+        base = "config with the settings that the others do not have (default: text8)"
+        add("--base", default="text8", metavar="CONFIG", help=base)
+        seeds = "train with each of these seeds (default: 1)"
+        add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
+        add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
+        corpora = "train on each of several texts, and rank by the mean over all"
+        add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
+    if name in ("score", "compare", "sweep"):
+        use = "score" if name == "score" else "rank by"
+        questions = f"{use} further files of analogies, beside Google's; also .gz"
+        add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
+        pairs = f"{use} further files of judged word pairs, beside WordSim-353 and SimLex-999"
+        add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
+    if name == "completion":
+        add("shell", choices=("bash", "zsh"), help="print: source <(w2v completion bash)")
     return parser
 
 
@@ -228,9 +186,9 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str]) -> None:
     """Raise `ValueError` at unknown options; say what to write instead."""
     known = list(parser._option_string_actions)
-    before = [*takewhile(lambda word: word != "--", arguments)]
+    words = [*takewhile(lambda word: word != "--", arguments), "VALUE"]
     unknown, settings, hints = [], [], []
-    for word, following in zip(before, [*before[1:], "VALUE"], strict=False):
+    for word, following in pairwise(words):
         option, _, value = word.partition("=")
         is_known = any(name.startswith(option) for name in known)
         if is_known or not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
@@ -239,29 +197,37 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         plain = option.lstrip("-").replace("-", "_")
         foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
         near = foreign if foreign in known else nearest(option, known, cutoff=0.75)
-        setting = hint = ""
+        setting = ""
         if command == "train" and (not near or plain == "hs"):
-            from w2v.config import nearest_key
-
-            if plain == "hs" or (plain == "loss" and "hs" in (value, following)):
-                setting = "model.hs=true"
-            elif plain.lower() in UNSUPPORTED:
-                hint = "only whole words are trained, by negative sampling or model.hs=true"
-            elif plain in ("cbow", "sg"):
-                setting = "model.architecture=cbow or model.architecture=skipgram"
-            elif plain in ("input", "train", "corpus", "text", "data"):
-                setting = f"w2v train {value or following}"
-            elif key := nearest_key("optim" if plain == "optimizer" else plain):
-                setting = f"{key}={value or following}"
+            setting = setting_for(plain, value or following)
         if setting:
             settings.append(setting)
-        else:
-            hints.append(hint or (f"did you mean {near}?" if near else ""))
+        elif near:
+            hints.append(f"did you mean {near}?")
+        elif command == "train" and plain.lower() in UNSUPPORTED:
+            hints.append("only whole words are trained, by negative sampling or model.hs=true")
     if unknown:
         are = "is not an option" if len(unknown) == 1 else "are not options"
-        hints = [f"write {' '.join(settings)}"] * bool(settings) + [*filter(None, hints)]
+        if settings:
+            hints.insert(0, f"write {' '.join(settings)}")
         remedy = "; ".join(hints) or f"see {parser.prog} --help"
         raise ValueError(f"{', '.join(unknown)} {are} of {parser.prog}; {remedy}")
+
+
+def setting_for(option: str, value: str) -> str:
+    """Return what `w2v train` takes in place of another program's option."""
+    from w2v.config import nearest_key
+
+    if option == "hs" or (option, value) == ("loss", "hs"):
+        return "model.hs=true"
+    if option in ("cbow", "sg"):
+        return "model.architecture=cbow or model.architecture=skipgram"
+    if option in ("input", "train", "corpus", "text", "data"):
+        return f"w2v train {value}"
+    if option.lower() in UNSUPPORTED:
+        return ""
+    key = nearest_key("optim" if option == "optimizer" else option)
+    return f"{key}={value}" if key else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         options = parse(name, rest)
         require_working_directory()
-        module, _, function = COMMANDS[name][2].partition(":")
+        module, _, function = COMMANDS[name][1].partition(":")
         return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options) or 0
     except (ValueError, MemoryError, OSError) as error:
         # User errors are one line. Anything else is a bug and keeps its traceback.

@@ -32,7 +32,7 @@ def test_each_config_is_trained_with_each_seed_once(configs, trained, tmp_path):
     pairs = [(config.optimizer.name, config.train.seed) for config in trained]
     assert pairs == [("Adam", 1), ("Adam", 2), ("RMSprop", 1), ("RMSprop", 2)]
     written = {path.name for path in tmp_path.iterdir()}
-    assert written >= {"adam-seed1", "rmsprop-seed2", "env.txt", "table.txt", "table.csv"}
+    assert written >= {"adam-seed1", "rmsprop-seed2", "env.txt", "table.md", "runs.csv"}
     assert (tmp_path / "adam-seed1" / "vectors.kv").exists()
     assert "Adam" in table and "RMSprop" in table
     run = runs.read(tmp_path / "adam-seed1")
@@ -74,11 +74,11 @@ def test_an_interrupted_comparison_is_continued_and_others_are_kept(tmp_path):
     other = load_config([], ["train.epochs=9"])
     today = compare.folder_to_use(tmp_path, [other])
     assert today.name > "compare-2026"
-    (interrupted / "table.csv").touch()
+    (interrupted / "runs.csv").touch()
     assert compare.folder_to_use(tmp_path, [config]) == today
     (today / "adam-seed1").mkdir(parents=True)
     save_config(other, today / "adam-seed1" / "config.yaml")
-    (today / "table.csv").touch()
+    (today / "runs.csv").touch()
     assert compare.folder_to_use(tmp_path, [other]) == today
     assert compare.folder_to_use(tmp_path, [config]).name == f"{today.name}-2"
 
@@ -118,7 +118,7 @@ def test_the_program_fits_batches_and_prints_the_table(common, tmp_path, capsys)
     assert run.settings["train.held_out_words"] == 100  # as given
     printed = capsys.readouterr().out
     assert str(folder) in printed
-    assert (folder / "table.txt").read_text() in printed
+    assert (folder / "table.md").read_text().startswith("| optimizer |")
     assert (folder / "curves.png").exists()
 
 

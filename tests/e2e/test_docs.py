@@ -175,7 +175,7 @@ def test_documented_commands_run(programs, monkeypatch):
         status, said = programs.run(name, *arguments, program="evaluate")
         assert status == 0, f"w2v {name} {words}: {said}"
         asked.add(name)
-    assert asked >= set("train score nn analogies compare plot map report export card".split())
+    assert asked >= set("train score nn analogies compare plot map report export".split())
     exported = {path.suffix for path in (folder / "exported").iterdir()}
     assert exported == {".txt", ".bin"}
     run_blocks(folder, max(folder.glob("runs/2*/")), monkeypatch)

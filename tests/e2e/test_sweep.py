@@ -34,7 +34,7 @@ def test_the_program_prints_the_best_settings_as_yaml(
     assert best.optimizer.args["betas"] == [0.0, 0.9]
     assert best.optimizer.lr in (0.01, 0.02)
     assert best.train.batch_size == 64
-    assert len((tmp_path / "sweep-adam" / "table.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "sweep-adam" / "table.md").read_text().splitlines()) == 4
 
 
 def test_the_grid_has_every_combination(common):

@@ -76,7 +76,6 @@ COMMANDS = {
     "map": ("draw the most frequent words: map.png", "commands:draw_map"),
     "plot": ("draw curves of runs, finished or not: curves.png", "commands:plot"),
     "report": ("write a page about runs: report.html", "commands:write_report"),
-    "card": ("write the model card of a run: README.md", "commands:write_card"),
     "compare": ("train configs, or take runs; print a table", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
     "completion": ("print the completion of a shell", "cli:print_completion"),
@@ -110,7 +109,7 @@ def make_parser(name: str) -> Parser:
         add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
         add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
         add("--help-config", action="store_true", help="print every key, its default and meaning")
-    if name in ("score", "nn", "analogies", "export", "map", "card"):
+    if name in ("score", "nn", "analogies", "export", "map"):
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
     if name == "score":

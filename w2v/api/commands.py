@@ -91,11 +91,6 @@ def write_report(options: Namespace) -> None:
     print(report.write(options.runs, options.to))
 
 
-def write_card(options: Namespace) -> None:
-    """Write the model card of a finished run."""
-    print(report.write_card(find(options.run).parent))
-
-
 def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
     """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():

@@ -164,7 +164,7 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
     """
     known = [without_seed(config) for config in planned]
     newest = max(parent.glob("compare-*"), default=None, key=lambda folder: folder.stat().st_mtime)
-    interrupted = [newest] if newest and not (newest / "table.csv").exists() else []
+    interrupted = [newest] if newest and not (newest / "runs.csv").exists() else []
     today = parent / f"compare-{time.strftime('%Y-%m-%d')}"
     numbered = (Path(f"{today}-{number}") for number in count(2))
 
@@ -212,12 +212,10 @@ def load_configs(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def write(trained: Sequence[runs.Run], folder: Path) -> str:
-    """Write the table in all formats, and the curves; return it as text."""
+    """Write the table, the runs and their curves; return the table as text."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = runs.rows(trained)
     columns = runs.table(compared)
-    text = runs.in_120_columns(columns)
-    atomic_write(folder / "table.txt", text + "\n")
     atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
     # The legend needs all that tells the rows apart, or two would be one line.
     telling = (*runs.SHOWN.values(), runs.OTHERS)
@@ -227,11 +225,9 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
         plots.curves(groups, folder / "curves.png")
     except plots.PlotError as error:  # no run has a point
         log.warning(f"no curves.png: {error}")
-    each_run = [runs.Row(run.settings, [run]) for run in trained]
-    atomic_write(folder / "runs.csv", runs.as_csv(each_run))
     # The last file, by which a comparison is known to be finished.
-    atomic_write(folder / "table.csv", runs.as_csv(compared))
-    return text
+    atomic_write(folder / "runs.csv", runs.as_csv(trained))
+    return runs.in_120_columns(columns)
 
 
 def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:

@@ -26,7 +26,7 @@ from w2v.vectors.datasets import PAIR_SETS
 log = logging.getLogger("w2v")
 VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
 # What w2v writes beside runs, which `runs/*` names too.
-OWN = "pictures curves.png env.txt table.txt table.md table.csv runs.csv".split()
+OWN = "pictures curves.png env.txt table.md runs.csv".split()
 SHOWN = {
     "optimizer.name": "optimizer",
     "optimizer.lr": "lr",
@@ -338,14 +338,15 @@ def markdown(columns: Columns) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def as_csv(compared: Sequence[Row]) -> str:
-    """Format all settings and the unrounded figures of all rows as CSV."""
-    columns = {key: _column(compared, key) for key in compared[0].settings}
-    columns["seeds"] = [str(len(row.runs)) for row in compared]
-    for name, figure in figures(run for row in compared for run in row.runs).items():
-        values = [row.values(figure) for row in compared]
-        columns[name] = [str(mean(found)) if found else "" for found in values]
-        columns[f"{name} stdev"] = [str(stdev(found)) if found[1:] else "" for found in values]
+def as_csv(found: Sequence[Run]) -> str:
+    """Format all settings and unrounded figures as CSV, a line for each run."""
+    measured = figures(found)
     file = io.StringIO()
-    csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    writer = csv.DictWriter(file, [*found[0].settings, *measured], extrasaction="ignore")
+    writer.writeheader()
+    for run in found:
+        row = Row(run.settings, [run])
+        line: dict[str, Any] = {key: _column([row], key)[0] for key in run.settings}
+        line |= {name: value for name, it in measured.items() for value in row.values(it)}
+        writer.writerow(line)
     return file.getvalue()

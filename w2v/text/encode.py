@@ -14,15 +14,15 @@ thread by TABLE_WORDS words and a few blocks; a word takes about 130 bytes.
 from __future__ import annotations
 
 import codecs
+import itertools
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import chain, islice
 from pathlib import Path
-from threading import Lock
-from typing import NamedTuple
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import numpy as np
 from smart_open.compression import get_supported_extensions
@@ -35,12 +35,13 @@ from w2v.text.sources import CorpusError, opened
 from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
 
-BLOCK_BYTES = 1 << 20  # of text, numbered at a time by one thread
+BLOCK_BYTES = 1 << 20  # of text, read and numbered at a time
 TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
+# Of a block: the end of the one before may be part of its first word, and spaces follow.
+BUFFER_BYTES = BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING
 LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
-POLL_SECONDS = 0.1
 LOG_SECONDS = 10.0  # between two lines of progress without a terminal
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # how errors="surrogateescape" marks such bytes
 
@@ -74,7 +75,7 @@ def encode_files(
     merged = Partitions()
     text = CodedText(folder)
     try:
-        numbered = _Numbering(files, settings, text, merged).run(workers)
+        numbered = _number_words(files, settings, text, merged, workers)
         blocks = [(block.place, block.codes) for block in numbered]
         counts, firsts = merged.totals()
         joined_codes = np.empty(0, np.int32)
@@ -101,10 +102,10 @@ def encode_sentences(
 ) -> Iterator[EncodedBlock]:
     """Encode lists of words by the ids in `index`; drop other words."""
     remaining = iter(sentences)
-    while batch := [list(sentence) for sentence in islice(remaining, SENTENCES_AT_ONCE)]:
+    while batch := [list(sentence) for sentence in itertools.islice(remaining, SENTENCES_AT_ONCE)]:
         known = [[index[word] for word in sentence if word in index] for sentence in batch]
         kept = [ids for ids in known if len(ids) > 1]
-        ids = np.fromiter(chain.from_iterable(kept), np.int32)
+        ids = np.fromiter(itertools.chain.from_iterable(kept), np.int32)
         lengths = np.fromiter(map(len, kept), np.int64)
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
@@ -115,109 +116,85 @@ Codes = list[np.ndarray]  # of each number of a table, in one array; empty until
 class _Numbered(NamedTuple):
     """A block of the text whose words are numbered."""
 
-    number: int  # among the blocks
     path: Path
+    bytes: int
     place: Block  # of the word numbers
     codes: Codes  # that these stand for
     bad_bytes: int  # that are not UTF-8
     bad_line: int  # of the block, with the first of these
 
 
-class _Numbering:
-    """Numbers the words of files, in blocks that end at white space."""
+class _ThreadTable(threading.local):
+    """The words that a thread has met, and the codes they will get."""
 
-    def __init__(
-        self, files: list[Path], settings: CorpusConfig, text: CodedText, merged: Partitions
-    ):
-        self.files = files
-        self.bytes = 0  # so far
-        self._settings = settings
-        self._numbers = text
-        self._merged = merged
-        self._blocks = self._read()
-        self._count = 0
-        self._lock = Lock()
-        self._numbered: list[_Numbered] = []
-        self._errors: list[tuple[int, Exception]] = []  # with the block
-        self._stopped = False
+    def __init__(self) -> None:
+        self.words = WordTable()
+        self.codes: Codes = []
+        self.numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
 
-    def run(self, workers: int) -> list[_Numbered]:
-        """Number all words in threads; return the blocks of the text."""
-        with ThreadPoolExecutor(workers) as pool:
-            threads = [pool.submit(self._number_blocks) for _ in range(workers)]
-            try:
-                _show_progress(threads, self)
-            finally:
-                self._stopped = True  # after Ctrl-C
-        if self._errors:
-            raise min(self._errors, key=lambda failed: failed[0])[1]
-        numbered = sorted(self._numbered)
-        bad = [block for block in numbered if block.bad_bytes]
-        if bad:
-            before = [block for block in numbered if block.path == bad[0].path and block < bad[0]]
-            line = sum(block.place.lines for block in before) + bad[0].bad_line
-            where = f"{bad[0].path} line {line}"
-            count = sum(block.bad_bytes for block in bad)
-            log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
-        return numbered
 
-    def _number_blocks(self) -> None:
-        """Number blocks of the text until it ends; run by each thread."""
-        number = 0
-        try:
-            text = np.empty(BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING, np.uint8)
-            word_numbers = np.empty(len(text), np.int32)  # each is of a byte at least
-            table = WordTable()
-            codes: Codes = []
-            while found := self._next(text):
-                number, path, size = found
-                new, size, bad_bytes, bad_line = _clean(text, size, self._settings)
-                words = tokenize.number_words(new, size, number << 32, table, word_numbers)
-                if words.has_nul:
-                    raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
-                if words.longest > MAX_WORD_BYTES:
-                    raise _binary_error(path, LONG_WORD)
-                place = self._numbers.append(words.numbers)
-                self._numbered.append(_Numbered(number, path, place, codes, bad_bytes, bad_line))
-                if table.size > TABLE_WORDS:
-                    codes.append(self._merged.merge(table))
-                    table = WordTable()
-                    codes = []
-                number = 0
-            codes.append(self._merged.merge(table))
-        except Exception as error:
-            self._stopped = True  # for all threads
-            self._errors.append((number or self._count + 1, error))
+def _number_words(
+    files: list[Path], settings: CorpusConfig, text: CodedText, merged: Partitions, workers: int
+) -> list[_Numbered]:
+    """Number all words of files, in threads; return the blocks in order.
 
-    def _next(self, text: np.ndarray) -> tuple[int, Path, int] | None:
-        """Fill a buffer; return place, file and bytes, or None at the end."""
-        with self._lock:
-            self._text = memoryview(text)
-            found = None if self._stopped else next(self._blocks, None)
-            if found is None:
-                return None
-            self._count += 1
-            self.bytes += found[1]
-            return self._count, *found
+    The word numbers are appended to `text`, and the words merged into `merged`.
+    """
+    table = _ThreadTable()
+    unmerged: dict[int, tuple[WordTable, Codes]] = {}  # by thread
 
-    def _read(self) -> Iterator[tuple[Path, int]]:
-        """Fill the buffer again and again; yield the file and the bytes."""
-        for path in self.files:
-            with opened(path, self._settings.field) as file:
-                rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-                read = 1
-                while read:
-                    text = self._text
-                    text[: len(rest)] = rest
-                    size = len(rest) + BLOCK_BYTES
-                    read = file.readinto(text[len(rest) : size])
-                    size += read - BLOCK_BYTES
-                    if not read:  # a line ends with its file
-                        text[size] = tokenize.NEWLINE
-                        size += 1
-                    rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
-                    if len(rest) < size:
-                        yield path, size - len(rest)
+    def number(place: int, path: Path, block: np.ndarray, size: int) -> _Numbered:
+        new, new_size, bad_bytes, bad_line = _clean(block, size, settings)
+        words = tokenize.number_words(new, new_size, place << 32, table.words, table.numbers)
+        if words.has_nul:
+            raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
+        if words.longest > MAX_WORD_BYTES:
+            raise _binary_error(path, LONG_WORD)
+        written = text.append(words.numbers)
+        found = _Numbered(path, size, written, table.codes, bad_bytes, bad_line)
+        unmerged[get_ident()] = table.words, table.codes
+        if table.words.size > TABLE_WORDS:
+            merge(*unmerged.pop(get_ident()))
+            table.words = WordTable()
+            table.codes = []
+        return found
+
+    def merge(words: WordTable, codes: Codes) -> None:
+        codes.append(merged.merge(words))
+
+    found = in_order(workers, number, _blocks(files, settings.field))
+    numbered = list(_with_progress(found, files))
+    list(in_order(workers, merge, unmerged.values()))
+    bad = [block for block in numbered if block.bad_bytes]
+    if bad:
+        before = itertools.takewhile(lambda block: block is not bad[0], numbered)
+        lines = sum(block.place.lines for block in before if block.path == bad[0].path)
+        where = f"{bad[0].path} line {lines + bad[0].bad_line}"
+        count = sum(block.bad_bytes for block in bad)
+        log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
+    return numbered
+
+
+def _blocks(files: list[Path], field: str) -> Iterator[tuple[int, Path, np.ndarray, int]]:
+    """Yield blocks that end at white space: number, file, buffer and bytes."""
+    place = 0
+    for path in files:
+        with opened(path, field) as file:
+            rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+            read = 1
+            while read:
+                block = np.empty(BUFFER_BYTES, np.uint8)
+                text = memoryview(block)
+                text[: len(rest)] = rest
+                read = file.readinto(text[len(rest) : len(rest) + BLOCK_BYTES])
+                size = len(rest) + read
+                if not read:  # a line ends with its file
+                    text[size] = tokenize.NEWLINE
+                    size += 1
+                rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
+                if len(rest) < size:
+                    place += 1
+                    yield place, path, block, size - len(rest)
 
 
 def _last_word(text: bytes, path: Path) -> bytes:
@@ -292,14 +269,12 @@ def _encode_blocks(
     workers: int,
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
-    rows: dict[int, np.ndarray] = {}  # of each number of a table
 
     def encode(block: Block, codes: Codes, words: int) -> _Rows:
         numbers = text.read(*block[:2])
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
-        ids, ended, last = tokenize.kept_sentences(
-            numbers, rows[id(codes)], max_length, words, lengths
-        )
+        rows = codes[0]
+        ids, ended, last = tokenize.kept_sentences(numbers, rows, max_length, words, lengths)
         return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
 
     def with_words() -> Iterator[tuple[Block, Codes, int]]:
@@ -309,9 +284,11 @@ def _encode_blocks(
             words = (block.tail if block.lines else words + block.tail) % max_length
 
     try:
-        tables = {id(codes): codes[0] for _, codes in blocks}
-        found = in_order(workers, row_of.take, zip(tables.values()))
-        rows.update(zip(tables, found, strict=True))
+        # The rows of a table's numbers take the place of their codes.
+        tables = {id(codes): codes for _, codes in blocks}.values()
+        rows = in_order(workers, row_of.take, ((codes[0],) for codes in tables))
+        for codes, found in zip(tables, rows, strict=True):
+            codes[0] = found
         yield from _join_sentences(in_order(workers, encode, with_words()))
     finally:
         text.file.close()
@@ -335,19 +312,20 @@ def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
         yield EncodedBlock(ids[: len(ids) - len(single)], lengths, raw_words)
 
 
-def _show_progress(threads: list[Future[None]], blocks: _Numbering) -> None:
-    """Wait for threads; show a bar, or log lines if there is no terminal."""
-    compressed = any(file.suffix.lower() in get_supported_extensions() for file in blocks.files)
-    total = None if compressed else sum(file.stat().st_size for file in blocks.files)
+def _with_progress(blocks: Iterable[_Numbered], files: list[Path]) -> Iterator[_Numbered]:
+    """Yield blocks; show a bar, or log lines if there is no terminal."""
+    compressed = any(file.suffix.lower() in get_supported_extensions() for file in files)
+    total = None if compressed else sum(file.stat().st_size for file in files)
     size = f" of {total / 1e6:,.0f}" if total else ""
+    read = 0
     logged = time.monotonic()
-    with tqdm(
-        desc="reading", total=total, unit="B", unit_scale=True, leave=False, disable=None
-    ) as bar:  # None: without a terminal
-        running = True
-        while running:
-            running = bool(wait(threads, POLL_SECONDS).not_done)
-            bar.update(blocks.bytes - bar.n)
+    # disable=None: without a terminal.
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
+    with tqdm(desc="reading", total=total, **options) as bar:
+        for block in blocks:
+            yield block
+            read += block.bytes
+            bar.update(block.bytes)
             if bar.disable and time.monotonic() - logged >= LOG_SECONDS:
                 logged = time.monotonic()
-                log.info(f"{blocks.bytes / 1e6:,.0f}{size} MB read")
+                log.info(f"{read / 1e6:,.0f}{size} MB read")

@@ -103,14 +103,14 @@ def number_words(
     The text is uint8, see `padded`, with `size` bytes. `first` is the position of its first word;
     every word and line end takes one. `numbers` is filled, int32; one for each byte is enough.
     """
-    state = np.zeros(3, np.int64)
+    position = tokens = longest = 0
     has_nul = False
-    while state[0] < size and not has_nul:
+    while position < size and not has_nul:
+        # Of a word, at most one chunk is not full.
         table.reserve(NEW_WORDS, size // 8 + NEW_WORDS)
-        limit = table.size + NEW_WORDS
-        arguments = text, size, first, *table.arrays, table.size, limit, state, numbers
-        table.size, has_nul = _number(*arguments)
-    _, tokens, longest = state.tolist()
+        table.size, position, tokens, longest, has_nul = _number(
+            text, size, first, table.arrays, table.size, position, tokens, longest, numbers
+        )
     return Numbered(numbers[:tokens], longest, has_nul)
 
 
@@ -142,7 +142,7 @@ class Partitions:
                 chunks = (table.starts[numbers + 1] - table.starts[numbers]).sum()
                 merged.reserve(len(numbers), int(chunks))
                 merged.size = _merge(
-                    numbers, *table.arrays[:4], *merged.arrays, merged.size, partition, codes
+                    numbers, table.arrays, merged.arrays, merged.size, partition, codes
                 )
         return codes
 
@@ -361,9 +361,14 @@ def _add(text, start, end, key, slot, number, chunks, starts, slots):
 
 
 @compiled
-def _number(text, size, first, chunks, starts, counts, firsts, slots, known, limit, state, numbers):
-    """Number words until `limit` are known; return how many, and has_nul."""
-    i, token, longest = state  # position, words and line ends, and bytes of the longest word
+def _number(text, size, first, table, known, i, token, longest, numbers):
+    """Number words from byte i on, until NEW_WORDS are new or a NUL is read.
+
+    Returns the words that are known, the next byte, the words and line ends so far, the bytes of
+    the longest word, and whether there was a NUL.
+    """
+    chunks, starts, counts, firsts, slots = table
+    limit = known + NEW_WORDS
     kind = SPACE
     while i < size and known < limit and kind != NUL:
         end = i
@@ -393,18 +398,14 @@ def _number(text, size, first, chunks, starts, counts, firsts, slots, known, lim
             numbers[token] = LINE_END
             token += 1
         i = end + 1
-    state[0] = i
-    state[1] = token
-    state[2] = longest
-    return known, kind == NUL
+    return known, i, token, longest, kind == NUL
 
 
 @compiled
-def _merge(
-    numbers, chunks, starts, counts, firsts,
-    to_chunks, to_starts, to_counts, to_firsts, to_slots, known, partition, codes,
-):  # fmt: skip
+def _merge(numbers, table, merged, known, partition, codes):
     """Add words of one table to another; return how many that one has."""
+    chunks, starts, counts, firsts, _ = table
+    to_chunks, to_starts, to_counts, to_firsts, to_slots = merged
     for source in numbers:
         start = 8 * starts[source]
         end = 8 * starts[source + 1]

@@ -100,9 +100,8 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     """Open a file, decompressed if it ends in .gz, .bz2, .xz or .zst.
 
-    Any error names the file.
-
-    Of a .jsonl file it is the text in `field` of each line, with a line feed.
+    Of a .jsonl file it is the text in `field` of each line, with a line feed. Any error names the
+    file.
     """
     import smart_open
 

@@ -68,15 +68,6 @@ class Words:
         self.index_to_key = list(words)
         self.key_to_index = {word: row for row, word in enumerate(words)}
 
-    def _load_specials(self, path: str, *_: Any) -> None:
-        for name in getattr(self, "__numpys", ()):  # as gensim calls arrays in files of their own
-            setattr(self, name, np.load(f"{path}.{name}.npy", mmap_mode="r"))
-
-
-def load_words(run: str | Path) -> KeyedVectors | Words:
-    """Load what queries need of the vectors that `run` names, see `find`."""
-    return _load(find(run), Words)
-
 
 def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     """Load the vectors that `run` names, see `find`.
@@ -86,16 +77,23 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     """
     from gensim.models import KeyedVectors
 
-    return _load(find(run, runs), KeyedVectors)
+    words = load_words(run, runs)
+    if isinstance(words, KeyedVectors):
+        return words
+    kv = KeyedVectors(words.vector_size)
+    # Large arrays are read into memory, where they can be written.
+    vars(kv).update(vars(words), vectors=np.array(words.vectors))
+    return kv
 
 
-def _load(path: Path, kind: Any) -> Any:
-    """Load a vectors file; `kind` is the class of what a .kv file holds."""
+def load_words(run: str | Path, runs: str | Path = "runs") -> KeyedVectors | Words:
+    """Load the vectors that `run` names as `load` does, but .kv as `Words`."""
+    path = find(run, runs)
     _check_sums(path)  # before anything is unpickled
     problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
     with refused(VectorsError, problem, "export it again"):
         if path.suffix == ".kv":
-            return _load_kv(path, kind)
+            return _load_kv(path)
         from gensim.models import KeyedVectors
 
         return KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
@@ -103,13 +101,10 @@ def _load(path: Path, kind: Any) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     path: Path
-    kind: type
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PICKLED:
-            if name == "KeyedVectors":
-                return self.kind
-            return super().find_class(module, name)
+            return Words if name == "KeyedVectors" else super().find_class(module, name)
         # A whole model is a common mistake.
         raise VectorsError(
             f"{self.path} is no plain KeyedVectors file: it names {module}.{name}, which could run "
@@ -117,20 +112,19 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _load_kv(path: Path, kind: Any) -> Any:
+def _load_kv(path: Path) -> Words:
     """Do what KeyedVectors.load does, with a restricted unpickler."""
     with open(path, "rb") as file:
         unpickler = _Unpickler(file, encoding="latin1")
         unpickler.path = path
-        unpickler.kind = kind
         kv: Any = unpickler.load()
-    if type(kv) is not kind:
+    if type(kv) is not Words:
         raise ValueError(f"it holds a {type(kv).__name__}")
     if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
-    # Large arrays are in .npy files of their own.
-    kv._load_specials(str(path), None, False, lambda *parts: ".".join([*parts, "npy"]))
-    kv.norms = None  # computed by gensim on demand
+    for name in vars(kv).get("__numpys", ()):  # gensim's name for arrays in files of their own
+        setattr(kv, name, np.load(f"{path}.{name}.npy", mmap_mode="r"))
+    kv.norms = None  # computed on demand
     # Damage may leave words, vectors and counts that do not match.
     words = kv.index_to_key
     shape = (len(words), kv.vector_size)

@@ -101,7 +101,11 @@ class Checkpoints:
         self._leads = ranks.rank == 0
         own_bytes = sum(table.rows * shards.row_bytes(table.records_VR) for table in tables)
         self._bytes = sum(ranks.all_gather(own_bytes))
-        self._copied = list(_that_fit(self._files(), room))
+        self._copied: list[str] = []  # files of which `room` holds copies
+        for name, records_nR in self._files().items():
+            if records_nR.nbytes <= room:
+                self._copied.append(name)
+                room -= records_nR.nbytes
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._memory: Future | None = None  # for copies
         self._writing: Future | None = None
@@ -114,10 +118,7 @@ class Checkpoints:
     def allocate(self) -> None:
         """Begin to allocate the memory for copies, which short runs never need."""
         if self._memory is None:
-            files = self._files()
-            self._memory = self._writer.submit(
-                _allocate_like, {name: files[name] for name in self._copied}
-            )
+            self._memory = self._writer.submit(self._allocate)
 
     def save(self, state: dict[str, Any], copied: bool = True) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
@@ -166,8 +167,16 @@ class Checkpoints:
     def _files(self) -> dict[str, Tensor]:
         return shards.files({table.name: table.records_VR for table in self._tables}, self._ranks)
 
+    def _allocate(self) -> dict[str, Tensor]:
+        files = self._files()
+        return {name: host_memory(files[name].nbytes) for name in self._copied}
+
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._memory.result()[name].copy_(files[name]) for name in files}
+        memory = self._memory.result()
+        return {
+            name: memory[name].view(records_nR.dtype).view(records_nR.shape).copy_(records_nR)
+            for name, records_nR in files.items()
+        }
 
     def _finish(
         self,
@@ -319,20 +328,3 @@ def _layout(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be equal for a table to be loaded."""
     # The names of the scalars belong to the layout, their values do not.
     return {**described, "scalars": sorted(described["scalars"][0])}
-
-
-def _that_fit(files: Mapping[str, Tensor], room: int) -> dict[str, Tensor]:
-    """Return the first files that fit into that many bytes together."""
-    fitting = {}
-    for name, records_nR in files.items():
-        if records_nR.nbytes <= room:
-            fitting[name] = records_nR
-            room -= records_nR.nbytes
-    return fitting
-
-
-def _allocate_like(files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: host_memory(records_nR.nbytes).view(records_nR.dtype).view(records_nR.shape)
-        for name, records_nR in files.items()
-    }

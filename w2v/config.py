@@ -63,7 +63,7 @@ LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
 
 def range_in_words(metadata: Mapping[str, Any], value: Any) -> str:
-    """Return what a value of a key must be, such as "at least 0"."""
+    """Return the range of a key in words, such as "at least 0"."""
     rules = [f"{name.replace('_', ' ')} {limit}" for name, limit in metadata["limits"].items()]
     rules += ["finite"] if isinstance(value, float) else []
     return " and ".join(rules) + (" or auto" if metadata["auto"] is not None else "")
@@ -367,7 +367,7 @@ def describe_config() -> str:
 def find_config(name: str | Path) -> Path:
     """Return the file of a config: a path, or a name such as adam or text8.
 
-    Raises `ConfigError` if there is none, with the nearest.
+    Raises `ConfigError`, with the nearest name, if there is none.
     """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in YAML_SUFFIXES:
@@ -410,7 +410,7 @@ def check_optimizer(name: str) -> None:
 
 
 def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the settings that an optimizer has without those that are given."""
+    """Yield the shipped settings of an optimizer, and defaults for other keys."""
     check_optimizer(name)
     default = flat_config(Config())
     yield from ((key_name, default[key_name]) for key_name in PER_OPTIMIZER)
@@ -466,7 +466,7 @@ def _parse(assignment: str) -> tuple[str, Any]:
 
 
 def _missing_space(text: str) -> str:
-    """Say where YAML needs a space, if that is what {name:value} lacks."""
+    """Return what to say of {name:value}, which YAML reads as a name alone."""
     found = re.search(r"[{,]\s*(\w+:)[^\s}]", text)
     return f'a space is missing after "{found[1]}"' if found else ""
 

@@ -138,7 +138,7 @@ def train(
 
 
 def _run_folder(folder: Path, name: str, config: Config) -> Path:
-    """Return the folder of a run, without what an unfinished run left."""
+    """Return the folder of a run; remove what an unfinished run left there."""
     number = 1
     run = folder / name
     # A run of the same name with other settings is kept; this one's name gets a number.
@@ -181,14 +181,14 @@ def without_seed(config: Config) -> Config:
 
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the setting of each corpus by its ending of the names of runs."""
+    """Return the setting of each corpus by the suffix of its runs' names."""
     corpora = by_name(options.corpora, "corpus")
     found = {f"-{name}": [f"corpus.path={corpus}"] for name, corpus in corpora.items()}
     return found or {"": []}
 
 
 def by_name(paths: Iterable[str], kind: str) -> dict[str, str]:
-    """Return paths by the names that runs take from them."""
+    """Return paths by their short names, after which runs are named."""
     named: dict[str, str] = {}
     for path in paths:
         name = Path(path).stem if kind == "config" else Path(path).name.split(".")[0]
@@ -217,9 +217,9 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     compared = runs.rows(trained)
     columns = runs.table(compared)
     atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
-    # The legend needs all that tells the rows apart, or two would be one line.
-    telling = (*runs.SHOWN.values(), runs.OTHERS)
-    labels = zip(*(columns[name] for name in telling if name in columns), strict=True)
+    # The legend needs all settings in which rows differ, or two rows would be one line.
+    distinguishing = (*runs.SHOWN.values(), runs.OTHERS)
+    labels = zip(*(columns[name] for name in distinguishing if name in columns), strict=True)
     try:
         groups = {" ".join(label): row.runs for label, row in zip(labels, compared, strict=True)}
         plots.curves(groups, folder / "curves.png")

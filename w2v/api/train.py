@@ -181,7 +181,7 @@ def encode(config: Config, level: int) -> None:
 def spool(data_dir: str) -> Path:
     """Write standard input to a file in `data_dir`, named by its content.
 
-    It stays there, as a resumed run needs the text again.
+    The file is kept, as a resumed run needs the text again.
     """
     if launcher.started():
         raise ConfigError("several ranks cannot share standard input; write the text to a file")
@@ -203,7 +203,7 @@ def spool(data_dir: str) -> Path:
 
 
 def use_cores(number: int) -> None:
-    """Let this process, with all its threads, use so many CPU cores."""
+    """Limit this process, with all its threads, to a number of CPU cores."""
     if number > cores():
         raise ConfigError(f"--threads {number} is more than the {cores()} cores there are")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])

@@ -77,7 +77,8 @@ def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
 def start_writeback(descriptor: int, last: int = 0) -> None:
     """Start writing a file's cached pages to disk, and free written ones.
 
-    last: only so many bytes before the file's position; they are dirty, and so stay cached.
+    last: number of bytes before the file's position to start with, 0 for the whole file. They are
+        not written yet, and so are not freed.
     """
     # This keeps the disk busy: 6 GiB took 3.5 s instead of 8.
     start = os.lseek(descriptor, 0, os.SEEK_CUR) - last if last else 0
@@ -172,7 +173,7 @@ def kernel_folder(variable: str) -> Path:
 
 @functools.cache
 def _private(folder: Path) -> Path:
-    """Return this folder of the user, or a temporary one, which is reported."""
+    """Return the folder if only this user can write to it, or a temporary one."""
     try:
         folder = folder.expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -192,7 +193,7 @@ _temporary: list[tempfile.TemporaryDirectory] = []  # removed when the program e
 
 
 def remove_damaged(file: Path, is_whole: Callable[[bytes], bool]) -> None:
-    """Remove a kernel that is not as it was written, so that it is compiled."""
+    """Remove the file of a kernel if it is damaged, so that it is compiled."""
     with contextlib.suppress(FileNotFoundError):
         if not is_whole(file.read_bytes()):
             log.warning(f"{file} is damaged; the kernel is compiled anew")

@@ -64,7 +64,7 @@ class KernelCache(FunctionCache):
 
 
 def _content(value: Any) -> Any:
-    """Return what a function is made of, or a value that it gets."""
+    """Return name, code and captured values of a function; other values as is."""
     function = getattr(value, "py_func", value)  # of a compiled function
     if not isinstance(function, FunctionType):
         return value
@@ -74,7 +74,7 @@ def _content(value: Any) -> Any:
 
 @functools.cache
 def _source_stamp(folder: Path) -> str:
-    """Return a digest of the compiled code in a folder and of what it uses."""
+    """Return a digest of the sources that numba compiles, in a folder and here."""
     files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
     code = map(Path.read_bytes, files)
     compiled_code = b"".join(text for text in code if b"numba" in text or b"system.jit" in text)

@@ -88,8 +88,8 @@ def join_phrases(
 ) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
     """Join pairs that score above the threshold, in some passes.
 
-    Returns the text; the count of each code in it and the position of its first appearance; and
-    the codes of joined words, of which some may have become parts of longer ones.
+    Returns the text; the count and the first position of each code in it; and the codes of all
+    joined words, some of which may have been joined again and no longer occur.
 
     Words are joined from the left, and each becomes part of one pair at most; a later pass may join
     joined words. The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and

@@ -55,14 +55,14 @@ class WordTable:
         self.slots = np.zeros((0, 2), np.uint64)
 
     def reserve(self, words: int, chunks: int) -> None:
-        """Make room for so many more words and chunks."""
+        """Make room for a number of further words and chunks."""
         words += self.size
         chunks += int(self.starts[self.size])
         arrays = [self.chunks, self.starts, self.counts, self.firsts]
         for array, size in zip(arrays, [chunks, words + 1, words, words], strict=True):
             if len(array) < size:
                 array.resize(max(size, 2 * len(array)), refcheck=False)  # filled with zeros
-        if 2 * words > len(self.slots):  # at most half full, so that searches stay short
+        if 2 * words > len(self.slots):  # at most half full, so that probe sequences are short
             self.slots = np.zeros((1 << (2 * words - 1).bit_length(), 2), np.uint64)
             _rehash(self.chunks, self.starts, self.size, self.slots)
 
@@ -115,10 +115,10 @@ def number_words(
 
 
 class Partitions:
-    """All words, merged from tables, each in the partition of its hash.
+    """All distinct words, partitioned by hash, merged from the tables of threads.
 
-    Threads merge tables at the same time. The code of a word is its number in its partition, times
-    PARTITIONS, plus the partition.
+    Each partition has a lock, so that threads merge their tables at the same time. The code of a
+    word is its number in its partition, times PARTITIONS, plus the partition.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def normalised(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.nda
 
 @cache
 def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
-    """Return what code points become, for `normalised`.
+    """Return the replacement of each code point, for `normalised`.
 
     White space becomes a space, but not line feeds. `words_only` makes a space of all but letters,
     their marks, numbers and the underscore. Upper case without exactly one lower case in all
@@ -304,7 +304,7 @@ def _last_chunk(text, start, length):
 
 @inlined
 def _first_slot(key, slots):
-    """Return where the search for a word begins in the hash table."""
+    """Return the slot of the hash table where the search for a word begins."""
     return np.int64((key ^ key >> HALF) * FACTOR >> HALF) & (len(slots) - 1)
 
 
@@ -403,7 +403,7 @@ def _number(text, size, first, table, known, i, token, longest, numbers):
 
 @compiled
 def _merge(numbers, table, merged, known, partition, codes):
-    """Add words of one table to another; return how many that one has."""
+    """Add words of a table to a merged one; return the size of that."""
     chunks, starts, counts, firsts, _ = table
     to_chunks, to_starts, to_counts, to_firsts, to_slots = merged
     for source in numbers:
@@ -429,9 +429,10 @@ def _merge(numbers, table, merged, known, partition, codes):
 def kept_sentences(numbers, rows, max_length, words, lengths):
     """Replace word numbers by rows in place; drop words of row -1.
 
-    Sentences of a single word are dropped, but not the first one, of which `words` were in the
-    block before, and not the last one, which may go on. Fills the `lengths` of sentences that end
-    in this block. Returns how many ids and lengths there are, and the ids of the last sentence.
+    Sentences of a single word are dropped, except the first one, which `words` words of the block
+    before may belong to, and the last one, which may continue in the next block. Fills the
+    `lengths` of sentences that end in this block. Returns the number of ids and of lengths, and
+    the number of ids of the last sentence.
     """
     id_count = 0
     length_count = 0

@@ -205,7 +205,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for old in _saved(self.folder)[:-KEPT] if self._leads else []:
-            # What has the name of a checkpoint is whole, also while it is removed.
+            # A folder with the name of a checkpoint is complete, even while another is removed.
             removed = Path(f"{old}.old.partial")
             os.replace(old, removed)
             shutil.rmtree(removed, ignore_errors=True)
@@ -325,6 +325,6 @@ def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]
 
 
 def _layout(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for a table to be loaded."""
+    """Return the part of a description that must match for a table to be loaded."""
     # The names of the scalars belong to the layout, their values do not.
     return {**described, "scalars": sorted(described["scalars"][0])}

@@ -37,7 +37,7 @@ class Section:
 
 @dataclass
 class AnalogyScore:
-    """Scores of sections, and sums; syntactic ones are named "gram..."."""
+    """Scores of sections, and their sums."""
 
     total: Section = field(init=False)
     semantic: Section = field(init=False)
@@ -45,6 +45,7 @@ class AnalogyScore:
     sections: Sequence[Section]
 
     def __post_init__(self) -> None:
+        # Google's syntactic sections are named "gram1-adjective-to-adverb" and so on.
         syntactic = [part for part in self.sections if part.name.startswith("gram")]
         semantic = [part for part in self.sections if part not in syntactic]
         self.total = _sum("total", self.sections)
@@ -60,12 +61,12 @@ def _sum(name: str, parts: Sequence[Section]) -> Section:
 
 @dataclass
 class SimilarityScore:
-    """Spearman's rank correlation, None if undefined; `oov`: unknown share."""
+    """Correlation of cosines with human judgement on a set of word pairs."""
 
     name: str
-    spearman: float | None
-    pairs: int
-    oov: float
+    spearman: float | None  # rank correlation; None if undefined
+    pairs: int  # that were counted
+    oov: float  # share of the pairs with unknown words
 
 
 def analogies(
@@ -78,8 +79,8 @@ def analogies(
 
     Counts equal those of gensim's `evaluate_word_analogies`, but gensim, which takes
     50 MiB, is not imported. This is 3CosAdd: Mikolov et al. 2013, arXiv 1301.3781.
-    Of the words, most frequent first, only `restrict_vocab` are asked and answered. The default
-    questions are Google's.
+    Only the first `restrict_vocab` words, the most frequent ones, are asked for and answered. The
+    default questions are Google's.
     """
     import torch
 
@@ -93,6 +94,7 @@ def analogies(
         raise EvaluationError(
             f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
         )
+    # Questions are in upper case; a word stands for the most frequent of its case variants.
     first, group = _fold_case(words)
     sections = datasets.read_questions(questions)
     known = [

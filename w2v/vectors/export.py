@@ -37,7 +37,9 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
 
     They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other
     than 0 send and yield nothing. Row v of the table is row v // size of the shard of rank
-    v % size. `last`: only so many rows.
+    v % size.
+
+    last: number of rows to yield (default: all).
     """
     total = sum(ranks.all_gather(table.rows))
     wanted = range(min(total, last or total))
@@ -57,7 +59,7 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
 
 
 class _File:
-    """A new file that a thread of its own writes and hashes."""
+    """A new file that a thread of its own writes and hashes, part by part."""
 
     def __init__(self, path: Path):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
@@ -104,8 +106,8 @@ def save_rows(
     """Write vectors.kv, vectors.bin and their checksums, without gensim.
 
     The V words are sorted by falling count. The blocks are float32 [n, D]; only small
-    vectors are ever whole in memory. An error is raised after all blocks have come, as
-    other ranks send them.
+    vectors are ever whole in memory. An error is raised after the last block, as other ranks
+    wait until theirs are received.
     """
     shape = len(words), dim
     array_name = "vectors.kv.vectors.npy"
@@ -137,7 +139,7 @@ def save_rows(
             (folder / SUMS).unlink(missing_ok=True)  # wrong until all files are in place
         _write_sums(folder, sums)
     finally:
-        for _ in blocks:
+        for _ in blocks:  # what other ranks still send
             pass
 
 
@@ -219,7 +221,7 @@ def _new_files(folder: Path) -> Iterator[Path]:
                 (folder / "vectors.kv").unlink(missing_ok=True)
             for path in old_arrays:
                 path.unlink()
-        # vectors.kv comes last.
+        # vectors.kv is the last one, as it names the arrays beside it.
         for path in sorted(new.iterdir(), key=lambda path: path.name == "vectors.kv"):
             os.replace(path, folder / path.name)
     sync(folder)

@@ -14,7 +14,7 @@ from w2v.vectors.load import Words
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
-EXAMPLES = (8, 32, 128, 512, 2048)  # places of words among the frequent ones
+EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbours
 EXAMPLE_WORDS = 20_000  # enough for good neighbours, and quick
 
 
@@ -44,30 +44,31 @@ def combination(
     with np.errstate(all="ignore"):  # zero vectors
         sum_D = sign_T @ (kv.vectors[rows] / kv.norms[rows, None])
         cosine_V = kv.vectors @ (sum_D / np.linalg.norm(sum_D)) / kv.norms
-    cosine_V[rows] = np.nan  # which is sorted last
+    cosine_V[rows] = np.nan  # sorted last, so that the words of the sum are not answers
     best = np.argsort(-cosine_V)[: min(topn, len(cosine_V) - len(set(rows)))]
     return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
 
 
 def normalize(vectors_ND: np.ndarray) -> np.ndarray:
-    """Scale vectors to length 1 in float64, as gensim does; zeros stay."""
+    """Scale vectors to length 1 in float64, as gensim does; zeros stay zero."""
     wide_ND = vectors_ND.astype(np.float64)
     length_N1 = np.linalg.norm(wide_ND, axis=1, keepdims=True)
     return (wide_ND * (1.0 / np.where(length_N1 > 0, length_N1, 1))).astype(vectors_ND.dtype)
 
 
-def telling(words: Sequence[str]) -> list[str]:
-    """Return five frequent words, rarer and rarer, that say something."""
+def example_words(words: Sequence[str]) -> list[str]:
+    """Return up to five words of falling frequency, without function words."""
+    # Short words are mostly function words, whose neighbours tell little.
     long = [word for word in words if len(word) >= 5] or words
-    places = {min(place, len(long) * n // 6) for n, place in enumerate(EXAMPLES, start=1)}
-    return [long[place] for place in sorted(places)]
+    ranks = {min(rank, len(long) * n // 6) for n, rank in enumerate(EXAMPLE_RANKS, start=1)}
+    return [long[rank] for rank in sorted(ranks)]
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
-    """Return lines with the neighbours of five of the N most frequent words."""
+    """Return lines with the neighbours of some of the N most frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)
     lines = []
-    for word in telling(kv.index_to_key):
+    for word in example_words(kv.index_to_key):
         near = ", ".join(other for other, _ in combination(kv, [word], 5))
         lines.append(f"near {word:<12} {near}")
     return lines

@@ -44,11 +44,11 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     labels = names if len(set(names)) == len(names) else map(str, folders)
     shown = {label: runs.read(folder) for label, folder in zip(labels, folders, strict=True)}
     maps: list[dict[str, Any]] = []
-    nearest: dict[str, list[str]] = {}  # asked word -> a cell for each run with vectors
+    nearest: dict[str, list[str]] = {}  # a cell for each run with vectors, by word
     for label, run in shown.items():
         if (run.folder / "vectors.kv").exists():
             kv = load.load_words(run.folder)
-            nearest = nearest or {word: [] for word in query.telling(kv.index_to_key)}
+            nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
             for word, cells in nearest.items():
                 cells.append(_neighbours(kv, word))
             maps.append(_map(label, kv))

@@ -25,7 +25,7 @@ from w2v.vectors.datasets import PAIR_SETS
 
 log = logging.getLogger("w2v")
 VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
-# What w2v writes beside runs, which `runs/*` names too.
+# What w2v writes into a folder of runs: `runs/*` names it, but it is left out without a warning.
 OWN = "pictures curves.png env.txt table.md runs.csv".split()
 SHOWN = {
     "optimizer.name": "optimizer",
@@ -57,9 +57,9 @@ class Run:
         return "diverged" in self.scores
 
     def curve(self, name: str, x: str = "words") -> list[tuple[float, float]]:
-        """Return the points (x, metric); the final scores are the last one.
+        """Return the points (x, metric), with the final score as the last one.
 
-        They are the means of epochs where the run has recorded those.
+        Means of epochs are used where the run has recorded them.
         """
         final = {key: self.scores.get(key) for key in ("words", "seconds", "held_out_loss")}
         total = self.scores.get("analogies", {}).get("total", {})
@@ -150,7 +150,7 @@ class Figure(NamedTuple):
     """A column of the table: its format, and its value in scores.json."""
 
     form: str
-    value: Callable[[dict[str, Any]], float]  # may raise where a run has no such figure
+    value: Callable[[dict[str, Any]], float]  # may raise if a run lacks the figure
 
 
 def _percent(scores: dict[str, Any], part: str) -> Any:
@@ -183,14 +183,14 @@ COSTS = {
     "host MiB": Figure("{:.0f}", lambda s: s["bytes_host"] / 2**20),
     "GPU MiB": Figure("{:.0f}", lambda s: s["bytes_gpu"] / 2**20 or None),  # 0 without a GPU
 }
-# Columns that a terminal has no room for, and those whose spread it has no room for.
+# Columns for which a terminal has no room, and columns for whose spread it has none.
 ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
 WITHOUT_SPREAD = {"questions", "M words/s"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs whose settings, by dotted name, differ in nothing but the seed."""
+    """Runs whose settings, by dotted name, differ only in the seed."""
 
     settings: dict[str, Any]
     runs: list[Run]

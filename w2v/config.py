@@ -452,6 +452,7 @@ def _parse(assignment: str) -> tuple[str, Any]:
     if not equals:
         expected = "neither an existing .yaml file nor section.key=value; see --help-config"
         raise ConfigError(f"{_show(assignment)!r} is {expected}")
+    # Text needs no quotes: a path may hold what YAML reads as a comment or a mapping.
     if TYPES.get(name) is str and text[:1] not in ("'", '"'):
         return name, text
     try:

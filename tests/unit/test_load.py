@@ -78,6 +78,11 @@ def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
     assert (tmp_path / "x.kv.vectors.npy").exists() == (sep_limit == 5)
     words = load.load_words(tmp_path / "x.kv")
     assert words.index_to_key == kv.index_to_key and np.array_equal(words.vectors, np.eye(3))
+    assert words.vectors.flags.writeable  # or torch would warn
+    loaded = load.load(tmp_path / "x.kv")
+    loaded.vectors[:] = 2
+    assert type(loaded.vectors) is np.ndarray and loaded.get_vecattr("paris", "count") == 2
+    assert np.array_equal(load.load(tmp_path / "x.kv").vectors, np.eye(3))
     (tmp_path / "x.kv").write_bytes(b"damaged")
     with pytest.raises(VectorsError, match="or is damaged"):
         load.load_words(tmp_path / "x.kv")

@@ -109,6 +109,7 @@ def make_parser(name: str) -> Parser:
         add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
         add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
         add("--help-config", action="store_true", help="print every key, its default and meaning")
+    # Commands on the vectors of one run.
     if name in ("score", "nn", "analogies", "export", "map"):
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
@@ -131,10 +132,12 @@ def make_parser(name: str) -> Parser:
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
         add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+    # Commands on several runs, finished or not.
     if name in ("plot", "report"):
         runs = "a run folder, a folder of run folders, or latest"
         add("runs", nargs="+", metavar="RUN", help=runs)
         add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
+    # Commands that train several runs.
     if name == "compare":
         settings = "configs to train and compare, such as adam adamw, with a text and settings for "
         settings += "all; or runs, which are not trained again"
@@ -184,12 +187,13 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str]) -> None:
     """Raise `ValueError` at unknown options; say what to write instead."""
+    # argparse would name the last one alone, and nothing to write in its place.
     known = list(parser._option_string_actions)
     words = [*takewhile(lambda word: word != "--", arguments), "VALUE"]
     unknown, settings, hints = [], [], []
     for word, following in pairwise(words):
         option, _, value = word.partition("=")
-        is_known = any(name.startswith(option) for name in known)
+        is_known = any(name.startswith(option) for name in known)  # argparse takes abbreviations
         if is_known or not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
             continue
         unknown.append(option)

@@ -196,6 +196,7 @@ def dots(typing, context_CP, place, target_TP, targets, product_N, n):
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
         contexts, place, targets, _, products, n = code.arguments
+        # A part of the context is loaded once for as many targets as the registers have sums for.
         for first in range(0, count, AT_ONCE):
             group = range(first, min(first + AT_ONCE, count))
             sums = code.zeros(len(group))
@@ -224,6 +225,7 @@ def pair_gradients(typing, error_N, contexts, targets, context_CP, grad_CP, targ
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
         errors, contexts, _, context_rows, grads, target_rows, target_grads = code.arguments
+        # Rows and gradients of a group of targets are in registers while contexts pass by.
         for first in range(0, count, AT_ONCE):
             group = range(first, min(first + AT_ONCE, count))
             with code.blocks(target_rows.columns) as column:
@@ -232,6 +234,7 @@ def pair_gradients(typing, error_N, contexts, targets, context_CP, grad_CP, targ
                 with cgutils.for_range(builder, contexts, intp=INT64) as loop:
                     c = loop.index
                     x = context_rows.load(c, column)
+                    # A context's gradient adds up over the groups.
                     grad = grads.load(c, column) if first else ZEROS
                     for t, target, total in zip(group, targets, sums, strict=True):
                         place = builder.add(builder.mul(c, INT64(count)), INT64(t))

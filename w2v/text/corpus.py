@@ -122,6 +122,7 @@ class Corpus:
             offsets = np.memmap(folder / OFFSETS, np.int64, "r")
         except (OSError, ValueError, KeyError) as error:
             raise CorpusError(f"{folder} is damaged ({error})") from None
+        # Checksums of all pieces, in their order, identify the text.
         content = json.dumps([files[IDS], files[OFFSETS]]).encode()
         return cls(
             ids,

@@ -80,6 +80,7 @@ def encode_files(
         counts, firsts = merged.totals()
         joined_codes = np.empty(0, np.int32)
         if settings.phrases:
+            # To count pairs, words need numbers that are the same in all blocks.
             text = _coded(text, blocks, workers, folder)
             passes, threshold = settings.phrases, settings.phrases_threshold
             joined = join_phrases(text, merged, passes, threshold, workers, folder)
@@ -90,6 +91,7 @@ def encode_files(
     except BaseException:
         text.file.close()
         raise
+    # Words that are not kept have row -1.
     row_of = np.full(len(counts), -1, np.int32)
     row_of[kept] = np.arange(len(kept))
     phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
@@ -153,7 +155,7 @@ def _number_words(
         written = text.append(words.numbers)
         found = _Numbered(path, size, written, table.codes, bad_bytes, bad_line)
         unmerged[get_ident()] = table.words, table.codes
-        if table.words.size > TABLE_WORDS:
+        if table.words.size > TABLE_WORDS:  # which bounds memory, and keeps the table in caches
             merge(*unmerged.pop(get_ident()))
             table.words = WordTable()
             table.codes = []

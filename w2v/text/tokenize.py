@@ -230,12 +230,13 @@ def _normalise(text, size, becomes, new):
             length = 2 if point < 0xE0 else 3 if point < 0xF0 else 4
             least = 0x80 if length == 2 else 0x800 if length == 3 else 0x10000
             point &= 0x7F >> length
-            if text[i] < 0xC0:
+            if text[i] < 0xC0:  # the middle of a character
                 return -1
             for place in range(i + 1, i + length):
                 if text[place] & 0xC0 != 0x80:
                     return -1
                 point = point << 6 | text[place] & 0x3F
+            # Overlong forms, numbers beyond Unicode, and surrogates.
             if point < least or point > 0x10FFFF or point >> 11 == 0xD800 >> 11:
                 return -1
         i += length
@@ -414,6 +415,7 @@ def _merge(numbers, table, merged, known, partition, codes):
         value = to_slots[slot, 1]
         if value:
             number = np.int64(value & LOW_HALF) - 1
+            # The first position orders words of equal counts, whichever thread has met them first.
             to_firsts[number] = min(to_firsts[number], firsts[source])
         else:
             number = known

@@ -174,6 +174,7 @@ class Metrics:
     def state(self, lr: float) -> dict[str, float]:
         """Return where the curve stands, with all lines so far on disk."""
         self._read(lr)
+        # The checkpoint must not be ahead of the file: on resume, lines after it are cut off.
         self._file.flush()
         os.fsync(self._file.fileno())
         return {

@@ -194,6 +194,7 @@ def report(scores: Scores) -> tuple[str, str]:
     sums = [(part.name, part) for part in (score.semantic, score.syntactic, score.total)]
     sums += [(name, other.total) for name, other in further.items()]
     titles = [datasets.title(pairs.name) for pairs in similarities]
+    # All tables have a first column of the same width.
     width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
     lines = [*table(sums), "", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for title, pairs in zip(titles, similarities, strict=True):

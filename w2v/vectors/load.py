@@ -45,7 +45,7 @@ def find(run: str | Path, runs: str | Path = "runs") -> Path:
         line = file.readline(1000)
     if line.startswith(FASTTEXT):
         raise VectorsError(f"{run} is a model of fastText; name its .vec file")
-    if path.suffix in (".txt", ".vec"):
+    if path.suffix in (".txt", ".vec"):  # a text to train on is a common mistake
         first = line.split()
         if len(first) != 2 or not all(number.isdigit() for number in first):
             remedy = "name a run or a vectors file, or train on it: w2v train"
@@ -123,7 +123,8 @@ def _load_kv(path: Path) -> Words:
     if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
     for name in vars(kv).get("__numpys", ()):  # gensim's name for arrays in files of their own
-        setattr(kv, name, np.load(f"{path}.{name}.npy", mmap_mode="r"))
+        # Copied where it is written: torch warns of arrays that cannot be written.
+        setattr(kv, name, np.load(f"{path}.{name}.npy", mmap_mode="c"))
     kv.norms = None  # computed on demand
     # Damage may leave words, vectors and counts that do not match.
     words = kv.index_to_key

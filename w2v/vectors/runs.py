@@ -267,6 +267,7 @@ def table(compared: Sequence[Row]) -> Columns:
     if any(others := _other_settings(compared)):
         columns[OTHERS] = others
     seeds = [{run.settings["train.seed"]: run.diverged for run in row.runs} for row in compared]
+    # A seed whose run diverged counts as one, but has no scores.
     sizes = [*map(len, seeds)]
     finished = [sum(not diverged for diverged in found.values()) for found in seeds]
     if max(sizes) > 1:
@@ -317,6 +318,7 @@ def in_120_columns(columns: Columns) -> str:
     notes = [f"{name} {lr}: {other}" for name, lr, other in settings if other]
     for name in ONLY_IN_FILES & columns.keys():
         del columns[name]
+    # What is the same in all rows needs no column.
     for name in ("batch", "epochs"):
         if len(set(columns[name])) == 1 < len(columns[name]):
             notes.append(f"all: {name} {columns.pop(name)[0]}")

@@ -176,7 +176,6 @@ def test_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
         (["score", "{run}/none"], "does not exist"),
         (["score", "{run}", "--questions", "{run}"], "cannot be read"),
         (["export", "{run}", "--kv", "--to", "{run}/vectors.kv"], "vectors.kv names a file"),
-        (["card", "{run}"], "{run} "),  # not a finished run
     ],
 )
 def test_user_errors_are_one_line_with_status_2(run, capsys, arguments, message):

@@ -11,17 +11,16 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from w2v.system.files import nearest, refused
-from w2v.vectors.datasets import PAIR_SETS
+from w2v.vectors.datasets import PAIR_SETS, title
 
 log = logging.getLogger("w2v")
 VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
@@ -146,46 +145,47 @@ def read(folder: Path) -> Run:
         )
 
 
-class Figure(NamedTuple):
-    """A column of the table: its format, and its value in scores.json."""
-
-    form: str
-    value: Callable[[dict[str, Any]], float]  # may raise if a run lacks the figure
-
-
-def _percent(scores: dict[str, Any], part: str) -> Any:
-    """Return the accuracy in a part of the analogies, if any was counted."""
-    score = scores["analogies"][part]
-    return 100 * score["accuracy"] if score["counted"] else None
-
-
-def _of_questions(name: str) -> Figure:
-    return Figure("{:.1f}", lambda s: 100 * s["questions"][name]["total"]["accuracy"])
-
-
-def _of_pairs(name: str) -> Figure:
-    return Figure("{:.3f}", lambda s: s["similarity"][name]["spearman"])
-
-
-SCORES = {
-    "held-out loss": Figure("{:.4f}", lambda s: s["held_out_loss"]),
-    "loss": Figure("{:.4f}", lambda s: s["loss"]),
-    "analogies %": Figure("{:.1f}", lambda s: _percent(s, "total")),
-    "questions": Figure("{:.0f}", lambda s: s["analogies"]["total"]["counted"]),
-    "semantic %": Figure("{:.1f}", lambda s: _percent(s, "semantic")),
-    "syntactic %": Figure("{:.1f}", lambda s: _percent(s, "syntactic")),
-    "WordSim-353": _of_pairs("wordsim353"),
-    "SimLex-999": _of_pairs("simlex999"),
-}
-COSTS = {
-    "M words/s": Figure("{:.3g}", lambda s: s["words"] / s["seconds"] / 1e6),
-    "seconds": Figure("{:.3g}", lambda s: s["seconds"]),
-    "host MiB": Figure("{:.0f}", lambda s: s["bytes_host"] / 2**20),
-    "GPU MiB": Figure("{:.0f}", lambda s: s["bytes_gpu"] / 2**20 or None),  # 0 without a GPU
+FORMATS = {  # of columns; others are shares in percent, or correlations
+    "held-out loss": ".4f",
+    "loss": ".4f",
+    "questions": ".0f",
+    "M words/s": ".3g",
+    "seconds": ".3g",
+    "host MiB": ".0f",
+    "GPU MiB": ".0f",
 }
 # Columns for which a terminal has no room, and columns for whose spread it has none.
 ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
 WITHOUT_SPREAD = {"questions", "M words/s"}
+
+
+def figures(run: Run) -> dict[str, float | None]:
+    """Return scores and costs by the heading of their column; None if missing."""
+    scores = run.scores
+    google = scores.get("analogies", {})
+    pairs = scores.get("similarity", {})
+    words, seconds = scores.get("words"), scores.get("seconds")
+    bytes_host, bytes_gpu = scores.get("bytes_host"), scores.get("bytes_gpu")
+
+    def percent(analogies: dict[str, Any], part: str) -> float | None:
+        score = analogies.get(part, {})
+        return 100 * score["accuracy"] if score.get("counted") else None
+
+    return {
+        "held-out loss": scores.get("held_out_loss"),
+        "loss": scores.get("loss"),
+        "analogies %": percent(google, "total"),
+        "questions": google.get("total", {}).get("counted"),
+        "semantic %": percent(google, "semantic"),
+        "syntactic %": percent(google, "syntactic"),
+        **{title(name): pairs.get(name, {}).get("spearman") for name in PAIR_SETS},
+        **{f"{name} %": percent(own, "total") for name, own in scores.get("questions", {}).items()},
+        **{title(name): own["spearman"] for name, own in pairs.items()},
+        "M words/s": words / seconds / 1e6 if words and seconds else None,
+        "seconds": seconds,
+        "host MiB": bytes_host / 2**20 if bytes_host else None,
+        "GPU MiB": bytes_gpu / 2**20 if bytes_gpu else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -194,24 +194,6 @@ class Row:
 
     settings: dict[str, Any]
     runs: list[Run]
-
-    def values(self, figure: Figure) -> list[float]:
-        """Return a figure of all runs that did not diverge and have it."""
-        found = []
-        for run in self.runs:
-            with suppress(KeyError, TypeError, ZeroDivisionError):
-                found.append(float(figure.value(run.scores)))
-        return found
-
-
-def figures(runs: Iterable[Run]) -> dict[str, Figure]:
-    """Return the columns by heading, those of further data sets included."""
-    further: dict[str, Figure] = {}
-    for run in runs:
-        further |= {f"{name} %": _of_questions(name) for name in run.scores.get("questions", ())}
-        pairs = run.scores.get("similarity", ())
-        further |= {name: _of_pairs(name) for name in pairs if name not in PAIR_SETS}
-    return {**SCORES, **further, **COSTS}
 
 
 def quality(runs: Sequence[Run]) -> tuple[float, float]:
@@ -275,10 +257,13 @@ def table(compared: Sequence[Row]) -> Columns:
             str(size) if done == size else f"{done} of {size}"
             for done, size in zip(finished, sizes, strict=True)
         ]
-    for name, figure in figures(run for row in compared for run in row.runs).items():
-        if any(values := [row.values(figure) for row in compared]):
+    measured = [[*map(figures, row.runs)] for row in compared]
+    for name in dict.fromkeys(name for of_row in measured for run in of_row for name in run):
+        values = [[v for run in of_row if (v := run.get(name)) is not None] for of_row in measured]
+        form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
+        if any(values):
             columns[name] = [
-                spread(found, figure.form) if done else "diverged"
+                spread(found, form) if done else "diverged"
                 for found, done in zip(values, finished, strict=True)
             ]
     return columns
@@ -306,8 +291,8 @@ def _other_settings(compared: Sequence[Row]) -> list[str]:
 def spread(values: Sequence[float], form: str) -> str:
     """Format the mean, and the standard deviation if there are several values."""
     if len(values) > 1:
-        return f"{form.format(mean(values))} +- {form.format(stdev(values))}"
-    return form.format(values[0]) if values else "-"
+        return f"{mean(values):{form}} +- {stdev(values):{form}}"
+    return f"{values[0]:{form}}" if values else "-"
 
 
 def in_120_columns(columns: Columns) -> str:
@@ -342,13 +327,12 @@ def markdown(columns: Columns) -> str:
 
 def as_csv(found: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
-    measured = figures(found)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, [*found[0].settings, *measured], extrasaction="ignore")
-    writer.writeheader()
+    lines = []
     for run in found:
         row = Row(run.settings, [run])
-        line: dict[str, Any] = {key: _column([row], key)[0] for key in run.settings}
-        line |= {name: value for name, it in measured.items() for value in row.values(it)}
-        writer.writerow(line)
+        lines.append({key: _column([row], key)[0] for key in run.settings} | figures(run))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
+    writer.writeheader()
+    writer.writerows(lines)
     return file.getvalue()

@@ -243,49 +243,42 @@ def table(compared: Sequence[Row]) -> Columns:
     """Return the columns of the comparison.
 
     Settings beyond SHOWN that differ between rows are in one column. A column for the number
-    of seeds is there if any row has several.
+    of seeds is there if any row has several, and one for a figure if any run has it.
     """
-    columns = {title: _column(compared, key) for key, title in SHOWN.items()}
-    if any(others := _other_settings(compared)):
-        columns[OTHERS] = others
-    seeds = [{run.settings["train.seed"]: run.diverged for run in row.runs} for row in compared]
-    # A seed whose run diverged counts as one, but has no scores.
-    sizes = [*map(len, seeds)]
-    finished = [sum(not diverged for diverged in found.values()) for found in seeds]
-    if max(sizes) > 1:
-        columns["seeds"] = [
-            str(size) if done == size else f"{done} of {size}"
-            for done, size in zip(finished, sizes, strict=True)
-        ]
-    measured = [[*map(figures, row.runs)] for row in compared]
-    for name in dict.fromkeys(name for of_row in measured for run in of_row for name in run):
-        values = [[v for run in of_row if (v := run.get(name)) is not None] for of_row in measured]
-        form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
-        if any(values):
-            columns[name] = [
-                spread(found, form) if done else "diverged"
-                for found, done in zip(values, finished, strict=True)
-            ]
-    return columns
-
-
-def _column(compared: Sequence[Row], key: str) -> list[str]:
-    """Return one setting of all rows; numbers without needless digits."""
-    values = [row.settings.get(key) for row in compared]
-    plain = [f"{value:g}" if isinstance(value, float) else value for value in values]
-    return [value if isinstance(value, str) else json.dumps(value) for value in plain]
-
-
-def _other_settings(compared: Sequence[Row]) -> list[str]:
-    """Return for each row its settings beyond SHOWN in which rows differ."""
-    texts: list[list[str]] = [[] for _ in compared]
+    differing = []
     for key in compared[0].settings:
         given = {json.dumps(row.settings[key]) for row in compared if key in row.settings}
         if key not in SHOWN and len(given) > 1:
-            for text, value in zip(texts, _column(compared, key), strict=True):
-                if value not in ("{}", "null"):
-                    text.append(f"{key.partition('.')[2]}={value}")
-    return [" ".join(text) for text in texts]
+            differing.append(key)
+    headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
+    lines = []
+    for row in compared:
+        line = {heading: _text(row.settings.get(key)) for key, heading in SHOWN.items()}
+        own = {key: _text(row.settings.get(key)) for key in differing}
+        others = [f"{key.partition('.')[2]}={text}" for key, text in own.items()]
+        line[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
+        # A seed whose run diverged counts as one, but has no scores.
+        seeds = {run.settings["train.seed"]: run.diverged for run in row.runs}
+        finished = len(seeds) - sum(seeds.values())
+        line["seeds"] = str(finished) if finished == len(seeds) else f"{finished} of {len(seeds)}"
+        measured = [*map(figures, row.runs)]
+        for name in headings:
+            values = [value for of_run in measured if (value := of_run.get(name)) is not None]
+            form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
+            line[name] = spread(values, form) if finished else "diverged"
+        lines.append(line)
+    # Columns of nothing but such cells are left out.
+    empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}}
+    empty |= {name: {"-", "diverged"} for name in headings}
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
+    return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
+
+
+def _text(value: Any) -> str:
+    """Return the value of a setting; a number without needless digits."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -329,8 +322,8 @@ def as_csv(found: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
     lines = []
     for run in found:
-        row = Row(run.settings, [run])
-        lines.append({key: _column([row], key)[0] for key in run.settings} | figures(run))
+        settings = {key: _text(value) for key, value in run.settings.items()}
+        lines.append(settings | figures(run))
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

@@ -325,6 +325,6 @@ def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]
 
 
 def _layout(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that must match for a table to be loaded."""
+    """Return the part of a description that a loaded table must match."""
     # The names of the scalars belong to the layout, their values do not.
     return {**described, "scalars": sorted(described["scalars"][0])}

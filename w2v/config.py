@@ -248,6 +248,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
+# Keys by dotted name, and other spellings of keys and values.
+
 COMMAND_LINE = "the command line"
 SECTIONS: dict[str, Any] = get_type_hints(Config)  # dataclass of each section
 TYPES = {
@@ -290,6 +292,9 @@ FOREIGN_NAMES = {
 FOREIGN_VALUES = {"gpu": "cuda", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}
 YAML_SUFFIXES = (".yaml", ".yml")
 YAML_ERRORS = (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError)
+
+
+# Reading and writing: YAML files, assignments, names of shipped files.
 
 
 def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> Config:
@@ -500,6 +505,9 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
         raise ConfigError(f"{where} is not a valid ${{...}}: {_one_line(error)}") from None
     except (OmegaConfBaseException, ValueError, OverflowError):
         raise ConfigError(f"{where} is not {_expected(name, value)}") from None
+
+
+# Answers to mistakes: what a key takes, and what an unknown name probably means.
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def train_and_score(
     vocab, corpus = open_once(config.corpus, config.vocab)
     planned = plan.make_plan(config, (vocab, corpus))
     held_out = plan.make_heldout(planned)
-    warm_up(planned)
+    warm_up(planned)  # or the first run would be charged with compiling
     try:
         with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()

@@ -133,6 +133,7 @@ def _phases(shown: Runs) -> str:
     if not longest:
         return ""
     names = list(dict.fromkeys(phase for phases in taken.values() for phase in phases))
+    # All bars have one scale: that of the longest run fills the page.
     bars = ""
     for label, phases in taken.items():
         widths = [(names.index(phase), 100 * phases[phase] / longest) for phase in phases]

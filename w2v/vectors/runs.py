@@ -86,6 +86,7 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
         near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
         hint = f"did you mean {folder.parent / near}?" if near else "name a run, such as latest"
         raise RunError(f"{run} does not exist; {hint}")
+    # To name the parent of the run folders is a common mistake.
     if nested := min(folder.glob(f"{VISIBLE}/{file}"), default=None):
         raise RunError(f"{run} is a folder of runs; name one run's folder, such as {nested.parent}")
     if not (folder / file).is_file():

@@ -75,7 +75,7 @@ def _content(value: Any) -> Any:
 
 @functools.cache
 def _source_stamp(folder: Path) -> str:
-    """Return a digest of the sources that numba compiles, in a folder and here."""
+    """Return a digest of the sources that numba compiles, in two folders."""
     files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
     code = map(Path.read_bytes, files)
     compiled_code = b"".join(text for text in code if b"numba" in text or b"system.jit" in text)

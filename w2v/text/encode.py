@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
-from w2v.text.phrases import Block, CodedText, in_order, join_phrases
+from w2v.text.phrases import Block, CodedText, join_phrases, map_in_order
 from w2v.text.sources import CorpusError, opened
 from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
@@ -76,7 +75,7 @@ def encode_files(
     text = CodedText(folder)
     try:
         numbered = _number_words(files, settings, text, merged, workers)
-        blocks = [(block.place, block.codes) for block in numbered]
+        blocks = [(block.place, block.table) for block in numbered]
         counts, firsts = merged.totals()
         joined_codes = np.empty(0, np.int32)
         if settings.phrases:
@@ -85,7 +84,7 @@ def encode_files(
             passes, threshold = settings.phrases, settings.phrases_threshold
             joined = join_phrases(text, merged, passes, threshold, workers, folder)
             text, counts, firsts, joined_codes = joined
-            all_codes = [np.arange(len(counts), dtype=np.int32)]
+            all_codes = _Table(np.arange(len(counts), dtype=np.int32))
             blocks = [(block, all_codes) for block in text.blocks]
         vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
     except BaseException:
@@ -112,7 +111,17 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
-Codes = list[np.ndarray]  # of each number of a table, in one array; empty until that is merged
+class _Table:
+    """The words that a thread has met, and what their numbers stand for."""
+
+    def __init__(self, codes: np.ndarray | None = None):
+        self.words = WordTable()
+        self.codes = codes  # by number, when the words are merged; at last rows of the vocabulary
+
+    def merge(self, merged: Partitions) -> None:
+        """Give the words to `merged`, for their codes."""
+        self.codes = merged.merge(self.words)
+        self.words = WordTable()
 
 
 class _Numbered(NamedTuple):
@@ -121,18 +130,9 @@ class _Numbered(NamedTuple):
     path: Path
     bytes: int
     place: Block  # of the word numbers
-    codes: Codes  # that these stand for
+    table: _Table  # that these are of
     bad_bytes: int  # that are not UTF-8
     bad_line: int  # of the block, with the first of these
-
-
-class _ThreadTable(threading.local):
-    """The words that a thread has met, and the codes they will get."""
-
-    def __init__(self) -> None:
-        self.words = WordTable()
-        self.codes: Codes = []
-        self.numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
 
 
 def _number_words(
@@ -142,31 +142,33 @@ def _number_words(
 
     The word numbers are appended to `text`, and the words merged into `merged`.
     """
-    table = _ThreadTable()
-    unmerged: dict[int, tuple[WordTable, Codes]] = {}  # by thread
+    own = threading.local()  # table and buffer of a thread
+    tables: list[_Table] = []
+    free: list[np.ndarray] = []  # buffers; new ones for each block would take 8 % more time
 
     def number(place: int, path: Path, block: np.ndarray, size: int) -> _Numbered:
+        if not hasattr(own, "table"):
+            own.table = _Table()
+            own.numbers = np.empty(len(block), np.int32)  # a word has at least one byte
+            tables.append(own.table)
+        table = own.table
         new, new_size, bad_bytes, bad_line = _clean(block, size, settings)
-        words = tokenize.number_words(new, new_size, place << 32, table.words, table.numbers)
+        words = tokenize.number_words(new, new_size, place << 32, table.words, own.numbers)
         if words.has_nul:
             raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
         if words.longest > MAX_WORD_BYTES:
             raise _binary_error(path, LONG_WORD)
         written = text.append(words.numbers)
-        found = _Numbered(path, size, written, table.codes, bad_bytes, bad_line)
-        unmerged[get_ident()] = table.words, table.codes
         if table.words.size > TABLE_WORDS:  # which bounds memory, and keeps the table in caches
-            merge(*unmerged.pop(get_ident()))
-            table.words = WordTable()
-            table.codes = []
-        return found
+            table.merge(merged)
+            del own.table
+        free.append(block)
+        return _Numbered(path, size, written, table, bad_bytes, bad_line)
 
-    def merge(words: WordTable, codes: Codes) -> None:
-        codes.append(merged.merge(words))
-
-    found = in_order(workers, number, _blocks(files, settings.field))
+    found = map_in_order(workers, number, _blocks(files, settings.field, free))
     numbered = list(_with_progress(found, files))
-    list(in_order(workers, merge, unmerged.values()))
+    rest = ((table, merged) for table in tables if table.codes is None)
+    list(map_in_order(workers, _Table.merge, rest))
     bad = [block for block in numbered if block.bad_bytes]
     if bad:
         before = itertools.takewhile(lambda block: block is not bad[0], numbered)
@@ -177,15 +179,20 @@ def _number_words(
     return numbered
 
 
-def _blocks(files: list[Path], field: str) -> Iterator[tuple[int, Path, np.ndarray, int]]:
-    """Yield blocks that end at white space: number, file, buffer and bytes."""
+def _blocks(
+    files: list[Path], field: str, free: list[np.ndarray]
+) -> Iterator[tuple[int, Path, np.ndarray, int]]:
+    """Yield blocks that end at white space: number, file, buffer and bytes.
+
+    `free` are buffers that may be filled again.
+    """
     place = 0
     for path in files:
         with opened(path, field) as file:
             rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
             read = 1
             while read:
-                block = np.empty(BUFFER_BYTES, np.uint8)
+                block = free.pop() if free else np.empty(BUFFER_BYTES, np.uint8)
                 text = memoryview(block)
                 text[: len(rest)] = rest
                 read = file.readinto(text[len(rest) : len(rest) + BLOCK_BYTES])
@@ -249,15 +256,15 @@ class _Rows(NamedTuple):
 
 
 def _coded(
-    text: CodedText, blocks: list[tuple[Block, Codes]], workers: int, folder: Path
+    text: CodedText, blocks: list[tuple[Block, _Table]], workers: int, folder: Path
 ) -> CodedText:
     """Replace word numbers by codes, which are the same in all blocks."""
 
-    def coded(block: Block, codes: Codes) -> np.ndarray:
-        return codes[0][text.read(*block[:2])]
+    def coded(block: Block, table: _Table) -> np.ndarray:
+        return table.codes[text.read(*block[:2])]
 
     new = CodedText(folder)
-    for codes in in_order(workers, coded, blocks):
+    for codes in map_in_order(workers, coded, blocks):
         new.append(codes)
     text.file.close()
     return new
@@ -265,33 +272,31 @@ def _coded(
 
 def _encode_blocks(
     text: CodedText,
-    blocks: list[tuple[Block, Codes]],
+    blocks: list[tuple[Block, _Table]],
     row_of: np.ndarray,
     max_length: int,
     workers: int,
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
-    def encode(block: Block, codes: Codes, words: int) -> _Rows:
+    def encode(block: Block, table: _Table, words: int) -> _Rows:
         numbers = text.read(*block[:2])
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
-        rows = codes[0]
-        ids, ended, last = tokenize.kept_sentences(numbers, rows, max_length, words, lengths)
+        ids, ended, last = tokenize.kept_sentences(numbers, table.codes, max_length, words, lengths)
         return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
 
-    def with_words() -> Iterator[tuple[Block, Codes, int]]:
+    def with_words() -> Iterator[tuple[Block, _Table, int]]:
         words = 0  # of the open sentence, before the block
-        for block, codes in blocks:
-            yield block, codes, words
+        for block, table in blocks:
+            yield block, table, words
             words = (block.tail if block.lines else words + block.tail) % max_length
 
     try:
-        # The rows of a table's numbers take the place of their codes.
-        tables = {id(codes): codes for _, codes in blocks}.values()
-        rows = in_order(workers, row_of.take, ((codes[0],) for codes in tables))
-        for codes, found in zip(tables, rows, strict=True):
-            codes[0] = found
-        yield from _join_sentences(in_order(workers, encode, with_words()))
+        tables = list(dict.fromkeys(table for _, table in blocks))
+        rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
+        for table, of_table in zip(tables, rows, strict=True):
+            table.codes = of_table
+        yield from _join_sentences(map_in_order(workers, encode, with_words()))
     finally:
         text.file.close()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ MIN_COUNT = 5  # gensim's; subtracted from the count of a pair, so that rare pai
 TOKENS_AT_ONCE = 1 << 18
 PAIRS_AT_ONCE = 1 << 20  # that a thread sorts, or as many as it has counted
 MOST_PAIRS = 1 << 23  # distinct ones that a thread counts
+MOST_WAITING = 32  # results of `map_in_order`
 HASHES = 1 << 20  # by which most pairs are known to be no phrase
 
 
@@ -108,16 +109,27 @@ def join_phrases(
     return text, counts, firsts, np.unique(np.concatenate(found))
 
 
-def in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
+def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
     """Call a function in threads; yield what it returns, in order.
 
-    At most two results a thread wait, which bounds the memory.
+    At most two calls a thread wait or run, and MOST_WAITING results a thread wait for one before
+    them, which bounds the memory.
     """
+    room = Semaphore(2 * workers)
+
+    def call(item: tuple) -> Any:
+        try:
+            return function(*item)
+        finally:
+            room.release()
+
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for item in items:
-            pending.append(pool.submit(function, *item))
-            if len(pending) > 2 * workers:
+            # For a call to end, and not for the first: others go on while that one is slow.
+            room.acquire()
+            pending.append(pool.submit(call, item))
+            while pending and (pending[0].done() or len(pending) > MOST_WAITING * workers):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -126,7 +138,7 @@ def in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterat
 def _best_pairs(text: CodedText, counts: np.ndarray, threshold: float, workers: int) -> np.ndarray:
     """Return the pairs that score above the threshold, int64, sorted."""
     parts = ((text, part, workers) for part in range(workers))
-    frequent, distinct = zip(*in_order(workers, _frequent_pairs, parts), strict=True)
+    frequent, distinct = zip(*map_in_order(workers, _frequent_pairs, parts), strict=True)
     pairs, pair_counts = np.concatenate(frequent, axis=1)
     number = np.count_nonzero(counts) + sum(distinct)
     # In the order of gensim's original_scorer, so that ties with the threshold are the same.
@@ -203,7 +215,7 @@ def _join(
     counts = np.zeros(size, np.int64)
     firsts = np.full(size, -1, np.int64)
     is_taken = False
-    blocks = in_order(workers, join, zip(text.starts()))
+    blocks = map_in_order(workers, join, zip(text.starts()))
     for first, (block, takes_next) in zip(text.starts(), blocks, strict=True):
         if is_taken:  # seldom, so each block is joined before this is known
             block, takes_next = join(first, is_taken)

@@ -115,7 +115,7 @@ def number_words(
 
 
 class Partitions:
-    """All distinct words, partitioned by hash, merged from the tables of threads.
+    """All distinct words, partitioned by hash, merged from threads' tables.
 
     Each partition has a lock, so that threads merge their tables at the same time. The code of a
     word is its number in its partition, times PARTITIONS, plus the partition.

@@ -181,7 +181,7 @@ def figures(run: Run) -> dict[str, float | None]:
         "syntactic %": percent(google, "syntactic"),
         **{title(name): pairs.get(name, {}).get("spearman") for name in PAIR_SETS},
         **{f"{name} %": percent(own, "total") for name, own in scores.get("questions", {}).items()},
-        **{title(name): own["spearman"] for name, own in pairs.items()},
+        **{title(name): own.get("spearman") for name, own in pairs.items()},
         "M words/s": words / seconds / 1e6 if words and seconds else None,
         "seconds": seconds,
         "host MiB": bytes_host / 2**20 if bytes_host else None,

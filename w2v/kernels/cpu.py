@@ -29,9 +29,10 @@ from w2v.kernels.batch import (
     View,
 )
 from w2v.kernels.reference import ReferenceKernels
-from w2v.system.simd import LANES
+from w2v.system.simd import AT_ONCE, LANES
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
+NO_PATH = tuple(np.zeros(0, kind) for kind in (np.int64, np.int32, np.uint8))  # without a tree
 
 
 class Threads:
@@ -295,28 +296,22 @@ def gradients(
         dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
     cbow, mean, tree = batch.objective
-    if tree:
-        from w2v.kernels import cpu_hs
-
-        kernel = cpu_hs.gradients(is_sgd, cbow)
-        path = *(part.numpy() for part in tree[:3]), tree.depth
-    else:
-        kernel = cpu_loops.gradients(1 + batch.negatives_BK.shape[1], is_sgd, cbow)
-        path = ()
-    text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
-    scales = np.float32(lr), mean, factors_V
+    path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
+    nodes = tree.depth if tree else 0
+    centers, targets = len(batch.windows_B), 1 + batch.negatives_BK.shape[1] + nodes
+    kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
+    text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+    more = text, drawn, records, (np.float32(lr), mean, factors_V), path
+    shape = dim, batch.window, targets
     its = (grads.inputs, grads.outputs) if grads else 2 * (ThreadGrads(0, 0, dim, 1),)
-
-    centers = len(batch.windows_B)
     taken_1 = np.zeros(1, np.int64)
 
     def run_share(thread: int) -> tuple[float, int]:
-        own = 0 if is_sgd else thread
-        shape = dim, batch.window, *(unique.of_thread[own] for unique in its)
+        unique = tuple(table.of_thread[0 if is_sgd else thread] for table in its)
         # Centers of SGD belong to no thread: one that is done early takes more of them.
         edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-        return kernel(*edges, *shape, *text, *drawn, *records, *scales, *path)
+        return kernel(*edges, shape, unique, *more)
 
     losses, pairs = zip(*threads.run(run_share), strict=True)
     return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))

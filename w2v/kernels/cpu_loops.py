@@ -4,9 +4,9 @@ Each function works on one thread's share without the interpreter's lock. The ma
 on disk if a folder for it can be written. Arrays are passed whole with an index, as numba would
 count references to views; parts of a loop are small functions, which the compiler inlines.
 
-Shapes: n words of a text, B centers, K negatives, T = 1 + K targets, V rows of a table, U unique
-rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors, N logits of
-a window.
+Shapes: n words of a text, B centers, K negatives, T targets of a center, V rows of a table, U
+unique rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors,
+N = C * T pairs of a center.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from w2v.system.jit import compiled as jit
 from w2v.system.simd import LANES
 
 BLOCK = 256  # centers that a thread of sequential SGD takes at a time
+LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
 PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
 ROWS_AHEAD = 4  # rows that an owner fetches early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
@@ -98,51 +99,100 @@ def _add(row, values_NP, place, pairs, unique):
         simd.blend(0, grad_UP, index, one, values_NP, place, padded)
 
 
-@inlined
-def _add_loss(loss, product, contexts, logits_N, factors_N, counts_T):
-    """Add a center's losses to a sum, and its factors to a product.
+@compiled
+def _buffers(dim, window, targets, cbow):
+    """Return a thread's matrices, and arrays of targets, pairs and ids."""
+    contexts, places = 1 if cbow else 2 * window, 2 * window + 1
+    padded = (dim + LANES - 1) // LANES * LANES
+    context_CP = np.zeros((contexts, padded), np.float32)
+    grad_TP = np.zeros((targets, padded), np.float32)
+    ring_CP = np.zeros((places, padded), np.float32)
+    matrices = context_CP, np.zeros_like(context_CP), grad_TP, ring_CP
+    numbers_T = np.zeros((3, targets), np.float32)
+    of_targets = numbers_T[0], numbers_T[1], numbers_T[2], np.ones(targets, np.float32)
+    factors_N = np.zeros(contexts * targets + LANES, np.float32)
+    bits_N = factors_N.view(np.int32)
+    of_pairs = np.zeros_like(factors_N), np.zeros_like(factors_N), factors_N, bits_N
+    ids = np.zeros(targets, np.int64), np.full(places, -1)
+    return matrices, of_targets, of_pairs, ids
 
-    The loss is softplus(-x) = softplus(x) - x of the positive pair and softplus(x) = max(0, x) +
-    log(1 + exp(-|x|)) of the others. The logarithms are taken of a product.
+
+@inlined
+def _list_targets(center, word, negatives_BK, path, ids_T, labels_T, times_T):
+    """List a center's targets, their labels, and how often each counts.
+
+    A negative that is drawn twice counts twice; one that is the center does not count. Returns how
+    many targets there are, which all differ, and how many count.
     """
-    targets = len(counts_T)
-    for c in range(contexts):
-        n = c * targets
-        loss -= logits_N[n]
-        for t in range(targets):
-            loss += counts_T[t] * max(logits_N[n + t], zero)
-            product *= np.float64(factors_N[n + t]) if counts_T[t] > 0 else 1.0
-        if product > 1e200:
-            loss += math.log(product)
-            product = 1.0
+    begin_V, nodes_P, codes_P = path
+    targets = counted = 0
+    if negatives_BK.shape[1]:
+        ids_T[0], labels_T[0], times_T[0] = word, one, one
+        targets = counted = 1
+        for k in range(negatives_BK.shape[1]):
+            negative = negatives_BK[center, k]
+            t = 0
+            while t < targets and ids_T[t] != negative:
+                t += 1
+            if t == targets:
+                ids_T[t], labels_T[t], times_T[t] = negative, zero, one
+                targets += 1
+            elif t > 0:
+                times_T[t] += one
+            counted += t > 0
+    if len(begin_V):
+        for p in range(begin_V[word], begin_V[word + 1]):
+            ids_T[targets], times_T[targets] = nodes_P[p], one
+            labels_T[targets] = one - np.float32(codes_P[p])
+            targets += 1
+            counted += 1
+    return targets, counted
+
+
+@inlined
+def _add_losses(loss, product, targets, times_T, losses_T, products_T):
+    """Add the losses of a center's targets, and the factors to a product.
+
+    The logarithm of the product is a part of the loss: the loss of a pair is softplus(x), or
+    softplus(-x) = softplus(x) - x, and softplus(x) = max(0, x) + log(1 + exp(-|x|)).
+    """
+    for t in range(targets):
+        loss += times_T[t] * losses_T[t]
+        for _ in range(int(times_T[t])):
+            product *= products_T[t]
+            if product > 1e200:
+                loss += math.log(product)
+                product = 1.0
+        losses_T[t] = zero
+        products_T[t] = one
     return loss, product
 
 
-@compiled
-def _buffers(targets, contexts, places, dim):
-    """Return a thread's matrices, float32 and int64 arrays, and bits.
-
-    contexts: rows of a window that predict; places: words of a window and its center.
-    """
-    padded = (dim + LANES - 1) // LANES * LANES
-    of_targets = np.zeros((targets, padded), np.float32), np.zeros((targets, padded), np.float32)
-    of_contexts = np.zeros((contexts, padded), np.float32), np.zeros((contexts, padded), np.float32)
-    ring_CP = np.zeros((places, padded), np.float32)
-    logits_N = np.zeros(contexts * targets, np.float32)
-    factors_N = np.zeros_like(logits_N)
-    numbers = np.zeros(targets, np.float32), logits_N, np.zeros_like(logits_N), factors_N
-    counts = np.zeros(targets, np.int64), np.zeros(places, np.int64)
-    return (*of_targets, *of_contexts, ring_CP), numbers, counts, factors_N.view(np.int32)
+@inlined
+def _errors(loss, product, contexts, targets, lr, of_targets, of_pairs):
+    """Compute the errors of all pairs, times lr; add their losses."""
+    labels_T, times_T, losses_T, products_T = of_targets
+    logits_N, errors_N, factors_N, bits_N = of_pairs
+    numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
+    _sigmoids(numbers, logits_N, errors_N, factors_N, bits_N)
+    for c in range(contexts):
+        if c % LOGARITHMS == 0:
+            loss, product = _add_losses(loss, product, targets, times_T, losses_T, products_T)
+        n = c * targets
+        for t in range(targets):
+            losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
+            products_T[t] *= factors_N[n + t]
+            errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * lr
+    return _add_losses(loss, product, targets, times_T, losses_T, products_T)
 
 
 @functools.cache
-def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
+def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     """Compile the loop of a thread over its centers, as in reference.py.
 
     CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
-    each of them gets. The number of targets is compiled in, as the loops over them must be unrolled
-    within those over the dimensions. To compile those in too gains 3 to 9 %, and takes 3 s for each
-    vector size.
+    each of them gets. `most` targets are taken at a time: their rows stay in registers. To compile
+    the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
 
     The function returns the summed loss and the number of positive pairs. It gets the edges of the
     thread's centers. With `in_place` it gets a counter of the centers that any thread has taken,
@@ -151,33 +201,22 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
     they are added to those of the thread's unique rows. Gradients of context words are first summed
     in a ring, until the windows have passed the word: a word is in many windows, one after another.
     """
+    subtracts = int(in_place)
 
     @uncounted
-    def loop(
-        begin,
-        end,
-        dim,
-        window,
-        unique_in,
-        unique_out,
-        buffers,
-        words_n,
-        sentences_n,
-        first,
-        windows_B,
-        negatives_BK,
-        input_VR,
-        output_VR,
-        lr,
-        mean,
-        factors_V,
-    ):
-        target_TP, grad_target_TP, context_CP, grad_CP, ring_CP = buffers[0]
-        counts_T, logits_N, errors_N, factors_N = buffers[1]
-        ids_T, ring_pairs_C = buffers[2]
-        bits_N = buffers[3]
-        index_out, grad_out = unique_out[0], unique_out[2]
-        padded = target_TP.shape[1]
+    def loop(begin, end, shape, unique, memory, text, drawn, records, rates, path):
+        dim, window, _ = shape
+        unique_in, unique_out = unique
+        context_CP, grad_CP, grad_TP, ring_CP = memory[0]
+        of_targets, of_pairs = memory[1], memory[2]
+        ids_T, ring_pairs_C = memory[3]
+        words_n, sentences_n, first = text
+        windows_B, negatives_BK = drawn
+        input_VR, output_VR = records
+        lr, mean, factors_V = rates
+        begin_V, nodes_P = path[0], path[1]
+        padded = context_CP.shape[1]
+        negatives = negatives_BK.shape[1]
         places = len(ring_pairs_C)
         loss, product, pairs = 0.0, 1.0, 0
 
@@ -185,12 +224,16 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             at = first + center
             # Prefetch the rows of a later center, and its new context word.
             if center + PREFETCH < end:
-                _prefetch_row(output_VR, words_n[at + PREFETCH], dim)
-                for k in range(targets - 1):
-                    word = negatives_BK[center + PREFETCH, k]
+                word = words_n[at + PREFETCH]
+                if len(begin_V):
+                    for p in range(begin_V[word], begin_V[word + 1]):
+                        _prefetch_row(output_VR, nodes_P[p], dim)
+                for k in range(-min(negatives, 1), negatives):  # of them, -1 is the center
+                    if k >= 0:
+                        word = negatives_BK[center + PREFETCH, k]
                     _prefetch_row(output_VR, word, dim)
-                    if not in_place and index_out[word] >= 0:
-                        _prefetch_row(grad_out, index_out[word], dim)
+                    if not in_place and unique_out[0][word] >= 0:
+                        _prefetch_row(unique_out[2], unique_out[0][word], dim)
                 if at + PREFETCH + window < len(words_n):
                     _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim)
 
@@ -198,9 +241,9 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             if not in_place:
                 passed = at - window - 1
                 place = passed % places
-                if passed >= 0 and ring_pairs_C[place]:
+                if passed >= 0 and ring_pairs_C[place] >= 0:
                     _add(words_n[passed], ring_CP, place, ring_pairs_C[place], unique_in)
-                    ring_pairs_C[place] = 0
+                    ring_pairs_C[place] = -1
 
             left, right = _window(sentences_n, at, windows_B[center])
             words = right - left - 1
@@ -209,40 +252,41 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
             contexts = 1 if cbow else words
             pairs += contexts
 
-            # Load the rows, and compute the logits of all pairs.
-            counted = 0
-            for t in range(targets):
-                target = words_n[at] if t == 0 else negatives_BK[center, t - 1]
-                counts = t == 0 or target != words_n[at]
-                ids_T[t] = target
-                counts_T[t] = one if counts else zero
-                counted += counts
-                simd.blend(0, target_TP, t, one, output_VR, target, dim)
+            # List the targets, load the contexts, and compute the logits of all pairs.
+            targets, counted = _list_targets(
+                center, words_n[at], negatives_BK, path, ids_T, of_targets[0], of_targets[1]
+            )
             share = one / np.float32(words)
             if cbow:
-                scale = share if mean else one
                 context_CP[0] = zero
             for c in range(left, right):
                 if c == at:
                     continue
                 if cbow:
+                    scale = share if mean else one
                     simd.blend(one, context_CP, 0, scale, input_VR, words_n[c], dim)
                 else:
-                    n = c - left - (c > at)
-                    simd.blend(0, context_CP, n, one, input_VR, words_n[c], dim)
-                    simd.dots(context_CP, n, target_TP, targets, logits_N, n * targets)
-            if cbow:
-                simd.dots(context_CP, 0, target_TP, targets, logits_N, 0)
+                    simd.blend(0, context_CP, c - left - (c > at), one, input_VR, words_n[c], dim)
+            simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, of_pairs[0])
 
-            # Their errors, losses and gradients.
-            _sigmoids(contexts * targets, logits_N, errors_N, factors_N, bits_N)
-            loss, product = _add_loss(loss, product, contexts, logits_N, factors_N, counts_T)
-            for n in range(contexts):
-                errors_N[n * targets] -= one  # the label of the center; negatives have 0
-                for t in range(targets):
-                    errors_N[n * targets + t] *= counts_T[t] * lr
+            # Their errors, losses and gradients; loops are unrolled for the usual number of them.
+            if targets == most:
+                sums = _errors(loss, product, contexts, most, lr, of_targets, of_pairs)
+            else:
+                sums = _errors(loss, product, contexts, targets, lr, of_targets, of_pairs)
+            loss, product = sums
             simd.pair_gradients(
-                errors_N, contexts, targets, context_CP, grad_CP, target_TP, grad_target_TP
+                of_pairs[1],
+                context_CP,
+                contexts,
+                output_VR,
+                ids_T,
+                targets,
+                most,
+                dim,
+                grad_CP,
+                subtracts,
+                grad_TP,
             )
 
             # Each context's gradient goes to its row, or to the ring.
@@ -256,61 +300,43 @@ def gradients(targets: int, in_place: bool, cbow: bool) -> Callable:
                     simd.blend(one, input_VR, words_n[c], -factor, grad_CP, n, dim)
                     continue
                 place = c % places
-                keep = one if ring_pairs_C[place] else zero  # zero for what an earlier word left
-                ring_pairs_C[place] += counted
+                keep = one if ring_pairs_C[place] >= 0 else zero  # of what an earlier word left
+                ring_pairs_C[place] = max(ring_pairs_C[place], 0) + counted
                 simd.blend(keep, ring_CP, place, scale, grad_CP, n, padded)
-            for t in range(targets):
-                if counts_T[t] == 0:
-                    continue
-                if in_place:
-                    simd.blend(one, output_VR, ids_T[t], -one, grad_target_TP, t, dim)
-                else:
-                    _add(ids_T[t], grad_target_TP, t, contexts, unique_out)
+            if not in_place:
+                for t in range(targets):
+                    _add(ids_T[t], grad_TP, t, contexts * int(of_targets[1][t]), unique_out)
 
         # Empty the ring.
         for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
             place = c % places
-            if ring_pairs_C[place]:
+            if ring_pairs_C[place] >= 0:
                 _add(words_n[c], ring_CP, place, ring_pairs_C[place], unique_in)
-                ring_pairs_C[place] = 0
+                ring_pairs_C[place] = -1
         return loss + math.log(product), pairs
 
     @compiled
-    def buffers(dim, window, *_):
-        return _buffers(targets, 1 if cbow else 2 * window, 2 * window + 1, dim)
-
-    return over_centers(loop, buffers, in_place)
-
-
-def over_centers(loop: Callable, buffers: Callable, in_place: bool) -> Callable:
-    """Compile a loop over a thread's centers.
-
-    They are blocks that no thread has taken where it steps rows `in_place`, and else the thread's
-    own, whose rows are sorted by owner. `buffers` allocates the loop's memory.
-    """
+    def own(begin, end, shape, unique, *more):
+        """Run the thread's own centers, and sort its rows by owner."""
+        for table in unique:
+            table[4][0] = 0
+        found = loop(begin, end, shape, unique, _buffers(*shape, cbow), *more)
+        for table in unique:
+            sort_by_owner(*table)
+        return found
 
     @compiled
-    def shared(taken_1, centers, dim, window, unique_in, unique_out, *more):
-        memory = buffers(dim, window, *more)
+    def shared(taken_1, centers, shape, unique, *more):
+        """Run blocks of centers that no thread has taken."""
+        memory = _buffers(*shape, cbow)
         loss, pairs = 0.0, 0
         while True:
             begin = simd.fetch_add(taken_1, 0, BLOCK)
             if begin >= centers:
                 return loss, pairs
-            end = min(begin + BLOCK, centers)
-            its = loop(begin, end, dim, window, unique_in, unique_out, memory, *more)
+            its = loop(begin, min(begin + BLOCK, centers), shape, unique, memory, *more)
             loss += its[0]
             pairs += its[1]
-
-    @compiled
-    def own(begin, end, dim, window, unique_in, unique_out, *more):
-        memory = buffers(dim, window, *more)
-        for unique in (unique_in, unique_out):
-            unique[4][0] = 0
-        found = loop(begin, end, dim, window, unique_in, unique_out, memory, *more)
-        for unique in (unique_in, unique_out):
-            sort_by_owner(*unique)
-        return found
 
     return shared if in_place else own
 

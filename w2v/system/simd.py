@@ -9,8 +9,7 @@ Shapes: C contexts, T targets, P padded dimensions, N = C * T numbers of pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import binding, ir
@@ -37,12 +36,14 @@ class Code:
             for kind, value in zip(signature.args, arguments, strict=True)
         ]
 
-    @contextmanager
-    def blocks(self, numbers: Any) -> Iterator[Any]:
-        """Loop over whole vectors; gives the first column of each."""
-        count = self.builder.udiv(numbers, INT64(LANES))
-        with cgutils.for_range(self.builder, count, intp=INT64) as loop:
-            yield self.builder.mul(loop.index, INT64(LANES))
+    def columns(self, numbers: Any, part: Callable[..., None]) -> None:
+        """Write `part` for whole vectors of a row, and with a mask for its rest."""
+        builder = self.builder
+        count, rest = (divide(numbers, INT64(LANES)) for divide in (builder.udiv, builder.urem))
+        with cgutils.for_range(builder, count, intp=INT64) as loop:
+            part(builder.mul(loop.index, INT64(LANES)))
+        with cgutils.if_unlikely(builder, builder.icmp_unsigned("!=", rest, INT64(0))):
+            part(builder.sub(numbers, rest), mask=self.mask(rest))
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         """Return x * y + z."""
@@ -89,11 +90,6 @@ class Matrix:
     def __init__(self, code: Code, context: Any, kind: types.Array, value: Any):
         self._code, self._context, self._kind = code, context, kind
         self._array = context.make_array(kind)(context, code.builder, value)
-
-    @property
-    def columns(self) -> Any:
-        """The length of a row."""
-        return cgutils.unpack_tuple(self._code.builder, self._array.shape)[-1]
 
     def address(self, *place: Any) -> Any:
         """Return a pointer to a number."""
@@ -173,11 +169,7 @@ def blend(typing, keep, rows, row, scale, others, other, dim):
             # A load after a store of fewer lanes would wait until that has reached the cache.
             rows.store(value, row, column, mask=None if is_set else mask)
 
-        with code.blocks(dim) as column:
-            part(column)
-        rest = builder.urem(dim, INT64(LANES))
-        with cgutils.if_unlikely(builder, builder.icmp_unsigned("!=", rest, INT64(0))):
-            part(builder.sub(dim, rest), code.mask(rest))
+        code.columns(dim, part)
         return context.get_dummy_value()
 
     keep = keep if is_set else types.float32
@@ -185,66 +177,111 @@ def blend(typing, keep, rows, row, scale, others, other, dim):
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
-def dots(typing, context_CP, place, target_TP, targets, product_N, n):
-    """Set product_N[n:] to the dot products of a context with all targets.
+def _groups(code: Code, targets: Any, most: Any) -> Iterator[list[Any]]:
+    """Write loops over all targets, in groups of a literal `most` at first.
 
-    targets: Their number, a literal.
+    Gives the numbers of each group, whose rows or sums stay in registers while contexts pass.
     """
-    count = targets.literal_value
+    builder, begin = code.builder, INT64(0)
+    sizes = [most.literal_value]
+    while sizes[-1] > 1:
+        sizes.append(max(2 ** ((sizes[-1] - 1).bit_length() - 1), 1))
+    for size in sizes:
+        groups = builder.udiv(builder.sub(targets, begin), INT64(size))
+        with cgutils.for_range(builder, groups, intp=INT64) as loop:
+            first = builder.add(begin, builder.mul(loop.index, INT64(size)))
+            yield [builder.add(first, INT64(t)) for t in range(size)]
+        begin = builder.add(begin, builder.mul(groups, INT64(size)))
+
+
+@intrinsic(prefer_literal=True)
+def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logits_N):
+    """Set the logits of all pairs: products of contexts and rows[ids].
+
+    logits_N: Those of a context after another; most: A literal, of targets that are taken at once.
+    """
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
-        contexts, place, targets, _, products, n = code.arguments
-        # A part of the context is loaded once for as many targets as the registers have sums for.
-        for first in range(0, count, AT_ONCE):
-            group = range(first, min(first + AT_ONCE, count))
-            sums = code.zeros(len(group))
-            with code.blocks(targets.columns) as column:
-                x = contexts.load(place, column)
-                for t, total in zip(group, sums, strict=True):
-                    code.add_product(total, x, targets.load(INT64(t), column))
-            for t, total in zip(group, sums, strict=True):
-                number = builder.add(n, INT64(t))
-                builder.store(code.sum(builder.load(total)), products.address(number))
+        context_CP, contexts, rows_VR, ids_T, targets, _, dim, logits_N = code.arguments
+        # A part of the context is loaded once for as many targets as registers have sums for.
+        for numbers in _groups(code, targets, most):
+            rows = [ids_T.number(t) for t in numbers]
+            with cgutils.for_range(builder, contexts, intp=INT64) as loop:
+                c, sums = loop.index, code.zeros(len(rows))
+
+                def part(column, mask=None, c=c, rows=rows, sums=sums):
+                    x = context_CP.load(c, column)
+                    for row, total in zip(rows, sums, strict=True):
+                        code.add_product(total, x, rows_VR.load(row, column, mask=mask))
+
+                code.columns(dim, part)
+                for t, total in zip(numbers, sums, strict=True):
+                    place = builder.add(builder.mul(c, targets), t)
+                    builder.store(code.sum(builder.load(total)), logits_N.address(place))
         return context.get_dummy_value()
 
-    signature = types.void(context_CP, types.int64, target_TP, targets, product_N, types.int64)
-    return signature, generate
+    shape = types.int64, most, types.int64
+    kinds = context_CP, types.int64, rows_VR, ids_T, *shape, logits_N
+    return types.void(*kinds), generate
 
 
 @intrinsic(prefer_literal=True)
-def pair_gradients(typing, error_N, contexts, targets, context_CP, grad_CP, target_TP, grad_TP):
+def pair_gradients(
+    typing,
+    error_N,
+    context_CP,
+    contexts,
+    rows_VR,
+    ids_T,
+    targets,
+    most,
+    dim,
+    grad_CP,
+    in_place,
+    grad_TP,
+):
     """Set the gradients of both rows of all pairs, sums of rows times errors.
 
-    grad_CP[c] is the sum of error_N[c * T + t] * target_TP[t] over t, and grad_TP[t] that of
-    error_N[c * T + t] * context_CP[c] over c. T is `targets`, a literal.
+    grad_CP[c] is the sum of errors times rows[ids[t]] over t, and grad_TP[t] that of errors times
+    context_CP[c] over c. If the literal `in_place` is 1, the latter are subtracted from the rows
+    instead, which must all differ.
     """
-    count = targets.literal_value
+    subtracts = in_place.literal_value
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
-        errors, contexts, _, context_rows, grads, target_rows, target_grads = code.arguments
+        error_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
+        grad_CP, _, grad_TP = grads
         # Rows and gradients of a group of targets are in registers while contexts pass by.
-        for first in range(0, count, AT_ONCE):
-            group = range(first, min(first + AT_ONCE, count))
-            with code.blocks(target_rows.columns) as column:
-                targets = [target_rows.load(INT64(t), column) for t in group]
-                sums = code.zeros(len(group))
+        for numbers in _groups(code, targets, most):
+            rows = [ids_T.number(t) for t in numbers]
+            is_first = builder.icmp_unsigned("==", numbers[0], INT64(0))
+
+            def part(column, mask=None, numbers=numbers, rows=rows, is_first=is_first):
+                vectors = [rows_VR.load(row, column, mask=mask) for row in rows]
+                sums = code.zeros(len(rows))
                 with cgutils.for_range(builder, contexts, intp=INT64) as loop:
-                    c = loop.index
-                    x = context_rows.load(c, column)
-                    # A context's gradient adds up over the groups.
-                    grad = grads.load(c, column) if first else ZEROS
-                    for t, target, total in zip(group, targets, sums, strict=True):
-                        place = builder.add(builder.mul(c, INT64(count)), INT64(t))
-                        error = code.splat(errors.number(place))
-                        grad = code.fma(error, target, grad)
+                    c, errors = loop.index, builder.mul(loop.index, targets)
+                    x = context_CP.load(c, column)
+                    grad = builder.select(is_first, ZEROS, grad_CP.load(c, column))
+                    for t, vector, total in zip(numbers, vectors, sums, strict=True):
+                        error = code.splat(error_N.number(builder.add(errors, t)))
+                        grad = code.fma(error, vector, grad)
                         code.add_product(total, error, x)
-                    grads.store(grad, c, column)
-                for t, total in zip(group, sums, strict=True):
-                    target_grads.store(builder.load(total), INT64(t), column)
+                    grad_CP.store(grad, c, column)
+                for t, row, vector, total in zip(numbers, rows, vectors, sums, strict=True):
+                    grad = builder.load(total)
+                    if subtracts:
+                        rows_VR.store(
+                            builder.fsub(vector, grad, flags=FAST), row, column, mask=mask
+                        )
+                    else:
+                        grad_TP.store(grad, t, column)
+
+            code.columns(dim, part)
         return context.get_dummy_value()
 
-    signature = types.void(error_N, types.int64, targets, context_CP, grad_CP, target_TP, grad_TP)
-    return signature, generate
+    shape = types.int64, most, types.int64
+    kinds = error_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
+    return types.void(*kinds, in_place, grad_TP), generate

@@ -128,9 +128,15 @@ class ModelConfig(Section):
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
-        -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
+        -1,
+        "Words of a pool of negatives (0: none; auto: for paged rows, or many cores).",
+        auto=-1,
+        at_least=0,
     )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
+    negative_pool_centers: int = key(
+        0, "Centers in turn that share a pool of their own (0: all of a step).", at_least=0
+    )
     sample: float = key(1e-4, "Subsample words above this share (0: off).", at_least=0, below=1)
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
 
@@ -139,6 +145,9 @@ class ModelConfig(Section):
         steps = self.negative_pool_steps
         must_be = "1 without a pool to share; set model.negative_pool=65536"
         require(steps == 1 or self.negative_pool != 0, "model.negative_pool_steps", steps, must_be)
+        valid = self.negative_pool_centers == 0 or self.negative_pool > 0
+        must_be = "0 without a pool to share; set model.negative_pool=256"
+        require(valid, "model.negative_pool_centers", self.negative_pool_centers, must_be)
         must_be = "at least 1 without model.hs=true"
         require(self.hs or self.negative > 0, "model.negative", self.negative, must_be)
 

@@ -135,7 +135,7 @@ class CpuKernels:
         centers: int,
         widths: tuple[int, int],
         negatives: int,
-        pool: tuple[int, int],
+        pool: tuple[int, int, int],
         cdf_V: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Draw windows and negatives as `reference.draw` does, on all threads."""
@@ -147,8 +147,10 @@ class CpuKernels:
             self._cdf_V = cdf_V
         windows_B = np.empty(centers, np.int32)
         negatives_BK = np.empty((centers, negatives), np.int32)
-        keys = np.uint64(key), np.uint64(pool[1])
-        arguments = keys[0], *widths, pool[0], keys[1], cdf, self._starts, windows_B, negatives_BK
+        pool_size, pool_key, shared_by = pool
+        of_pool = pool_size, np.uint64(pool_key), shared_by or centers
+        drawn = windows_B, negatives_BK
+        arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
 
         def draw_share(thread: int) -> None:
             cpu_loops.draw(*share(thread, self.threads.count, centers), *arguments)

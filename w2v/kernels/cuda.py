@@ -43,7 +43,7 @@ def draw(
     centers: int,
     widths: tuple[int, int],
     negatives: int,
-    pool: tuple[int, int],
+    pool: tuple[int, int, int],
     cdf_V: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives as `reference.draw` does, by one kernel."""
@@ -51,7 +51,7 @@ def draw(
     negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
     blocks = blocks_for(centers * (1 + negatives))
     sizes = centers, negatives, *widths
-    from_pool = pool[0], signed(pool[1])
+    from_pool = pool[0], signed(pool[1]), pool[2] or centers
     drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
     launch("draw.cu", "draw", {}, blocks, signed(key), *sizes, *from_pool, *drawn)
     return windows_B, negatives_BK

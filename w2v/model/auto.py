@@ -46,6 +46,8 @@ CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for eac
 HIGHEST = 2.0  # times that a rate is raised, at most
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
 SHARED_STEPS = 8  # steps that share a pool
+NEAR_POOL = 256  # negatives that as many centers in turn share on many cores
+MANY_CORES = 8  # which wait for rows that others have written; fewer gain little by the pool
 
 
 class Use(NamedTuple):
@@ -74,7 +76,7 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
+def choose(config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1) -> Choice:
     """Choose batch size and the optimizer's settings, where they are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
@@ -94,6 +96,12 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
+    model = config.model
+    shares = kernels == "cpu" and threads >= MANY_CORES and model.negative > 0
+    if shares and model.negative_pool < 0:
+        model = replace(model, negative_pool=NEAR_POOL, negative_pool_centers=NEAR_POOL)
+        why = f"{NEAR_POOL} negatives for as many centers, as {threads} threads share the rows"
+        reasons["model.negative_pool"] = why
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")
@@ -104,7 +112,7 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu") -> Choice:
         cap = max(1, int(STABLE / optimizer.lr))
         optimizer = replace(optimizer, occurrence_cap=cap)
         reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE}"
-    return Choice(replace(config, train=train, optimizer=optimizer), reasons)
+    return Choice(replace(config, model=model, train=train, optimizer=optimizer), reasons)
 
 
 def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -51,7 +51,7 @@ class HeldOut:
         sentences = [text.ids_N[begin:end] for begin, end in spans]
         offsets = np.cumsum([0, *map(len, sentences)])
         sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=NONE)
-        model = replace(model, negative_pool=0, negative_pool_steps=1)
+        model = replace(model, negative_pool=0, negative_pool_steps=1, negative_pool_centers=0)
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Subsampling may leave no two words beside each other.
         if not any(expand(batch).context_mask_BC.any() for batch in drawn):

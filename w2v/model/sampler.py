@@ -123,7 +123,7 @@ class Sampler:
                     window=self._reach,
                     epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     after=self.position,
-                    pool=self._pool,
+                    pool=self._pool * -(-size // (self.model.negative_pool_centers or size)),
                     ahead=ahead,
                     objective=self._objective,
                 )
@@ -178,7 +178,8 @@ class Sampler:
         self.rank = rank
         self.world_size = world_size
         self._batch_size = -(-self.batch_size // world_size)
-        self._pool = -(-max(0, self.model.negative_pool) // world_size)
+        ranks = 1 if self.model.negative_pool_centers else world_size  # that share a pool
+        self._pool = -(-max(0, self.model.negative_pool) // ranks)
         self._share = self._own_share([(0, len(self.text.offsets_S) - 1)])
 
     def _own_share(self, spans: Sequence[Span]) -> list[Span]:
@@ -258,7 +259,7 @@ class Sampler:
         pool_key = 0
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
-        widths, pool = (lowest, model.window), (self._pool, pool_key)
+        widths, pool = (lowest, model.window), (self._pool, pool_key, model.negative_pool_centers)
         return self.draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
 
     def _key(self, *place: int) -> int:

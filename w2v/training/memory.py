@@ -147,6 +147,7 @@ class Job:
     has_formula: bool = True  # kernels step rows in place, without copies for torch.optim
     threads: int = 1
     pool: int = 0
+    pool_centers: int = 0
     hs: bool = False
     ns_exponent: float = 0.75
     ranks: int = 1
@@ -250,7 +251,7 @@ class Job:
         if self.kernels == "cuda":
             # Buffers for the most rows that a batch may touch; larger ones are allocated beside
             # them. The batches of several pages are under way.
-            outputs = centers + min(drawn, self.pool or drawn) if self.negative else 0
+            outputs = centers + self.words_drawn(centers) if self.negative else 0
             if self.hs:
                 outputs += min(self.words, int(centers * self.path_lengths.max()))
             inputs = centers + 2 * self.window
@@ -280,9 +281,14 @@ class Job:
             step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
         return stay + max(drawing, step)
 
+    def words_drawn(self, centers: int) -> int:
+        """Return how many negatives are drawn for so many centers, at most."""
+        pools = -(-centers // (self.pool_centers or centers or 1))
+        drawn = centers * self.negative
+        return min(drawn, pools * self.pool or drawn)
+
     def touched(self, centers: int) -> tuple[int, int]:
         """Return the expected unique rows of both tables for so many centers."""
-        drawn = centers * self.negative
         step = -(-self.words // SAMPLED)
         counts_V = self.counts_V[: self.words : step].astype(np.float64)
 
@@ -294,7 +300,7 @@ class Job:
         inputs = different(0.75, centers + 2 * self.window)
         outputs = 0
         if self.negative:
-            outputs = inputs + different(self.ns_exponent, min(drawn, self.pool or drawn))
+            outputs = inputs + different(self.ns_exponent, self.words_drawn(centers))
         if self.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))

@@ -302,7 +302,7 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(config, vocab, kernels)
+    config, chosen = auto.choose(config, vocab, kernels, torch.get_num_threads())
     optimizer = RowOptimizer(config.optimizer)
     task = Task(config, machine, vocab, corpus, optimizer, device, kernels, ranks)
     if task.rows > MOST_ROWS:
@@ -364,6 +364,7 @@ def make_budget(task: Task, run: Path | None) -> Budget:
         has_formula=bool(task.optimizer.formula),
         threads=torch.get_num_threads(),
         pool=max(0, model.negative_pool),  # auto may share some later, which takes less
+        pool_centers=model.negative_pool_centers,
         ns_exponent=model.ns_exponent,
         ranks=task.ranks.size,
         ids_bytes=4 * len(corpus.ids) if task.ids_on_gpu else 0,

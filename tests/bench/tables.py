@@ -90,6 +90,15 @@ TABLES = {
         },
         [SPEED, SECONDS, *SCORES, Column("rows read of used", "rows read [% of used]", ".1f %")],
     ),
+    "whole": Table(
+        ["train-2026-11-22-5"],
+        {
+            r"wiki100 (\S+) (\S+) float32 model.architecture=cbow": r"CBOW, \1, `\2`",
+            r"wiki100 (\S+) (\S+) float32 .*negative=0": r"skip-gram with a tree, \1, `\2`",
+            r"wiki100 (\S+) (\S+) .* model.architecture=cbow": r"CBOW with a tree, \1, `\2`",
+        },
+        [SPEED, SECONDS, *SCORES],
+    ),
     "stages": Table(
         numbered("train-2026-11-21", 1, 4, 3),
         {
@@ -150,13 +159,17 @@ TABLES = {
         ],
     ),
     "cores": Table(
-        ["cpu-2026-11-22", "cpu-2026-11-22-2"],
+        ["cpu-2026-11-22", "cpu-2026-11-22-2", "cpu-2026-11-23-2"],
         {r"(.* cores?)": r"\1"},
         [
             Column("gensim, M words/s", "gensim [words/s]", ".2f", 1e-6),
             Column("w2v SGD", "SGD [words/s]", ".2f", 1e-6),
             Column("w2v Adam", "Adam [words/s]", ".2f", 1e-6),
+            Column("w2v SGD, tree", "tree [words/s]", ".2f", 1e-6),
         ],
+    ),
+    "inputs": Table(
+        ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]
     ),
     "models": Table(
         ["train-2026-11-22"],
@@ -209,6 +222,17 @@ TABLES = {
             Column("MSR", "msr", ".1f %", 100),
             *SIMILARITIES,
             Column("MTurk-287", "mturk287", ".3f"),
+        ],
+        sources=False,
+    ),
+    "cbow": Table(
+        ["tuning-2026-11-22-5"],
+        {r"wiki (CBOW hs|CBOW|skip-gram hs) (.*)": r"\1, \2"},
+        [
+            Column("seeds", "seeds", ".0f"),
+            Column("Google", "google", ".1f %", 100),
+            Column("WordSim-353", "wordsim353", ".3f"),
+            Column("SimLex-999", "simlex999", ".3f"),
         ],
         sources=False,
     ),

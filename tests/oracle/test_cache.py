@@ -16,6 +16,7 @@ from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Ahead
 from w2v.kernels.reference import ReferenceKernels, unique_rows
+from w2v.transfer.cache import MOST_USES, RowUses, wrapped
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
@@ -170,6 +171,21 @@ def test_least_frequent_rows_are_evicted_first():
     assert step.engine.stats[1:3] == (7, 1)
     step.engine.prefetch(marks(step, [0, 5], [1]))
     assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
+
+
+def test_uses_are_counted_and_pages_numbered_by_16_bits():
+    uses = RowUses(9, torch.device("cpu"))
+    rows_U = torch.tensor([1, 3])
+    for page in (1, 32766, 32767, 32768, 65536, 70000):
+        uses.note(rows_U, page)
+        later = [uses.page_of_V - wrapped(other) > 0 for other in (page - 1, page, page + 300)]
+        assert torch.stack(later)[:, 3].tolist() == [True, False, False]
+    uses.age(70001)
+    assert uses.count_V.tolist() == [0, 3, 0, 3, 0, 0, 0, 0, 0]
+    assert not (uses.page_of_V - wrapped(70002) >= 0).any()
+    uses.count_V.fill_(MOST_USES)
+    uses.note(rows_U, 0)
+    assert uses.count_V.min() == MOST_USES
 
 
 def test_least_used_rows_are_evicted_first():

@@ -37,11 +37,12 @@ class Moves(NamedTuple):
 class Listed(NamedTuple):
     """Rows that a page needs, in lists, and pages to come.
 
-    A row is evicted last if `page_of_V` has a page after `page` for it. Rows are of one table.
+    A row is evicted last if `page_of_V` has a page after `page` for it, by numbers of 16 bits. Rows
+    are of one table.
     """
 
     lists: list[Tensor]  # int64
-    page_of_V: Tensor  # int32
+    page_of_V: Tensor  # int16
     page: int
 
 
@@ -178,8 +179,8 @@ def find_rows(
     Args:
         ids_N: The ids, int64 on the GPU, table by table.
         spans: The tables.
-        uses_V: Counts the look-ups of each row, int32.
-        page_of_V: Becomes `page` for these rows, int32.
+        uses_V: Counts the look-ups of each row, int16.
+        page_of_V: Becomes `page` for these rows, int16.
         page: Number of a page.
         told: Gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
             table the rows of tables before it, the least and the greatest id that is no row (0:

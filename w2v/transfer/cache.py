@@ -35,6 +35,8 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 # Plans after which a `CachedLink` orders rows by use: first, and at most from one time to the next.
 FIRST_ORDER = 16
 LONGEST_ORDER = 8192
+PART_ROWS = 1 << 22  # of a table, at a time, where all of them would take much memory
+MOST_USES = 2**15 - 1  # that are counted
 
 
 class RowCache(Engine, ABC):
@@ -67,7 +69,6 @@ class RowCache(Engine, ABC):
         self.slots = slots
         shape = len(tables), tables[0].rows
         assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
-        # Sorted first: it takes 48 bytes a row for a moment, which the records need afterwards.
         self._order_N = _order_by_use(shape, device, uses_TV)
         # The last record is a dummy, slot S, to which rows without a slot point.
         records = slots + 1, tables[0].width
@@ -202,7 +203,7 @@ class TorchCache(RowCache):
         self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
     ) -> None:
         if isinstance(marks_TV, Listed):
-            soon_V = marks_TV.page_of_V > marks_TV.page
+            soon_V = marks_TV.page_of_V - wrapped(marks_TV.page) > 0
             rows_U = torch.cat(marks_TV.lists)
             marks_TV = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = self._wanted[self._plan % 2]
@@ -336,22 +337,30 @@ class WholeTable(Engine):
 class RowUses:
     """Look-ups of each row, and the last page that is known to have it.
 
-    Pages are numbered from 1 on.
+    Pages are numbered from 1 on, by 16 bits; counts end at the largest number of 16 bits.
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.is_empty = not rows
-        counts = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        self.count_V, self.page_of_V = (None, None) if self.is_empty else counts.unbind()
+        self.count_V = self.page_of_V = None
+        if rows:
+            self.count_V, self.page_of_V = torch.zeros(2, rows, dtype=torch.int16, device=device)
         self.announced = 0  # the last page
 
     def note(self, rows_U: Tensor, page: int) -> None:
         """Count a look-up of these rows, for a page if it is not 0."""
         if self.is_empty:
             return
-        self.count_V.index_add_(0, rows_U, torch.ones_like(rows_U, dtype=torch.int32))
+        count_U = self.count_V.index_select(0, rows_U).clamp_(max=MOST_USES - 1)
+        self.count_V.index_copy_(0, rows_U, count_U + 1)
         if page:
-            self.page_of_V.index_fill_(0, rows_U, page)
+            self.page_of_V.index_fill_(0, rows_U, wrapped(page))
+
+    def age(self, page: int) -> None:
+        """Halve the counts; past pages become this one, whose number returns."""
+        self.count_V.copy_(self.count_V >> 1)
+        for part_n in self.page_of_V.split(PART_ROWS):
+            part_n.masked_fill_(part_n - wrapped(page) < 0, wrapped(page))
 
 
 class CachedLink(Link):
@@ -417,7 +426,7 @@ class CachedLink(Link):
         if self._plans == self._next_order and not self._is_whole:
             self._next_order += min(7 * self._next_order, LONGEST_ORDER)
             self.flush()
-            self._uses.count_V.copy_(self._uses.count_V >> 1)  # the past counts for less
+            self._uses.age(self._number)  # the past counts for less
         if self._cache is None:
             self._cache = self._new_cache()
         self._coming = {part: rows_U} if part is None else self._current | {part: rows_U}
@@ -499,10 +508,27 @@ def _have(lists: dict[int | None, Tensor], rows_U: Tensor) -> bool:
     return False
 
 
+def wrapped(page: int) -> int:
+    """Return the number of a page in 16 bits; differences tell the order."""
+    return (page + 2**15) % 2**16 - 2**15
+
+
 def _order_by_use(shape: tuple[int, int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
     """Return the rows of all tables by falling expected use."""
     rows = shape[0] * shape[1]
     by_row_N = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
     if uses_TV is None:
         return by_row_N
-    return by_row_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+    uses_N = uses_TV.T.flatten()
+    if 2 * int(torch.count_nonzero(uses_N)) > rows:
+        return by_row_N[uses_N.argsort(descending=True, stable=True)]
+    # Rows without a use are not sorted: that takes 48 bytes each for a moment.
+    used = torch.nonzero(uses_N).flatten()
+    used = used[uses_N[used].argsort(descending=True, stable=True)]
+    order_N, end = torch.empty_like(by_row_N), len(used)
+    order_N[:end] = by_row_N[used]
+    for start in range(0, rows, PART_ROWS):
+        rest = torch.nonzero(uses_N[start : start + PART_ROWS] == 0).flatten() + start
+        order_N[end : end + len(rest)] = by_row_N[rest]
+        end += len(rest)
+    return order_N

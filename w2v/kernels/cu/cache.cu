@@ -12,6 +12,7 @@
 #include "common.cuh"
 
 constexpr int MOST_ROWS = 0x7fffffff;
+constexpr short MOST_USES = 0x7fff;
 
 struct Totals {  // over all plans
     long long allocated;            // slots used so far; those from here on are empty
@@ -91,6 +92,9 @@ __device__ int exclusive_sums(int* counts, int n) {
     return total;
 }
 
+// Whether a page comes after another. They are numbered by 16 bits: differences tell the order.
+__device__ bool is_later(short page, int other) { return (short)(page - other) > 0; }
+
 // Count the moves of a plan.
 //
 // marks: whether each row is wanted, and used_soon: whether each row of a table is used soon, which
@@ -101,7 +105,7 @@ __device__ int exclusive_sums(int* counts, int n) {
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: number of blocks that have finished, 0 before and after.
 extern "C" __global__ void survey(
-    ROWS, const bool* marks, const bool* used_soon, int rows, const int* page_of, int page,
+    ROWS, const bool* marks, const bool* used_soon, int rows, const short* page_of, int page,
     const int* order, long long count, int* misses, int* evict_first, int* evict_last,
     int stretches, long long slots, bool final,
     unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
@@ -131,7 +135,8 @@ extern "C" __global__ void survey(
                 } else {
                     // Only rows that may be evicted: those in the cache are a part of all.
                     const bool may_go = __shfl_sync(ALL, evictable, w) >> lane_id() & 1;
-                    marked_soon = __ballot_sync(ALL, may_go && page_of[order[position]] > page);
+                    marked_soon =
+                        __ballot_sync(ALL, may_go && is_later(page_of[order[position]], page));
                 }
                 if (w == lane_id()) {
                     if (marks) bits = marked;
@@ -320,7 +325,7 @@ extern "C" __global__ void count_ids(
 // may be null.
 extern "C" __global__ void list_ids(
     const unsigned* words, const int* counts, int stretches, SPANS, int* before, long long* unique,
-    int* narrow, int* uses, int* page_of, int page) {
+    int* narrow, short* uses, short* page_of, int page) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
     const int table = find_table(tables, [&](int t) { return spans[t + 1].first_word <= word; });
@@ -336,7 +341,7 @@ extern "C" __global__ void list_ids(
         const long long numbered = span.first_row + row;
         unique[n] = numbered;
         narrow[n] = numbered;
-        if (uses) uses[numbered]++;
+        if (uses && uses[numbered] < MOST_USES) uses[numbered]++;
         if (page_of) page_of[numbered] = page;
         if (row == span.padding) found->padding = n + 1;  // less `begin`: place_ids
     });

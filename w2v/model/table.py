@@ -102,6 +102,11 @@ class Table:
         return self.records_VR[:, self.columns[name]]
 
     @property
+    def parts(self) -> list[Table]:
+        """This table; of a split one, that of the weights and that of the states."""
+        return [self]
+
+    @property
     def bytes(self) -> int:
         """Size of all records."""
         return self.rows * self.width * self.dtype.itemsize
@@ -123,16 +128,28 @@ class Table:
         chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)
         end = self.rows if last_row is None else last_row
 
+        # Parts of records would go to pinned memory by way of pageable memory, much slower.
+        is_whole = self.storage == "pinned" and self.records_VR.is_contiguous()
+        is_sent_whole = is_whole and device.type == "cuda"
+
         def fill(start: int) -> None:
             rows = torch.arange(start, min(start + chunk_rows, end), device=device)
             weights = values(rows)
             expected = [len(rows), self.dim]
             if (shape := list(weights.shape)) != expected:
                 raise ValueError(f"init gives {shape} for {len(rows)} rows; expected {expected}")
-            self["weight"][start : start + len(rows)].copy_(weights)
+            records_nR = self.records_VR[start : start + len(rows)]
+            if is_sent_whole:
+                whole_nR = records_nR.to(device, non_blocking=True)
+                whole_nR[:, self.columns["weight"]] = weights
+                records_nR.copy_(whole_nR, non_blocking=True)
+            else:
+                records_nR[:, self.columns["weight"]].copy_(weights)
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, range(first_row, end, chunk_rows)))
+        if is_sent_whole:
+            torch.cuda.synchronize(device)
 
     def decode(self, records_UR: Tensor) -> Tensor:
         """Return records in the dtype of steps: float32, or float64 as stored."""
@@ -207,6 +224,10 @@ class SplitTable(Table):
 
     def __getitem__(self, name: str) -> Tensor:
         return super().__getitem__(name) if name == "weight" else self.states[name]
+
+    @property
+    def parts(self) -> list[Table]:
+        return [self, self.states]
 
     @property
     def bytes(self) -> int:

@@ -45,6 +45,7 @@ class ClickModel(nn.Module):
     def forward(self, numbers, ids, offsets):
         """Return logits of a click: [B]."""
         dense = self.bottom(numbers)
+        offsets = offsets.to(dense.device, non_blocking=True)  # once for all tables
         vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
         features = torch.stack([dense, *vectors], dim=1)  # [B, F, D]
         left, right = self.pairs

@@ -77,12 +77,14 @@ class Breaks(Dataset):
         return list(batches())[index]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers):
+def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers, ahead):
     runs = [trainable(tmp_path, optimizer="Adam") for _ in range(2)]
+    loader = DataLoader(Breaks(), batch_size=None, num_workers=workers)
     with pytest.raises(OSError, match="disk error"):
-        for ids, target in DataLoader(Breaks(), batch_size=None, num_workers=workers):
+        for ids, target in runs[0][1].pages(loader, 0, ahead) if ahead else loader:
             train_step(*runs[0], ids, target)
     train_step(*runs[0], *list(batches())[2])
     for ids, target in batches(3):
@@ -90,9 +92,14 @@ def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers):
     assert torch.equal(weights(runs[0][0]), weights(runs[1][0]))
 
 
-def cached_pair(rows=60, optimizer="Adam"):
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def cached_pair(rows=60, optimizer="Adam", device="cpu"):
     """Return twins with an optimizer each; the second one has a cache."""
-    twins = [PagedEmbedding(rows, DIM, seed=1, gpu_bytes=size) for size in (0, "25%")]
+    storage = "pinned" if device == "cuda" else "cpu"
+    sizes = ({"storage": storage, "gpu_bytes": size} for size in (0, "25%"))
+    twins = [PagedEmbedding(rows, DIM, seed=1, **size) for size in sizes]
     return [(table, PagedOptimizer(table, optimizer, lr=0.1)) for table in twins]
 
 
@@ -116,10 +123,11 @@ FAILURES = [
 ]
 
 
+@devices
 @pytest.mark.parametrize("ahead", [1, 2, 9])
 @pytest.mark.parametrize("bad, error, words", FAILURES, ids=["high", "low", "key", "type"])
-def test_errors_of_pages_come_when_they_are_due(ahead, bad, error, words):
-    plain, cached = cached_pair()
+def test_errors_of_pages_come_when_they_are_due(ahead, bad, error, words, device):
+    plain, cached = cached_pair(device=device)
     good = ids_of([1, 2, 2], [3, 4], [2, 5, 1])
     for _ in range(2):  # training goes on after the error
         with pytest.raises(error, match=words):
@@ -145,9 +153,10 @@ class EndsEarly:
             raise self.error
 
 
+@devices
 @pytest.mark.parametrize("error", [None, OSError("disk error")])
-def test_pages_of_a_loader_that_ends_early(error):
-    plain, cached = cached_pair()
+def test_pages_of_a_loader_that_ends_early(error, device):
+    plain, cached = cached_pair(device=device)
     for pair, loader in (
         (plain, EndsEarly(error)),
         (cached, cached[1].pages(EndsEarly(error), "ids")),
@@ -161,9 +170,10 @@ def test_pages_of_a_loader_that_ends_early(error):
     assert not list(cached[1].pages([], "ids"))
 
 
+@devices
 @pytest.mark.parametrize("leave", ["break", "raise", "skip"])
-def test_a_page_that_is_left_before_its_step(leave):
-    plain, (table, optimizer) = cached_pair()
+def test_a_page_that_is_left_before_its_step(leave, device):
+    plain, (table, optimizer) = cached_pair(device=device)
     batches = ids_of(*([row, row + 9, 3] for row in range(12)))
     pages = optimizer.pages(batches, "ids", ahead=3)
     for turn, batch in enumerate(pages):
@@ -186,8 +196,9 @@ def test_a_page_that_is_left_before_its_step(leave):
     assert torch.equal(weights(table), weights(plain[0]))
 
 
-def test_pages_with_the_same_rows_and_two_pages_a_step():
-    plain, cached = cached_pair(optimizer="Adamax")
+@devices
+def test_pages_with_the_same_rows_and_two_pages_a_step(device):
+    plain, cached = cached_pair(optimizer="Adamax", device=device)
     batches = ids_of([1, 2, 3], [1, 2, 3], [3, 1], [40, 3], [40, 1], [1, 2, 3])
     for table, optimizer, pages in ((*plain, batches), (*cached, cached[1].pages(batches, "ids"))):
         for turn, batch in enumerate(pages):

@@ -153,6 +153,8 @@ def test_two_ranks_equal_one_in_gpu_storage(pool, storage, how):
         check(pool, storage=storage, how=how)
         check(pool, storage=storage, how=how, gpu_bytes="95%")
         check(pool, storage=storage, how=how, gpu_bytes="95%", fused=True, exact=False)
+        bags = {"kind": PagedEmbeddingBag, "gpu_bytes": "95%", "fused": True, "exact": False}
+        check(pool, storage=storage, how=how, **bags)
 
 
 class Model(nn.Module):

@@ -35,10 +35,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Ids, LookUp, UniqueRows, look_up_together
+from w2v.api.look_up import Ids, LookUp, UniqueRows, look_up_together, name_of
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
+from w2v.kernels.cuda import Bags
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, check_table, normal
 from w2v.training.checkpoint import Checkpoints, latest
@@ -75,6 +76,11 @@ class _Page:
         self.version = store.version
         self._rows = rows
         self._first_row = store.first_row
+
+    @property
+    def asked(self) -> UniqueRows:
+        """The look-up of the ids, among the rows of all ranks."""
+        return self.route or self.found
 
     def rows_of(self, store: Rows) -> Tensor:
         """Return the rows as numbered now: the table may have left its group."""
@@ -250,8 +256,7 @@ class PagedEmbedding(nn.Module):
         """
         if self._sums_gradients:
             return self._vectors(ids)
-        weight_UD, places, padding, page = self._fetch(ids)
-        weight_UD = self._with_grad(weight_UD, page)
+        weight_UD, places, padding = self._fetch(ids)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
     def grow(self, num_embeddings: int, init: Init | None = None) -> None:
@@ -305,14 +310,18 @@ class PagedEmbedding(nn.Module):
         return dict(vars(self), _store=self.store, _waiting=_Waiting(), **gone)
 
     @property
+    def _bag_rules(self) -> tuple:
+        """What tables must have in common whose bags are summed together."""
+        return ()
+
+    @property
     def _trains(self) -> bool:
         return self.trainable and torch.is_grad_enabled()
 
     @property
     def _sums_gradients(self) -> bool:
         """Whether kernels read the vectors of ids and sum their gradients."""
-        is_whole = self._ranks.size == 1
-        return self._fused and is_whole and self.max_norm is None and not self.scale_grad_by_freq
+        return self._fused and self.max_norm is None and not self.scale_grad_by_freq
 
     @property
     def _own_rows(self) -> int:
@@ -322,56 +331,75 @@ class PagedEmbedding(nn.Module):
         """Look up ids, and begin to bring their rows."""
         if self._trains and self._ranks.size == 1:
             _refuse_ranks()
-        found = self._waiting.ahead
+        found = self._waiting.ahead  # whose rows are there, unless other uses have evicted them
         if found is None or not found.is_of(ids):
             if self._ranks.size > 1:
                 found = sharded.route_of(self, ids)
             else:
                 found = self.store._look_up(ids, self.padding_idx)
-        self.store._prefetch(found.owned)
+            self.store._prefetch(found.owned)
         return found
 
-    def _vectors(self, ids: Ids) -> Tensor:
-        """Return vectors of ids, read for all tables of an announced page."""
+    def _vectors(self, ids: Ids, bags: Bags | None = None, offsets: Tensor | None = None) -> Tensor:
+        """Return vectors of ids or bags by kernels, which sum their gradients.
+
+        They are made for all tables of an announced page at once; those of bags, until offsets of
+        tables are found to differ.
+        """
         store = self.store
         with store.lock:
             found = self._find(ids)
             look_up = found.look_up
             if not self._trains:
-                return look_up.vectors(found.index).view(*found.shape, self.embedding_dim)
-            version, vectors = look_up.waiting.pop(found.index, (None, None))
-            if version == store.version:
-                return vectors
-            users = [(self, found)]
+                self._page_of(found)
+                shape = (-1,) if bags else found.shape
+                return look_up.vectors(found.index, bags).view(*shape, self.embedding_dim)
+            made_of = store.version, None if offsets is None else name_of(offsets)
+            if found.index in look_up.waiting:
+                was_made_of, vectors = look_up.waiting.pop(found.index)
+                if was_made_of == made_of:
+                    return vectors
+                store.group.bags_differ |= was_made_of[0] == store.version
+            tables = [(self, found)]
             beside = self._waiting.beside if found is self._waiting.ahead else []
-            if beside and not look_up.is_given and all(table._trains for table, _ in beside):
-                users, look_up.is_given = beside, True
-            made = _Vectors.apply(self._parameter, users)
-            for (table, its), its_vectors in zip(users, made, strict=True):
-                look_up.waiting[its.index] = table.store.version, its_vectors
+            known = not (look_up.is_given or (bags and store.group.bags_differ))
+            if beside and known and all(table._trains for table, _ in beside):
+                tables, look_up.is_given = beside, True
+            bags = bags and bags._replace(tables=len(tables))
+            pages = [(table, table._page_of(its)) for table, its in tables]
+            made = _Vectors.apply(self._parameter, pages, bags, offsets)
+            for (table, its), its_vectors in zip(tables, made, strict=True):
+                its_made_of = table.store.version, made_of[1]
+                look_up.waiting[its.index] = its_made_of, its_vectors
             return look_up.waiting.pop(found.index)[1]
 
-    def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None, _Page]:
+    def _page_of(self, found: UniqueRows) -> _Page:
+        """Return a page whose look-up reads the vectors."""
+        return found.borrow() if isinstance(found, sharded.Route) else _Page(self.store, found)
+
+    def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
 
         Returns:
-            Their weights [U, D]; the place of each id in them; the place of the padding row, None
-            where no id is padding; and the page.
+            Their weights [U, D], which send their gradient to the page; the place of each id in
+            them; and the place of the padding row, None where no id is padding.
         """
         store = self.store
         with store.lock:
             found = self._find(ids)
             if isinstance(found, sharded.Route):
-                page, weight_UD = found.borrow()
+                page, weight_UD = found.borrow(), found.look_up.weights(found.index)
             else:
                 page, weight_UD = self._read(found)
-        return weight_UD, found.places, found.padding, page
+        if self._trains:
+            weight_UD = nn.Parameter(weight_UD)
+            # The graph keeps the page; without a backward pass it goes, and nothing has changed.
+            weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
+        return weight_UD, found.places_N.view(found.shape), found.padding
 
     @torch.no_grad()
     def _read(self, found: UniqueRows) -> tuple[_Page, Tensor]:
         """Read rows; return the page and its weights [U, D]."""
-        if self._fused and self.max_norm is None:
-            return _Page(self.store, found), found.look_up.weights(found.index)
         store, rows_U = self.store, found.rows
         records_UR = store._read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
@@ -386,15 +414,6 @@ class PagedEmbedding(nn.Module):
             store._write(rows_U, records_UR)
         return _Page(store, found, rows_U, None if self._fused else records_UR), weight_UD
 
-    def _with_grad(self, weight_UD: Tensor, page: _Page) -> Tensor:
-        """Return the weights of a page, which send their gradient to it."""
-        if not self._trains:
-            return weight_UD
-        weight_UD = nn.Parameter(weight_UD)
-        # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-        weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
-        return weight_UD
-
     def _collect(self, page: _Page, weight_UD: Tensor) -> None:
         """Take the gradient from the weights of a page."""
         grad_UD = weight_UD.grad.detach()
@@ -402,22 +421,15 @@ class PagedEmbedding(nn.Module):
         with self.store.lock:
             self._add_grad(page, grad_UD)
 
-    def _take_gradients(self, page: _Page, grad: Tensor) -> None:
-        """Take the gradients of vectors of a page."""
-        grad_ND = grad.detach().reshape(-1, self.embedding_dim).float().contiguous()
-        with self.store.lock:
-            look_up, index = page.found.look_up, page.found.index
-            sum_UD = look_up.add_gradients(index, grad_ND)
-            if (padding := look_up.paddings[index]) is not None:
-                sum_UD[padding] = 0
-            self._add_grad(page, sum_UD)
+    def _add_grad(self, page: _Page, grad_UD: Tensor, is_owned: bool = False) -> None:
+        """Add the gradient of a page to those that wait for the step.
 
-    def _add_grad(self, page: _Page, grad_UD: Tensor) -> None:
-        """Add the gradient of a page to those that wait for the step."""
+        Of several ranks, those of rows of other ranks wait to be sent.
+        """
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
-        if page.route:
+        if page.route and not is_owned:
             self._waiting.unsent.append((page, grad_UD))
             return
         if self._parameter.grad is not None:
@@ -434,23 +446,13 @@ class PagedEmbedding(nn.Module):
 
     def _merged(self, page: _Page, grad_UD: Tensor) -> tuple[_Page, Tensor]:
         """Return the rows and gradients of this page and the waiting one."""
-        store = self.store
-        pages = (self._waiting.page, self._parameter.grad), (page, grad_UD)
-        if not self._fused:
-            for its, _ in pages:
-                self._refresh(its)
-        rows = [its.rows_of(store) for its, _ in pages]
+        rows = [its.rows_of(self.store) for its in (self._waiting.page, page)]
         rows_U = torch.unique(torch.cat(rows))
         sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-        records_UR = None
-        if not self._fused:
-            records_UR = page.records.new_empty(len(rows_U), page.records.shape[1])
-        for its_rows, (its, its_grad) in zip(rows, pages, strict=True):
-            place = torch.searchsorted(rows_U, its_rows)
-            sum_UD.index_add_(0, place, its_grad)
-            if records_UR is not None:
-                records_UR.index_copy_(0, place, its.records)
-        return _Page(store, None, rows_U, records_UR), sum_UD
+        for its_rows, its_grad in zip(rows, (self._parameter.grad, grad_UD), strict=True):
+            sum_UD.index_add_(0, torch.searchsorted(rows_U, its_rows), its_grad)
+        records_UR = None if self._fused else self.store._read(rows_U)
+        return _Page(self.store, None, rows_U, records_UR), sum_UD
 
     def _refresh(self, page: _Page) -> None:
         """Read the rows again if the table has changed since."""
@@ -513,9 +515,10 @@ class PagedEmbedding(nn.Module):
         self._layout = layout
 
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
-        # A user's function may not run on a GPU.
-        device = None if init else self.device
         whole = init or normal(self.embedding_dim, 1.0, self._seed)
+        # A user's function may not run on a GPU.
+        is_ours = getattr(whole, "__module__", None) == normal.__module__
+        device = self.device if is_ours else None
         of_ranks = self._ranks.global_rows
         table.initialise(lambda rows_n: whole(of_ranks(rows_n)), device, first_row=first_row)
 
@@ -540,7 +543,7 @@ class PagedEmbedding(nn.Module):
         else:
             table = Table(*shared, self.path, memory_VR=memory_VR)
         if rows == 0:  # there are more ranks than rows
-            for part in _parts_of(table):
+            for part in table.parts:
                 part.rows, part.records_VR = 0, part.records_VR[:0]
         return table
 
@@ -626,41 +629,62 @@ class _Vectors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trained: Tensor, users: list[tuple[PagedEmbedding, UniqueRows]]
+        ctx: Any,
+        trained: Tensor,
+        pages: list[tuple[PagedEmbedding, _Page]],
+        bags: Bags | None,
+        offsets: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the vectors of each table; `trained` needs a gradient."""
+        """Return the vectors of each table.
+
+        `trained` needs a gradient. As long as the vectors wait, `offsets` are kept, so that no
+        others get their memory.
+        """
         ctx.set_materialize_grads(False)
-        ctx.users = [(table, _Page(table.store, found)) for table, found in users]
-        ((table, found), *others) = users
-        look_up = found.look_up
-        vectors_ND = look_up.vectors(None if others else found.index)
+        ctx.pages, ctx.bags, ctx.offsets = pages, bags, offsets
+        ((table, page), *others) = pages
+        found = page.asked
+        vectors_ND = found.look_up.vectors(None if others else found.index, bags)
         made, start, dim = [], 0, table.embedding_dim
-        for _, found in users:
+        for _, its_page in pages:
+            shape = torch.Size([bags.number]) if bags else its_page.asked.shape
             # Not a view, which could not be changed in place.
             its = vectors_ND.new_empty(0)
-            its.set_(vectors_ND.untyped_storage(), start * dim, (*found.shape, dim))  # type: ignore
+            its.set_(vectors_ND.untyped_storage(), start * dim, (*shape, dim))  # type: ignore
             made.append(its)
-            start += found.shape.numel()
+            start += shape.numel()
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        for (table, page), grad in zip(ctx.users, grads, strict=True):
-            if grad is not None:
-                table._take_gradients(page, grad)
-        return None, None
+        ((table, page), *others), bags = ctx.pages, ctx.bags
+        look_up, dim = page.asked.look_up, table.embedding_dim
+        flat = [None if grad is None else grad.detach().reshape(-1, dim) for grad in grads]
+        has_gaps = any(grad is None for grad in grads) or any(
+            padding is not None for padding in look_up.paddings
+        )
+        with table.store.lock:
+            if others and not has_gaps:
+                whole_ND = torch.cat(flat).float()
+                tables = range(len(flat))
+                sums = look_up.add_at(tables, whole_ND, look_up.places_N, bags)
+                for (table, page), sum_UD in zip(ctx.pages, sums.values(), strict=True):
+                    table._add_grad(page, sum_UD)
+                return (None,) * 4
+            bags = bags and bags._replace(tables=1)
+            for (table, page), grad in zip(ctx.pages, flat, strict=True):
+                if grad is not None:
+                    grad_ND = grad.float().contiguous()
+                    table._add_grad(page, look_up.add_gradients(page.asked.index, grad_ND, bags))
+        return (None,) * 4
 
 
 class PagedEmbeddingBag(PagedEmbedding):
     """Sums, means or maxima of bags of embeddings, as nn.EmbeddingBag.
 
-    What is not listed here is as in a `PagedEmbedding`.
+    Arguments that are not listed are those of a `PagedEmbedding`.
 
     Args:
-        num_embeddings: Number of rows V.
-        embedding_dim: Number of dimensions D.
-        max_norm: As for a `PagedEmbedding`, like `norm_type` and `scale_grad_by_freq`.
-        norm_type: Order p of the norm.
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
         include_last_offset: Whether offsets end with the number of ids.
@@ -688,10 +712,6 @@ class PagedEmbeddingBag(PagedEmbedding):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
-    @property
-    def _sums_gradients(self) -> bool:
-        return False  # torch sums those of bags
-
     @torch.compiler.disable
     def forward(
         self, ids: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -706,8 +726,9 @@ class PagedEmbeddingBag(PagedEmbedding):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        weight_UD, places, padding, page = self._fetch(ids)
-        weight_UD = self._with_grad(weight_UD, page)
+        if self._sums_gradients and self.mode != "max" and per_sample_weights is None:
+            return self._vectors(ids, self._bags(ids, offsets), offsets)
+        weight_UD, places, padding = self._fetch(ids)
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:
@@ -722,6 +743,24 @@ class PagedEmbeddingBag(PagedEmbedding):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+
+    @property
+    def _bag_rules(self) -> tuple:
+        # Kernels leave out one padding row at a time: such tables are by themselves.
+        own = self if self.padding_idx is not None or self.mode == "max" else None
+        return self.mode, self.include_last_offset, own
+
+    def _bags(self, ids: Ids, offsets: Tensor | None) -> Bags:
+        """Return how ids are divided; raise `ValueError` where torch does."""
+        shape, is_mean = torch.as_tensor(ids).shape, self.mode == "mean"
+        if len(shape) == 2 and offsets is None:
+            return Bags(shape[0], None, shape[1], is_mean)
+        if len(shape) == 1 and offsets is not None and offsets.dim() == 1:
+            begins = offsets.to(self.device, torch.int64).contiguous()
+            return Bags(len(begins) - self.include_last_offset, begins, 0, is_mean)
+        given = None if offsets is None else list(offsets.shape)
+        reason = f"ids have shape {list(shape)} and offsets {given}"
+        raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -826,7 +865,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 table._check(optimizer)
             steps.append((tables, optimizer, lr))
         # Only now, so that a step that is refused changes no table.
-        sharded.reduce(list(self._tables.values()))
+        if self._ranks.size > 1:
+            sharded.reduce(list(self._tables.values()))
         for tables, optimizer, lr in steps:
             if self._fused:
                 _step_fused(tables, optimizer, lr)
@@ -980,7 +1020,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for number, table in enumerate(self._tables.values()):
             table.store.flush()
             table.store.version += 1
-            for part, name in zip(_parts_of(table.store.table), ("table", "state"), strict=False):
+            for part, name in zip(table.store.table.parts, ("table", "state"), strict=False):
                 part.name = f"{name}-{number}"
                 parts.append(part)
         return parts
@@ -1013,7 +1053,7 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
     if tables[0]._ranks.size > 1:
-        return [*sharded.look_up(tables, ids, is_ahead=True)]
+        return [*sharded.look_up(tables, ids)]
     found = [
         UniqueRows(table.store, its_ids, table.padding_idx, alone=False)
         for table, its_ids in zip(tables, ids, strict=True)
@@ -1034,9 +1074,12 @@ def _give(tables: list[PagedEmbedding], page: list[UniqueRows]) -> None:
         by_look_up.setdefault(found.look_up, []).append((table, found))
         table._waiting.ahead = found
     for users in by_look_up.values():
-        sums = all(table._sums_gradients for table, _ in users)
+        rules = {table._bag_rules if table._sums_gradients else table for table, _ in users}
+        alike = len(rules) == 1
+        if alike and isinstance(users[0][0], PagedEmbeddingBag):
+            alike = len({found.shape for _, found in users}) == 1
         for table, _ in users:
-            table._waiting.beside = users if sums else []
+            table._waiting.beside = users if alike else []
 
 
 def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float) -> None:
@@ -1052,8 +1095,9 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
             stores = [table.store for table in its_tables]
             counts = [optimizer.count_step(store.table) for store in stores]
             noises = [store.table.next_noise() for store in stores]
-            grads = {table.store: table._parameter.grad for table in its_tables}
-            is_whole = isinstance(look_up, LookUp) and look_up.has_all(grads)
+            is_whole = isinstance(look_up, LookUp) and look_up.has_all(
+                {table._waiting.page.found.index: table._parameter.grad for table in its_tables}
+            )
             if is_whole and len(set(counts)) == 1:
                 rows = look_up.rows, look_up.narrow_N, look_up.count
                 given = counts[0], noises[0], rows, look_up.sums_UD, lr
@@ -1108,11 +1152,6 @@ def _share_cache(tables: list[PagedEmbedding]) -> None:
         share = min(table.store.paged_bytes, left // (len(shared) - number))
         table.store.set_cache(share)
         left -= share
-
-
-def _parts_of(table: Table) -> list[Table]:
-    """Return the table, or both tables of a split one."""
-    return [table, table.states] if isinstance(table, SplitTable) else [table]
 
 
 def _names(layout: _Layout | None) -> list[str]:

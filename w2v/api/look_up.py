@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from w2v.kernels import cuda, cuda_cache
+from w2v.kernels.cuda import Bags
 from w2v.transfer.cache import RowUses
 from w2v.transfer.streams import current_stream
 
 if TYPE_CHECKING:
-    from w2v.api.row_store import Rows
+    pass
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
@@ -80,7 +81,8 @@ class LookUp:
         paddings: The place of each padding row among those of its table; known with `rows`.
         sums_UD: The sums of gradients, once there are some.
         is_given: Whether vectors of all tables were made together.
-        waiting: Those that were not asked for yet, with the version of their table, by its index.
+        waiting: Those that were not asked for yet, by the index of their table, with what they were
+            made of.
     """
 
     narrow_N: Tensor | None = None
@@ -95,11 +97,9 @@ class LookUp:
         self.group = parts[0].store.group
         self.stores = [part.store for part in parts]
         self._later: Later | None = None
-        self._weights_UD: Tensor | None = None
         self._buffer_UD: Tensor | None = None  # of the sums
         self.is_given = False
-        self.waiting: dict[int, tuple[int, Tensor]] = {}
-        self._versions: list[int] = []  # of tables when the weights were read
+        self.waiting: dict[int, tuple[Any, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}  # of each table, in `sums_UD`
         sizes = [part.shape.numel() for part in parts]
         store = parts[0].store
@@ -176,39 +176,54 @@ class LookUp:
             return self.places_N
         return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
 
-    def weights(self, index: int) -> Tensor:
-        """Return decoded weights [U, D] of a table, read for all tables at once."""
-        rows_U = self.rows
-        if not self._versions or self._versions[index] != self.stores[index].version:
-            narrow_U = None if self.narrow_N is None else self.narrow_N[: rows_U.shape[0]]
-            self._weights_UD = self.group.read_weights(rows_U, narrow_U)
-            self._versions = [store.version for store in self.stores]
-        return self._weights_UD[self.begins[index] : self.begins[index + 1]]
+    def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
+        """Return vectors of a table's ids or bags; None: of the ids of all tables."""
+        which = self._places(index)
+        return self.group.read_weights(self.rows, self.narrow_N, which[0], bags, which[1])
 
-    def vectors(self, index: int | None) -> Tensor:
-        """Return the weights [N, D] of each id of a table; None: of all tables."""
-        places_N = self.places_N if index is None else self.places_of(index)
-        return self.group.read_weights(self.rows, self.narrow_N, places_N)
+    def _places(self, index: int | None) -> tuple[Tensor, int | None]:
+        """Return the place of each id of a table, and that of its padding row."""
+        if index is None:
+            return self.places_N, None
+        padding = self.paddings[index] if len(self.rows) else None
+        its_padding = None if padding is None else self.begins[index] + padding
+        return self.places_of(index), its_padding
 
-    def add_gradients(self, index: int, grad_ND: Tensor) -> Tensor:
+    def add_gradients(self, index: int, grad_ND: Tensor, bags: Bags | None = None) -> Tensor:
         """Return sums [U, D] of a table's gradients, beside other tables'."""
-        rows = self.rows.shape[0]
-        if self.sums_UD is None:
-            self._buffer_UD = self.group.zeros(rows)
-            self.sums_UD = self._buffer_UD[:rows]
-        is_first = index not in self._sums  # else those of an earlier pass wait there
-        all_UD = self.sums_UD if is_first else torch.zeros_like(self.sums_UD)
-        cuda.sum_gradients(grad_ND, self.places_of(index), all_UD)
-        sums_UD = all_UD[self.begins[index] : self.begins[index + 1]]
-        if is_first:
-            self._sums[index] = sums_UD
+        places_N, padding = self._places(index)
+        (sums_UD,) = self.add_at([index], grad_ND, places_N, bags, padding).values()
         return sums_UD
 
-    def has_all(self, grads: dict[Rows, Tensor]) -> bool:
+    def add_at(
+        self,
+        tables: Sequence[int],
+        grad_ND: Tensor,
+        places_N: Tensor,
+        bags: Bags | None = None,
+        padding: int | None = None,
+    ) -> dict[int, Tensor]:
+        """Add gradients at places among all rows; return the sums of tables."""
+        rows = self.rows.shape[0]
+        if self.sums_UD is None:
+            self._buffer_UD = self._new_sums(rows)
+            self.sums_UD = self._buffer_UD[:rows]
+        is_first = self._sums.keys().isdisjoint(tables)  # else an earlier pass's wait there
+        all_UD = self.sums_UD if is_first else torch.zeros_like(self.sums_UD)
+        cuda.sum_gradients(grad_ND, places_N, all_UD, bags, padding)
+        sums = {its: all_UD[self.begins[its] : self.begins[its + 1]] for its in tables}
+        if is_first:
+            self._sums |= sums
+        return sums
+
+    def _new_sums(self, rows: int) -> Tensor:
+        return self.group.zeros(rows)
+
+    def has_all(self, grads: dict[int, Tensor]) -> bool:
         """Whether these gradients, by table, are the sums of all tables."""
         # Gradients are scaled and clipped in place: they are the same tensors.
-        of_tables = enumerate(self.stores)
-        return all(grads.get(store) is self._sums.get(index, self) for index, store in of_tables)
+        tables = range(len(self.stores))
+        return all(grads.get(index) is self._sums.get(index, self) for index in tables)
 
     def drop_sums(self) -> None:
         """Begin anew once the sums were stepped, which has made them 0."""
@@ -226,7 +241,6 @@ class UniqueRows:
         store: The table.
         given: The ids.
         padding: A row whose place is wanted.
-        number: As for a `LookUp`.
         is_filled: As for a `LookUp`.
         alone: Whether to look them up now; else a `LookUp` with others does.
 
@@ -244,13 +258,12 @@ class UniqueRows:
         store: Any,  # Rows, or what stands for them
         given: Ids,
         padding: int | None = None,
-        number: int = 0,
         is_filled: bool = False,
         alone: bool = True,
     ):
         self.store = store
         self._given = given  # keeps its memory from becoming that of others
-        self._name = _name_of(given)
+        self._name = name_of(given)
         self.padding_row = padding
         self.ids = torch.as_tensor(given)
         if not self.ids.numel():
@@ -259,7 +272,7 @@ class UniqueRows:
             raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
         self.shape = self.ids.shape
         if alone:
-            LookUp([self], number, is_filled)
+            LookUp([self], is_filled=is_filled)
 
     @property
     def owned(self) -> UniqueRows:
@@ -268,7 +281,7 @@ class UniqueRows:
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.group is self.store.group and self._name == _name_of(ids)
+        return self.look_up.group is self.store.group and self._name == name_of(ids)
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -283,15 +296,10 @@ class UniqueRows:
     @property
     def places_N(self) -> Tensor:
         """The place of each id among the rows."""
-        places_N, begin = self.look_up.places_of(self.index), 0
-        if self.index:  # the others need not wait for the rows
-            begin = self.look_up.rows is not None and self.look_up.begins[self.index]
+        places_N = self.look_up.places_of(self.index)
+        # The first table's need not wait for the rows.
+        begin = self.look_up.begins[self.index] if self.index and len(self.rows) else 0
         return places_N - begin if begin else places_N
-
-    @property
-    def places(self) -> Tensor:
-        """The place of each id among the rows, in the shape of the ids."""
-        return self.places_N.view(self.shape)
 
     @property
     def padding(self) -> int | None:
@@ -299,14 +307,17 @@ class UniqueRows:
         return self.look_up.paddings[self.index] if len(self.rows) else None
 
 
-def look_up_together(found: Sequence[UniqueRows]) -> None:
-    """Begin to look up the rows of a page, in all tables of a group at once."""
+def look_up_together(found: Sequence[UniqueRows], is_ahead: bool = True) -> None:
+    """Begin to look up rows, in all tables of a group at once.
+
+    Those of a page, whose ids are read ahead, are evicted last.
+    """
     by_group: dict[Any, list[UniqueRows]] = {}
     for its in found:
         by_group.setdefault(its.store.group, []).append(its)
     for group, parts in by_group.items():
         with group.lock:
-            LookUp(parts, group.uses.announced + 1)
+            LookUp(parts, group.uses.announced + 1 if is_ahead else 0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -319,12 +330,15 @@ def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     if len(ids) == 1:
         return to_device(ids[0], device).long().flatten()
     flat = [its.flatten() for its in ids]
-    if not any(its.is_cuda or _is_pinned(its) for its in flat):
+    if all(its.is_cuda for its in flat):
+        return torch.cat(flat).long()
+    # The others are most likely as the first: to ask takes long, and a wrong answer only waits.
+    if not any(its.is_cuda for its in flat) and not _is_pinned(flat[0]):
         # One copy in place of many.
         return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
     for part, its in zip(ids_N.split([len(its) for its in flat]), flat, strict=True):
-        part.copy_(its if its.is_cuda or _is_pinned(its) else its.pin_memory(), non_blocking=True)
+        part.copy_(its, non_blocking=True)
     return ids_N
 
 
@@ -348,7 +362,7 @@ def _is_pinned(values: Tensor) -> bool:
     return is_pinned
 
 
-def _name_of(ids: Ids) -> Any:
+def name_of(ids: Ids) -> Any:
     """Return what tells these ids from others, without looking at them."""
     if not isinstance(ids, Tensor):
         return id(ids)

@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from w2v.api.look_up import Ids, UniqueRows, to_device
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
+from w2v.kernels.cuda import Bags
 from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
@@ -49,12 +51,6 @@ def outside_inference(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-class _Columns(NamedTuple):
-    """Columns of a table, as links move them."""
-
-    records_VR: Tensor
-
-
 class RowGroup:
     """Tables side by side in one memory, whose rows move together.
 
@@ -70,6 +66,7 @@ class RowGroup:
         parts: The tables that have the records, weights first, and their links.
         caches: Links that are caches.
         uses: Uses of the rows, if they are planned.
+        bags_differ: Whether tables have been found to have bags of their own.
         weights: What `get` and `put` move, as the GPU can move units of 16 bytes alone.
         link: Moves it.
     """
@@ -77,6 +74,7 @@ class RowGroup:
     parts: list[tuple[Table, Link]]
     caches: list[CachedLink]
     uses: RowUses
+    bags_differ = False
 
     def __init__(self, table: Table, device: torch.device, lock: threading.RLock | None = None):
         self.table, self.device = table, device
@@ -87,20 +85,14 @@ class RowGroup:
         self.is_mapped = isinstance(self.link, MappedLink)
         unit = 16 // table.dtype.itemsize if self.is_mapped else 1
         width = -(-table.dim // unit) * unit
-        self.weights = _Columns(table.records_VR[:, :width])
+        self.weights = SimpleNamespace(records_VR=table.records_VR[:, :width])
         has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
         self.is_exact = width == table.dim or not has_states
 
     @property
-    def tables(self) -> list[Table]:
-        """The table, or both tables of a split one."""
-        table = self.table
-        return [table, table.states] if isinstance(table, SplitTable) else [table]
-
-    @property
     def paged_bytes(self) -> int:
         """Size of what a cache may hold: all but what is in the memory of the GPU."""
-        return sum(part.records_VR.nbytes for part in self.tables if part.storage != "cuda")
+        return sum(part.records_VR.nbytes for part in self.table.parts if part.storage != "cuda")
 
     def begin(self) -> None:
         """Begin with empty caches, as large as all members give together."""
@@ -109,7 +101,7 @@ class RowGroup:
         # The records of a split table are those of both its tables, joined.
         slots = min(rows, cache_bytes * rows // max(1, self.paged_bytes))
         self.uses = RowUses(rows if 0 < slots < rows else 0, self.device)
-        self.parts = [(part, self._link_to(part, slots)) for part in self.tables]
+        self.parts = [(part, self._link_to(part, slots)) for part in self.table.parts]
         self.caches = [link for _, link in self.parts if isinstance(link, CachedLink)]
 
     def _link_to(self, part: Table, slots: int) -> Link:
@@ -133,21 +125,26 @@ class RowGroup:
 
     @outside_inference
     def read_weights(
-        self, rows_U: Tensor, narrow_U: Tensor | None, places_N: Tensor | None = None
+        self,
+        rows_U: Tensor,
+        narrow_U: Tensor | None,
+        places_N: Tensor,
+        bags: Bags | None = None,
+        padding: int | None = None,
     ) -> Tensor:
-        """Return decoded weights [U, D] of unique rows, on the compute device.
+        """Return weights of the unique rows at these places, or of bags of them.
 
-        With places, return those [N, D] of the rows at these places.
+        They are float32 [N, D], on the GPU.
         """
-        if (view := self.in_place(rows_U)) is not None:
-            narrow_U = rows_U.int() if narrow_U is None else narrow_U
-            return cuda.gather_weights(*view, narrow_U, places_N, self.table.dim)
-        columns_VW = self.weights.records_VR
-        shape = rows_U.shape[0], columns_VW.shape[1]
-        stored_UW = torch.empty(shape, dtype=columns_VW.dtype, device=self.device)
-        self.link.read(self.weights, rows_U, stored_UW)
-        weight_UD = self.table.decode(stored_UW[:, : self.table.dim])
-        return weight_UD if places_N is None else weight_UD.index_select(0, places_N)
+        if (view := self.in_place(rows_U)) is None:
+            columns_VW = self.weights.records_VR
+            shape = rows_U.shape[0], columns_VW.shape[1]
+            view = View(torch.empty(shape, dtype=columns_VW.dtype, device=self.device), None)
+            self.link.read(self.weights, rows_U, view.records_SR)
+            narrow_U = None
+        elif narrow_U is None:
+            narrow_U = rows_U.int()
+        return cuda.gather_bags(*view, narrow_U, places_N, self.table.dim, bags, padding)
 
     def zeros(self, rows: int) -> Tensor:
         """Return zeros, at least [rows, D]: those that are kept, if enough."""
@@ -315,7 +312,7 @@ class Rows:
         with self.lock:
             group = self.group
             found = UniqueRows(self, ids, is_filled=True)  # negative rows are not read
-            self._empty_caches()
+            self.group.empty_caches()
             rows_U = found.look_up.rows_N if group.is_mapped else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
             stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
@@ -346,7 +343,7 @@ class Rows:
                 values_NW = F.pad(values_NW, (0, padding))
             is_queued = group.is_mapped and group.is_exact
             rows_U = found.look_up.rows_N if is_queued else found.rows
-            self._empty_caches()
+            self.group.empty_caches()
             self.version += 1
             last_U = _last_ids(found.places_N, len(rows_U))
             if group.is_exact:
@@ -386,15 +383,12 @@ class Rows:
     def flush(self) -> None:
         """Return when all writes are in the table, and with "mmap" on disk."""
         with self.lock:
-            self._empty_caches()
+            self.group.empty_caches()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.table.flush()
             while self._unchecked:
                 len(self._unchecked.popleft().rows)
-
-    def _empty_caches(self) -> None:
-        self.group.empty_caches()
 
     def _check(self, found: UniqueRows, waits: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
@@ -404,11 +398,10 @@ class Rows:
 
     # What is made here serves training too.
     @outside_inference
-    def _look_up(self, ids: Ids, padding: int | None, is_ahead: bool = False) -> UniqueRows:
-        """Begin to find the rows of ids; those of coming pages are evicted last."""
+    def _look_up(self, ids: Ids, padding: int | None) -> UniqueRows:
+        """Begin to find the rows of ids."""
         with self.lock:
-            number = self.uses.announced + 1 if is_ahead else 0
-            return UniqueRows(self, ids, padding, number)
+            return UniqueRows(self, ids, padding)
 
     @outside_inference
     def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:
@@ -442,11 +435,9 @@ class Rows:
     def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
         """Write decoded records [U, R] of unique rows into the table."""
         self.version += 1
-        table = self.table
-        own_tables = [table, table.states] if isinstance(table, SplitTable) else [table]
         own_U = rows_U - self.first_row if self.first_row else rows_U
         start = 0
-        for (part, link), own in zip(self.group.parts, own_tables, strict=True):
+        for (part, link), own in zip(self.group.parts, self.table.parts, strict=True):
             # Contiguous, as the kernels that copy records to pinned memory need them.
             part_UR = records_UR[:, start : start + part.width].contiguous()
             link.write(part, rows_U, own.encode(own_U, part_UR))

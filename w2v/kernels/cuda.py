@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,33 +143,69 @@ def scatter_records(
     _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
 
 
-def gather_weights(
-    records_SR: Tensor, slot_of_V: Tensor | None, rows_U: Tensor, places_N: Tensor | None, dim: int
+class Bags(NamedTuple):
+    """How the ids of a table are divided into bags whose vectors are summed.
+
+    begins: where each bag begins, int64 on the GPU, and where the last one ends if there is one
+    more than `number`; None: bags of `size` ids. is_mean: whether sums are divided by the number of
+    ids that are not padding. tables: how many, one after the other, have such bags.
+    """
+
+    number: int
+    begins: Tensor | None = None
+    size: int = 1
+    is_mean: bool = False
+    tables: int = 1
+
+    def of(self, places_N: Tensor, padding: int | None) -> tuple:
+        """Return the number of all bags and the parameters BAGS of rows.cu."""
+        given = 0 if self.begins is None else self.begins.shape[0]
+        left_out = -1 if padding is None else padding
+        ids = places_N, places_N.shape[0] // self.tables
+        rules = self.begins, given, self.size, self.number, left_out, self.is_mean
+        return self.tables * self.number, *ids, *rules
+
+
+def gather_bags(
+    records_SR: Tensor,
+    slot_of_V: Tensor | None,
+    rows_U: Tensor | None,
+    places_N: Tensor,
+    dim: int,
+    bags: Bags | None = None,
+    padding: int | None = None,
 ) -> Tensor:
-    """Return the weights [N, D] of records on the GPU in float32.
+    """Return weights [N, D] of ids or bags, of records on the GPU, in float32.
 
     Args:
         records_SR: The records.
         slot_of_V: The record of each row, int32; by default row v is record v.
-        rows_U: The rows, int32.
-        places_N: Which rows, int64; by default each one, so that N is U.
+        rows_U: The rows, int32; by default 0, 1, 2, ...
+        places_N: Which of them each id is, int64.
         dim: Number of dimensions D.
+        bags: The bags of ids; by default each id is one.
+        padding: The place that is left out of them.
     """
-    count = (rows_U if places_N is None else places_N).shape[0]
-    weight_ND = torch.empty(count, dim, device=rows_U.device)
+    which = (bags or Bags(places_N.shape[0])).of(places_N, padding)
+    weight_ND = torch.empty(which[0], dim, device=records_SR.device)
     macros: dict[str, int | str] = {"ELEMENT": ELEMENTS[records_SR.dtype]}
-    blocks = blocks_for(32 * count)
-    view = records_SR, slot_of_V, records_SR.shape[1]
-    which = rows_U, places_N, count
-    launch("rows.cu", "gather_weights", macros, blocks, *view, *which, dim, weight_ND)
+    view = records_SR, slot_of_V, records_SR.shape[1], rows_U
+    blocks = blocks_for(32 * which[0])
+    launch("rows.cu", "gather_bags", macros, blocks, *view, *which, dim, weight_ND)
     return weight_ND
 
 
-def sum_gradients(grad_ND: Tensor, places_N: Tensor, sums_UD: Tensor) -> None:
-    """Add gradients to the sums, by place, in no fixed order."""
+def sum_gradients(
+    grad_ND: Tensor,
+    places_N: Tensor,
+    sums_UD: Tensor,
+    bags: Bags | None = None,
+    padding: int | None = None,
+) -> None:
+    """Add gradients of ids or bags to the sums, by place, in no fixed order."""
     count, dim = grad_ND.shape
-    blocks = blocks_for(32 * count)
-    launch("rows.cu", "add_gradients", {}, blocks, grad_ND, places_N, count, dim, sums_UD)
+    given = (bags or Bags(count)).of(places_N, padding)
+    launch("rows.cu", "add_gradients", {}, blocks_for(32 * count), grad_ND, *given, dim, sums_UD)
 
 
 def step_rows(

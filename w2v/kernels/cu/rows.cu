@@ -93,24 +93,60 @@ extern "C" __global__ void exchange(
     });
 }
 
-// Add gradient i to row places[i] of the sums, in no fixed order.
-extern "C" __global__ void add_gradients(
-    const float* grads, const long long* places, long long count, int dim, float* sums) {
-    each_warp(count, [&](long long i) {
-        for (int d = lane_id(); d < dim; d += 32)
-            atomicAdd(sums + places[i] * dim + d, grads[i * dim + d]);
+// Bags of the ids of tables, each id with a place among unique rows, of which one may be padding,
+// or -1. Each table has `count` ids and `bags` bags: bag b begins at begins[b], or with begins =
+// null at b * size; the last of the `given` begins ends with the table's ids.
+#define BAGS                                                                                      \
+    const long long *places, long long count, const long long *begins, long long given, int size, \
+        long long bags, long long padding, bool mean
+
+struct Bag {
+    long long first, end;
+    float share;  // factor of each vector: for means, 1 by the number of ids that are not padding
+
+    __device__ Bag(long long n, BAGS) {
+        const long long b = n % bags;
+        first = begins ? begins[b] : b * size;
+        end = !begins ? first + size : b + 1 < given ? begins[b + 1] : count;
+        first = max(first, 0ll) + n / bags * count;
+        end = min(end, count) + n / bags * count;
+        int ids = 0;
+        for (long long i = first + lane_id(); mean && i < end; i += 32)
+            ids += places[i] != padding;
+        share = mean ? 1.0f / max(1, __reduce_add_sync(ALL, ids)) : 1;
+    }
+};
+
+// Write the sum or mean of each bag's weights, as floats. rows: by default 0, 1, 2, ... records,
+// slot: see VIEW.
+extern "C" __global__ void gather_bags(
+    VIEW(from), long long row_width, const int* rows, long long all, BAGS, int dim, float* sums) {
+    each_warp(all, [&](long long b) {
+        const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
+        for (int d = lane_id(); d < dim; d += 32) {
+            float sum = 0;
+#pragma unroll 4
+            for (long long i = bag.first; i < bag.end; i++) {
+                const long long place = places[i];
+                if (place == padding) continue;
+                const long long row = rows ? rows[place] : place;
+                const long long slot = slot_from ? slot_from[row] : row;
+                sum += to_float(records_from[slot * row_width + d]);
+            }
+            sums[b * dim + d] = sum * bag.share;
+        }
     });
 }
 
-// Gather the weights of rows[places[n]], or rows[n] if places is null, as floats. records, slot:
-// see VIEW.
-extern "C" __global__ void gather_weights(
-    VIEW(from), long long row_width, const int* rows, const long long* places, long long count,
-    int dim, float* weights) {
-    each_warp(count, [&](long long n) {
-        const int row = rows[places ? places[n] : n];
-        const long long slot = slot_from ? slot_from[row] : row;
-        for (int d = lane_id(); d < dim; d += 32)
-            weights[n * dim + d] = to_float(records_from[slot * row_width + d]);
+// Add the gradient of each bag to those of its rows, in no fixed order; padding gets none.
+extern "C" __global__ void add_gradients(
+    const float* grads, long long all, BAGS, int dim, float* sums) {
+    each_warp(all, [&](long long b) {
+        const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
+        for (int d = lane_id(); d < dim; d += 32) {
+            const float grad = grads[b * dim + d] * bag.share;
+            for (long long i = bag.first; i < bag.end; i++)
+                if (places[i] != padding) atomicAdd(sums + places[i] * dim + d, grad);
+        }
     });
 }

@@ -57,7 +57,7 @@ class MovePlanner:
     Attributes:
         counters: int64 [5]: slots in use, rows used, read and written so far, and rows for which
             the last plan found no slot.
-        moves: The lists of two plans.
+        moves: The lists of two plans, as long as a page needs.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
@@ -76,11 +76,9 @@ class MovePlanner:
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self._position_of_N: Tensor | None = None  # the place of each row in the order
         self.counters = torch.zeros(5, dtype=torch.int64, device=device)
-        lists = torch.empty(2, 3, min(slots, rows), dtype=torch.int32, device=device)
         numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
-        self.moves = [
-            Moves(its[0], its[1], its[2], n) for its, n in zip(lists, numbers, strict=True)
-        ]
+        none = order_N[:0]
+        self.moves = [Moves(none, none, none, its) for its in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
@@ -102,9 +100,12 @@ class MovePlanner:
         bits = wanted_W, previous, self._cached_W, self._soon_W
         marks: tuple[Tensor | int | None, ...]
         if isinstance(marks_TV, Listed):
+            self._make_room(number, sum(rows_U.shape[0] for rows_U in marks_TV.lists))
             self._mark(marks_TV.lists, wanted_W)
             marks = None, None, 0, *marks_TV[1:]
         else:
+            if marks_TV is not None:
+                self._make_room(number, self._order_N.shape[0])
             marks = marks_TV, soon_V, self._slot_of_TV.shape[1], None, 0
         order = self._order_N, self._order_N.shape[0]
         *lists, numbers = self.moves[number % 2]
@@ -115,6 +116,17 @@ class MovePlanner:
         launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *room, *found)
         slots = self._order_N, self._slot_of_TV
         launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists, next_W)
+
+    def _make_room(self, number: int, wanted: int) -> None:
+        """Have lists of a plan for so many wanted rows."""
+        moves = self.moves[number % 2]
+        room = min(self._slots, wanted)
+        if moves.entering.shape[0] < room:
+            torch.cuda.synchronize()  # moves on another stream may read the lists that go
+            room = min(self._slots, self._order_N.shape[0], room + room // 8)
+            shape = 3, room
+            lists = torch.empty(shape, dtype=torch.int32, device=self._order_N.device).unbind()
+            self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.numbers)
 
     def _mark(self, lists: Sequence[Tensor], wanted_W: Tensor) -> None:
         """Set the bits of rows in words that are 0."""

@@ -111,9 +111,9 @@ class Steps:
     def measure(self, number: int) -> Figures:
         """Run `number` steps and return the figures of all ranks together."""
         ranks = self.planned.ranks
-        before = [*Moved.by(self.step), ranks.bytes_sent]
+        before = [*Moved.by(self.step), self.step.exchange.bytes_sent]
         stretch = self(number)
-        after = [*Moved.by(self.step), ranks.bytes_sent]
+        after = [*Moved.by(self.step), self.step.exchange.bytes_sent]
         mine = [now - then for now, then in zip(after, before, strict=True)]
         # Each rank counts its own rows and bytes, but all steps take the same time.
         *moved, sent = map(sum, zip(*ranks.all_gather(mine), strict=True))

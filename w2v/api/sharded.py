@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -281,7 +280,7 @@ class Requests:
             start = part.stop
         totals = [[[sum(its) for its in of] for of in pair] for pair in counts]
         ids = [look_up.ids_U for look_up in self._look_ups]
-        requested = _exchange(self._ranks, ids, *zip(*totals, strict=True))
+        requested = self._ranks.all_to_all_tensors(ids, *zip(*totals, strict=True))
         for look_up, ids_M, pair in zip(self._look_ups, requested, counts, strict=True):
             look_up.receive(ids_M, pair[0], pair[1], self._is_ahead)
             look_up.batch = self._look_ups
@@ -339,7 +338,7 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     read = [its.read() for its in look_ups]
     # Weights go where ids came from, so that sent and received change places.
     counts = [its.received for its in look_ups], [its.sent for its in look_ups]
-    weights = _exchange(look_ups[0].tables[0]._ranks, read, *counts)
+    weights = look_ups[0].tables[0]._ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.take(weight_UD)
 
@@ -365,20 +364,11 @@ def reduce(tables: Sequence[PagedEmbedding]) -> None:
         for look_up, grads in sent
     ]
     counts = [its.sent for its, _ in sent], [its.received for its, _ in sent]
-    requested = _exchange(tables[0]._ranks, ordered, *counts)
+    requested = tables[0]._ranks.all_to_all_tensors(ordered, *counts)
     for (look_up, grads), grad_MD in zip(sent, requested, strict=True):
         for index, sum_LD in look_up.sum_by_row(grad_MD, list(grads)).items():
             table, page, _ = grads[index]
             table._add_grad(page, sum_LD, is_owned=True)
-
-
-def _exchange(
-    ranks: Ranks, rows: list[Tensor], sent: Sequence[list[int]], received: Sequence[list[int]]
-) -> list[Tensor]:
-    """Send the rows of look-ups: those of one as they are."""
-    if len(rows) > 1:
-        return exchange(ranks, rows, list(sent), list(received))
-    return [ranks.all_to_all(rows[0].contiguous(), sent[0], received[0])]
 
 
 def _turned(numbers_M: Tensor, counts: list[list[int]]) -> Tensor:
@@ -398,30 +388,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _tensor_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers).to(device)
-
-
-def exchange(
-    ranks: Ranks, rows: Sequence[Tensor], sent: list[list[int]], received: list[list[int]]
-) -> list[Tensor]:
-    """Send rows [n, ...] of several tables to all ranks at once.
-
-    Args:
-        ranks: The process group.
-        rows: Those of each table, by the rank that gets them.
-        sent: For each table, how many rows go to each rank.
-        received: How many come from each.
-    """
-    widths_T = torch.tensor([math.prod(its.shape[1:]) for its in rows])
-    sent_NT, received_NT = (torch.tensor(counts).T * widths_T for counts in (sent, received))
-    # By rank first, then by table, as the all-to-all wants it; and back.
-    parts = [its.flatten().split(of) for its, of in zip(rows, sent_NT.T.tolist(), strict=True)]
-    numbers = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
-    sizes = sent_NT.sum(1).tolist(), received_NT.sum(1).tolist()
-    pieces = ranks.all_to_all(numbers, *sizes).split(received_NT.flatten().tolist())
-    return [
-        torch.cat(pieces[table :: len(rows)]).view(-1, *its.shape[1:]).to(its.dtype)
-        for table, its in enumerate(rows)
-    ]
 
 
 def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:

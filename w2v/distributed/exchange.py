@@ -19,7 +19,7 @@ with headers; N ranks, K batches of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -86,6 +86,11 @@ class Exchange:
     def reduce(self, grads: Grads) -> Grads:
         """Return the gradients of this rank's own rows, summed over all ranks."""
         return grads
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of rows that have gone to other ranks so far."""
+        return 0
 
 
 class Listed(NamedTuple):
@@ -178,7 +183,8 @@ class RankExchange(Exchange):
         send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
         # The lists are longer than what they hold, which the CPU did not know when it made them.
         ids_KU = [its.ids_U[: sum(send)] for its, send in zip(page, send_KN, strict=True)]
-        requested = self._send_ids(ids_KU, send_KN, recv_KN)
+        # In a group of its own: ids are not to wait for the rows of steps on another stream.
+        requested = self._ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
             Route(its.rows_U[: sum(send)], send, ids_M, recv, its.counts)
             for its, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
@@ -223,21 +229,6 @@ class RankExchange(Exchange):
         self._kernels.collect(route.received, (grad_MD, pairs_M), owned, fault)
         return owned
 
-    def _send_ids(
-        self, ids_KU: list[Tensor], send_KN: Sequence[list[int]], recv_KN: Sequence[list[int]]
-    ) -> Sequence[Tensor]:
-        """Exchange the ids of a page at once; return those of each batch."""
-        if len(ids_KU) == 1:
-            # In a group of its own: ids are not to wait for the rows of steps on another stream.
-            return [self._ranks.all_to_all(ids_KU[0], send_KN[0], recv_KN[0], group="prefetch")]
-        # By rank first, then by batch, as the all-to-all wants it; and back.
-        parts_KN = [ids_U.split(send) for ids_U, send in zip(ids_KU, send_KN, strict=True)]
-        send_NK = list(zip(*send_KN, strict=True))
-        recv_NK = list(zip(*recv_KN, strict=True))
-        sent = torch.cat([ids for parts_K in zip(*parts_KN, strict=True) for ids in parts_K])
-        sums = list(map(sum, send_NK)), list(map(sum, recv_NK))
-        received = self._ranks.all_to_all(sent, *sums, group="prefetch")
-        parts = received.split([count for recv_K in recv_NK for count in recv_K])
-        steps = len(ids_KU)
-        by_batch = torch.cat([ids for step in range(steps) for ids in parts[step::steps]])
-        return by_batch.split(list(map(sum, recv_KN)))
+    @property
+    def bytes_sent(self) -> int:
+        return self._ranks.bytes_sent

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,6 +62,35 @@ class Ranks:
         steps pass group="prefetch".
         """
         return rows_NX
+
+    def all_to_all_tensors(
+        self,
+        tensors: Sequence[Tensor],
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        group: str = "main",
+    ) -> list[Tensor]:
+        """Do as `all_to_all` for the rows of several tensors at once.
+
+        They may have rows of different sizes.
+        """
+        if len(tensors) == 1:
+            return [self.all_to_all(tensors[0].contiguous(), sent[0], received[0], group)]
+        widths = [math.prod(its.shape[1:]) for its in tensors]
+        sent, received = (
+            [[rows * width for rows in of] for of, width in zip(counts, widths, strict=True)]
+            for counts in (sent, received)
+        )
+        # By rank first, then by tensor, as the all-to-all wants it; and back.
+        parts = [its.flatten().split(of) for its, of in zip(tensors, sent, strict=True)]
+        numbers = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+        sent, received = (list(zip(*counts, strict=True)) for counts in (sent, received))
+        sums = list(map(sum, sent)), list(map(sum, received))
+        pieces = self.all_to_all(numbers, sums[0], sums[1], group).split([*chain(*received)])
+        return [
+            torch.cat(pieces[number :: len(tensors)]).view(-1, *its.shape[1:]).to(its.dtype)
+            for number, its in enumerate(tensors)
+        ]
 
     def all_reduce(self, numbers: Tensor) -> Tensor:
         """Sum a small tensor over all ranks, in place."""

@@ -350,7 +350,7 @@ class Trainer:
         """Return what has gone over this rank's link and to other ranks."""
         seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
         link = self._link_use().bytes / seconds
-        sent = self.ranks.bytes_sent / seconds
+        sent = self._step.exchange.bytes_sent / seconds
         share = ""
         if self.link_rate:
             share = f"{link / 1e9:.1f} GB/s over its link ({link / self.link_rate:.0%}), "

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from w2v.distributed.ranks import Ranks
 from w2v.kernels.batch import Batch
 
-VOTES_AHEAD = 8  # batches whose votes are under way at once
+TOGETHER = 8  # batches that are voted on at once: each vote takes the CPU 60 us
+VOTES_AHEAD = 2  # votes that are under way at once
 
 
 class Decision(NamedTuple):
@@ -25,8 +27,8 @@ class Decision(NamedTuple):
 class Lockstep:
     """Keeps ranks at the same step.
 
-    `vote` returns this rank's wish when a batch is drawn. The highest status of all ranks, and rank
-    0's wish to save, decide.
+    `vote` returns this rank's wish when batches are drawn. The highest status of all ranks, and
+    rank 0's wish to save, decide, as soon as the first of these batches is trained on.
     """
 
     def __init__(self, ranks: Ranks, vote: Callable[[], Decision]):
@@ -39,19 +41,24 @@ class Lockstep:
         if self._ranks.size == 1:
             yield from drawn
             return
-        voting: deque[tuple[Batch | None, Callable[[], list[list[float]]]]] = deque()
-        while True:
+        voting: deque[tuple[list[Batch], Callable[[], list[list[float]]]]] = deque()
+        steps = float("inf")
+        while steps >= TOGETHER:
             while len(voting) < VOTES_AHEAD:
-                batch = next(drawn, None)
-                done = (batch or end).epochs_done
-                votes = self._ranks.all_gather_async(batch is not None, done, *self._vote())
-                voting.append((batch, votes))
-            batch, votes = voting.popleft()
-            has_batch, done_of_ranks, status, save = zip(*votes(), strict=True)
-            if not any(has_batch):
-                break
-            self._decisions.append(Decision(int(max(status)), int(save[0])))
-            yield (batch or end)._replace(epochs_done=sum(done_of_ranks) / len(done_of_ranks))
+                group = list(islice(drawn, TOGETHER))
+                done = [batch.epochs_done for batch in group]
+                done += [end.epochs_done] * (TOGETHER - len(group))
+                votes = self._ranks.all_gather_async(len(group), *self._vote(), *done)
+                voting.append((group, votes))
+            group, votes = voting.popleft()
+            counts, status, save, *done_of_steps = zip(*votes(), strict=True)
+            steps = max(counts)
+            decision = Decision(int(max(status)), int(save[0]))
+            # A rank's text may end within the group.
+            group += [end] * (int(steps) - len(group))
+            for batch, done_of_ranks in zip(group, done_of_steps, strict=False):
+                self._decisions.append(decision)
+                yield batch._replace(epochs_done=sum(done_of_ranks) / len(done_of_ranks))
         for _, votes in voting:  # every collective call must be completed
             votes()
 

@@ -45,7 +45,7 @@ from w2v.model.table import padded
 
 SOURCES = Path(launch.__file__).parent / "cu"
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
-GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN".split()
+GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS".split()
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
@@ -58,16 +58,16 @@ VARIANTS = [
     *(
         ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
         for values in (
-            (128, 5, 6, 0, 0, 0, 0, 0),
-            (33, 20, 65, 0, 1, 1, 0, 0),
-            (1024, 1, 2, 0, 2, 0, 0, 0),
-            (128, 5, 6, 0, 0, 0, 1, 1),
-            (33, 20, 65, 0, 1, 1, 1, 0),
-            (1024, 1, 2, 0, 2, 1, 1, 1),
-            (128, 5, 0, 1, 0, 0, 0, 0),
-            (100, 5, 6, 1, 0, 1, 1, 1),
-            (1024, 5, 0, 1, 1, 1, 1, 0),
-            (2000, 5, 2, 1, 1, 1, 0, 0),
+            (128, 5, 6, 0, 0, 0, 0, 0, 1),
+            (33, 20, 65, 0, 1, 1, 0, 0, 3),
+            (1024, 1, 2, 0, 2, 0, 0, 0, 1),
+            (128, 5, 6, 0, 0, 0, 1, 1, 2),
+            (33, 20, 65, 0, 1, 1, 1, 0, 1),
+            (1024, 1, 2, 0, 2, 1, 1, 1, 1),
+            (128, 5, 0, 1, 0, 0, 0, 0, 1),
+            (100, 5, 6, 1, 0, 1, 1, 1, 1),
+            (1024, 5, 0, 1, 1, 1, 1, 0, 1),
+            (2000, 5, 2, 1, 1, 1, 0, 0, 1),
         )
     ),
     *(

@@ -12,7 +12,7 @@ from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
 from w2v.kernels.cuda import CudaKernels
-from w2v.kernels.cuda_shard import CudaShardKernels
+from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
@@ -60,7 +60,9 @@ def make_step(
     shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
     scalars = [table.scalars for table in tables]
     loss_scale = LossScale(scalars, device) if product == torch.float16 else None
-    if kernels == "reference":
+    if peers:
+        kernels = CudaPeerKernels(shape, (rows, rows), steps_per_page, engine != "resident")
+    elif kernels == "reference":
         kernels = ReferenceKernels(shape, product, loss_scale, ranks.all_reduce)
     else:
         kernels = make_kernels(kernels, shape, threads, ranks)
@@ -68,13 +70,12 @@ def make_step(
     state = StepState(device)
     engine = make_engine(engine, tables, slots, uses_TV, device)
     exchange = Exchange(kernels, steps_per_page)
-    if ranks is not SINGLE:
-        parts = ranks, kernels, shape, steps_per_page, state, planning
-        exchange = RankExchange(*parts)
-    if ranks is not SINGLE and peers:
+    if peers:
         memory = PeerMemory(ranks)
         assert not memory.obstacle(device)
-        exchange = PeerExchange(*parts, memory, window_rows=2 * rows)
+        exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.page())
+    elif ranks is not SINGLE:
+        exchange = RankExchange(ranks, kernels, shape, steps_per_page, state, planning)
     return TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
 
 

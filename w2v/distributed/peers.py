@@ -2,94 +2,86 @@
 
 CUDA maps the memory of another process's GPU to addresses of this process, for kernels to use as
 their own, over NVLink or PCIe (CUDA IPC; CUDA C++ Programming Guide, "Interprocess Communication").
-Kernels wait for the other ranks, so that the CPU takes no part in the exchange of a step:
+Kernels wait for the other ranks, so that the CPU takes no part in the exchange:
 
-    borrow      list own rows that any rank requests; once all ranks have stepped their rows and
-                have them on the GPU, read weights from their owners
-    gradients
-    reduce      once all ranks have their gradients, and so have read the weights, find which of
-                them are of own rows
-    optimizer   read these from all ranks
+    next_page    list the unique rows of the page's batches
+    mark         once all ranks have marked what they list, find the own rows among these
+    borrow       once all ranks have stepped their rows, read weights from their owners, and find
+                 the own rows in the lists of all ranks
+    gradients    of rows of this rank, and of those that were read
+    reduce       once all ranks have their gradients, sum losses
+    optimizer    read the gradients of own rows from all ranks
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from w2v.distributed.exchange import RankExchange, Route
+from w2v.distributed.exchange import Exchange, PlannedBatch
 from w2v.distributed.ranks import Ranks
-from w2v.kernels.batch import Grads, Page, StepShape, StepState
-from w2v.kernels.cuda_shard import CudaShardKernels, Peers
+from w2v.kernels.batch import Batch, Grads, Page, StepState
+from w2v.kernels.cuda_shard import CudaPeerKernels
 from w2v.system.files import one_line
 
 
-class PeerExchange(RankExchange):
-    """Exchange of ranks on GPUs of one host; ids travel by all-to-all.
+class PeerExchange(Exchange):
+    """Exchange of ranks on GPUs of one host.
 
     Args:
+        kernels: Those of the step.
+        batches_per_page: Batches of a page.
+        state: Its fault is shared with the other ranks.
         memory: Maps the memory of the other ranks.
-        window_rows: The most rows that a batch touches in both tables.
-        (others): As in `RankExchange`.
+        page: The records of all pages.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
-        kernels: CudaShardKernels,
-        shape: StepShape,
+        kernels: CudaPeerKernels,
         batches_per_page: int,
         state: StepState,
-        planning: torch.cuda.Stream,
         memory: PeerMemory,
-        window_rows: int,
+        page: Page,
     ):
-        super().__init__(ranks, kernels, shape, batches_per_page, state, planning)
-        self._kernels: CudaShardKernels = kernels
-        self._memory = memory
-        rows = min(window_rows, 2 * shape.rows) + ranks.size * shape.header_rows
-        self._window = kernels.make_window(rows)
-        self._joined = False  # the addresses of pages are known with the first of them
-        self._turn = 0  # how often ranks have waited for each other
+        super().__init__(kernels, batches_per_page)
+        self._kernels: CudaPeerKernels = kernels
+        self._state = state
+        records = *page.inputs, *page.outputs
+        kernels.join(memory.rank, memory.addresses(*records, *kernels.window), page)
 
-    def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
-        if not self._joined:
-            self._joined = True
-            self._kernels.join_peers(self._share(page))
-        self._route = rows
-        self._turn += 1
-        requests = rows.rows_U, rows.counts.send_N, rows.ids_M
-        grads, lent, self._owned = self._kernels.borrow_from_peers(*requests, self._turn)
-        return grads, lent
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        page = list(islice(batches, self._batches_per_page))
+        slots = self._kernels.list_rows(page)
+        return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
+
+    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+        self._kernels.mark_owned(marks_TV)
+
+    def borrow(self, rows: int, page: Page) -> tuple[Grads, Page]:
+        return self._kernels.borrow(rows), page
 
     def reduce(self, grads: Grads) -> Grads:
-        route, owned, fault = self._route, self._owned, self._state.fault
-        self._turn += 1
-        send_N = route.counts.send_N
-        self._kernels.find_gradients(route.received, send_N, owned, fault, self._turn)
-        self._ranks.bytes_sent += self._bytes(route)
-        return owned
+        return self._kernels.find_gradients(grads, self._state.fault)
 
-    def _share(self, page: Page) -> Peers:
-        addresses = self._memory.addresses(*page.inputs, *page.outputs, *self._window)
-        on_gpu = torch.tensor(addresses, device=self._shape.device)
-        return Peers(on_gpu, self._ranks.rank, self._window, page.inputs.records_SR.shape[1])
-
-    def _bytes(self, route: Route) -> int:
-        """Return the bytes that other ranks read of this one for a batch."""
-        weights = sum(route.recv) - route.recv[self._ranks.rank]
-        gradients = sum(route.send) - route.send[self._ranks.rank]
-        return self._shape.dim * (weights * self._shape.dtype.itemsize + gradients * 4)
+    @property
+    def bytes_sent(self) -> int:
+        # A weight comes for each gradient that goes.
+        shape = self._kernels.shape
+        return int(self._kernels.rows_borrowed) * shape.dim * (shape.dtype.itemsize + 4)
 
 
 class PeerMemory:
     """Maps memory of all ranks' GPUs. All ranks make the same calls."""
 
     def __init__(self, ranks: Ranks):
+        self.rank = ranks.rank
         self._ranks = ranks
         self._opened: dict[bytes, int] = {}  # addresses by handle: each is opened once
 
@@ -119,6 +111,8 @@ class PeerMemory:
         Raises:
             OSError: CUDA cannot map a rank's memory.
         """
+        # Others may write to it as soon as they know where it is.
+        torch.cuda.current_stream().synchronize()
         with self._ranks.reraise():
             own = [tensor if tensor is None else Shared.of(tensor) for tensor in tensors]
         of_ranks = self._ranks.all_gather(own)

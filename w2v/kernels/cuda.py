@@ -76,7 +76,9 @@ class CudaKernels(Kernels):
 
     def unique_rows(self, batch: Batch) -> Grads:
         self._rows = with_room(self._rows, most_rows(batch), self.shape.rows, self.shape)
-        return find_unique_rows(batch, self._rows, self._sums)
+        rows = with_sums(self._rows, next(self._sums))
+        find_unique_rows(batch, rows[:2])
+        return rows
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         row_width, dtype = page.inputs.records_SR.shape[1], page.inputs.records_SR.dtype
@@ -91,8 +93,9 @@ class CudaKernels(Kernels):
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
         macros |= {"CBOW": int(cbow), "MEAN": int(mean)}
         kernel = "cbow" if cbow else "skipgram"
-        text = _text(batch)
-        launch("gradients.cu", kernel, macros, blocks, *text, *inputs, *outputs, row_width, *sums)
+        macros["RANKS"], lent = self._lent()
+        args = *inputs, *outputs, row_width, *lent, *sums
+        launch("gradients.cu", kernel, macros, blocks, *_text(batch), *args)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
@@ -119,6 +122,10 @@ class CudaKernels(Kernels):
 
     def finish(self) -> None:
         self._rows = None
+
+    def _lent(self) -> tuple[int, tuple[int, int, int]]:
+        """Return RANKS, lent_in, lent_out and me of gradients.cu."""
+        return 1, (0, 0, 0)
 
     def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
         """Return RANKS and PLACES of optim.cu: where gradients are read."""
@@ -292,19 +299,21 @@ def _move(
         launch("rows.cu", kernel, {}, MOVE_BLOCKS, *where)
 
 
-def find_unique_rows(
-    batch: Batch, rows: tuple[TableGrads, TableGrads], sums: Iterator[Sequence[Tensor]]
-) -> Grads:
-    """Number the unique rows that the batch touches, in these buffers.
+def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
+    """Number the unique rows that the batch touches, in buffers.
 
-    Buffers are zero after each optimizer step; the sums are new.
+    Numbers are -1 before, and counts 0.
     """
-    loss, pairs, *counts = next(sums)
+    lists = *rows[0], *rows[1]
+    launch("unique.cu", "unique_rows", _macros(batch), _blocks(batch), *_text(batch), *lists)
+
+
+def with_sums(rows: Sequence[TableGrads], sums: Sequence[Tensor]) -> Grads:
+    """Return buffers of unique rows, none yet, with SUMS of a step."""
+    loss, pairs, *counts = sums
     inputs, outputs = (
         its._replace(row_count=count) for its, count in zip(rows, counts, strict=True)
     )
-    blocks = _blocks(batch)
-    launch("unique.cu", "unique_rows", _macros(batch), blocks, *_text(batch), *inputs, *outputs)
     return Grads(inputs, outputs, loss, pairs)
 
 

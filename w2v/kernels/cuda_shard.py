@@ -1,6 +1,8 @@
 """CUDA kernels for rows that belong to several ranks (cu/shard.cu).
 
-`w2v.kernels.ShardKernels` describes each operation, and `reference.ReferenceKernels` specifies it.
+`CudaShardKernels` are for ranks that send rows to each other: `w2v.kernels.ShardKernels` describes
+each operation, and `reference.ReferenceKernels` specifies it. `CudaPeerKernels` are for ranks that
+read each other's memory.
 """
 
 from __future__ import annotations
@@ -23,28 +25,18 @@ from w2v.kernels.batch import (
     View,
     zeros_ahead,
 )
-from w2v.kernels.cuda import ELEMENTS, SUMS, CudaKernels, find_unique_rows, most_rows, with_room
+from w2v.kernels.cuda import (
+    ELEMENTS,
+    SUMS,
+    CudaKernels,
+    find_unique_rows,
+    most_rows,
+    with_room,
+    with_sums,
+)
 from w2v.kernels.launch import blocks_for, launch
 
 ROOM = 1 << 15  # rows by which buffers for requested rows grow
-
-
-class Window(NamedTuple):
-    """Memory of a rank that the others read."""
-
-    grad_UD: Tensor  # float32, of the rows that this rank has borrowed
-    pairs_U: Tensor | None  # int32, how many pairs each sums, where they are counted
-    starts_N: Tensor  # int32, where the rows of each owner begin
-    flags_N: Tensor  # int32, how often each rank has waited for all; written by that rank
-
-
-class Peers(NamedTuple):
-    """What the ranks of a host read of each other."""
-
-    addresses_NF: Tensor  # int64, struct Peer of unique.cuh by rank
-    rank: int  # this one
-    window: Window  # of this rank
-    row_width: int  # elements of a record
 
 
 class CudaShardKernels(CudaKernels, ShardKernels):
@@ -60,16 +52,7 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
-        self._peers: Peers | None = None
-        self._lent: Page | None = None  # weights that peers have lent, in memory of all steps,
-        self._lent_grads: tuple[TableGrads, TableGrads] | None = None  # and their gradients
-        self._places: tuple[Tensor, Tensor] | None = None  # PLACES of unique.cuh
-        self._macros: dict[str, int | str] = {
-            "RANKS": shape.world_size,
-            "HEADER_ROWS": shape.header_rows,
-            "ELEMENT": ELEMENTS[shape.dtype],
-            "WIDE": 1 if shape.dim % 4 else 4,
-        }
+        self._macros = _macros(shape)
 
     def list_requests(
         self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
@@ -77,7 +60,8 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         shape = self.shape
         # Room for numbers alone: these rows get no gradients.
         self._listed = with_room(self._listed, most_rows(batch), shape.rows, shape, dim=0)
-        unique = find_unique_rows(batch, self._listed, self._listed_sums)
+        unique = with_sums(self._listed, next(self._listed_sums))
+        find_unique_rows(batch, unique[:2])
         room = unique.inputs.rows_U.shape[0] + unique.outputs.rows_U.shape[0]
         room += shape.world_size * shape.header_rows
         rows_U = torch.empty(room, dtype=torch.int64, device=shape.device)
@@ -122,7 +106,9 @@ class CudaShardKernels(CudaKernels, ShardKernels):
             pairs_U = torch.empty(count, dtype=torch.int32, device=shape.device)
         zeroed = grad_UD, pairs_U, shape.dim
         self._launch("index_borrowed", 32 * count, rows_U, count, self._number_TV, *zeroed)
-        page, (inputs, outputs) = self._borrowed(weights_UD, grad_UD, pairs_U)
+        numbers = self._number_TV.unbind()
+        inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in numbers)
+        page = Page(*(View(weights_UD, number_V) for number_V in numbers))
         return Grads(inputs, outputs, owned.loss, owned.pairs), page
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
@@ -137,104 +123,15 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         facts = self.shape.dim, owned.loss, owned.pairs, fault
         self._launch("collect", 32 * len(ids_M), *self._requests(ids_M), *added, *facts)
 
-    def make_window(self, rows: int) -> Window:
-        """Return a window for at most so many borrowed rows, headers included."""
-        shape, device = self.shape, self.shape.device
-        grad_UD = torch.empty(rows, shape.dim, device=device)
-        pairs_U = None
-        if shape.count_pairs:
-            pairs_U = torch.empty(rows, dtype=torch.int32, device=device)
-        starts_N, flags_N = torch.zeros(2, shape.world_size, dtype=torch.int32, device=device)
-        return Window(grad_UD, pairs_U, starts_N, flags_N)
-
-    def join_peers(self, peers: Peers) -> None:
-        """Read weights and gradients from peers from now on."""
-        self._peers = peers
-        weights_UD = peers.window.grad_UD.to(self.shape.dtype, copy=True)
-        self._lent, self._lent_grads = self._borrowed(weights_UD, *peers.window[:2])
-
-    def borrow_from_peers(
-        self, rows_U: Tensor, send_N: Tensor, ids_M: Tensor, turn: int
-    ) -> tuple[Grads, Page, Grads]:
-        """Do as `own` and `borrow`, once all ranks have stepped their rows.
-
-        Args:
-            rows_U: Rows of this rank's batch by owner, as `list_requests` lists them.
-            send_N: How many of them each rank owns.
-            ids_M: Rows that all ranks request of this one.
-            turn: How often ranks have waited for each other, this time included.
-
-        Returns:
-            Zero gradients in the window, a page of weights, and the owned rows, whose gradients
-            are not in one place.
-        """
-        peers, owned, count = self._peers, self._unlisted(ids_M), rows_U.shape[0]
-        borrowed = rows_U, count, send_N, self.shape.rows, peers.row_width, self.shape.dim
-        args = *owned.inputs, *owned.outputs, *peers[:2], turn, *borrowed
-        threads = max(32 * count, len(ids_M))
-        lent = self._number_TV, self._lent.inputs.records_SR
-        self._launch("borrow_from_peers", threads, *self._requests(ids_M), *args, *lent)
-        inputs, outputs = self._lent_grads
-        return Grads(inputs, outputs, owned.loss, owned.pairs), self._lent, owned
-
-    def find_gradients(
-        self, received: Requests, send_N: Tensor, owned: Grads, fault: Tensor, turn: int
-    ) -> None:
-        """Find the gradients of owned rows, once all ranks have theirs.
-
-        Loss, pairs and fault become those of all ranks.
-
-        Args:
-            received: The rows that all ranks request of this one.
-            send_N: How many of this rank's gradients are for each.
-            owned: From `borrow_from_peers`.
-            fault: Of this rank.
-            turn: As in `borrow_from_peers`.
-        """
-        (ids_M, recv_N), (rank, room) = received, (self._peers.rank, self._room)
-        numbers = owned.inputs.number_V, owned.outputs.number_V
-        places = self._peers.addresses_NF, *self._places, room
-        sums = self.shape.dim, owned.loss, owned.pairs, fault
-        args = recv_N, *numbers, *places, rank, turn, send_N, *sums
-        self._launch("find_gradients", len(ids_M), *self._requests(ids_M), *args)
-
     def finish(self) -> None:
         super().finish()
-        self._listed = self._owned = self._places = self._lent = None
+        self._listed = self._owned = None
 
     def _unlisted(self, ids_M: Tensor) -> Grads:
         """Return buffers for the unique rows of `ids_M`, with zero gradients."""
         room = -(-ids_M.shape[0] // ROOM) * ROOM
-        dim, before = 0 if self._peers else None, self._owned
-        self._owned = with_room(before, (room, room), self.shape.stride, self.shape, dim)
-        if self._peers and self._owned is not before:
-            size, device = self.shape.world_size * self._room, self.shape.device
-            places = [torch.full((size,), -1, dtype=torch.int32, device=device) for _ in "io"]
-            self._places = places[0], places[1]
-        loss, pairs, *counts = next(self._sums)
-        inputs, outputs = (
-            its._replace(row_count=count) for its, count in zip(self._owned, counts, strict=True)
-        )
-        return Grads(inputs, outputs, loss, pairs)
-
-    @property
-    def _room(self) -> int:
-        """The most unique rows of a table that the buffers hold."""
-        return self._owned[0].rows_U.shape[0]
-
-    def _borrowed(
-        self, weights_UD: Tensor, grad_UD: Tensor, pairs_U: Tensor | None
-    ) -> tuple[Page, tuple[TableGrads, TableGrads]]:
-        """Return borrowed rows, numbered by `index_borrowed`, and their gradients."""
-        numbers = self._number_TV.unbind()
-        page = Page(*(View(weights_UD, number_V) for number_V in numbers))
-        inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in numbers)
-        return page, (inputs, outputs)
-
-    def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
-        if not self._peers:
-            return super()._sources()
-        return self.shape.world_size, (self._peers.addresses_NF, *self._places, self._room)
+        self._owned = with_room(self._owned, (room, room), self.shape.stride, self.shape)
+        return with_sums(self._owned, next(self._sums))
 
     def _requests(self, ids_M: Tensor) -> tuple[Tensor, int, int]:
         """Return the parameters REQUESTS of shard.cu."""
@@ -242,3 +139,177 @@ class CudaShardKernels(CudaKernels, ShardKernels):
 
     def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
         launch("shard.cu", kernel, self._macros, blocks_for(threads), *args)
+
+
+class Window(NamedTuple):
+    """Memory of a rank that the others read, as struct Peer in unique.cuh.
+
+    Lists of rows have a slot for each of the last batches; marks are those of the last two pages.
+    """
+
+    grads_in: Tensor  # float32, of the rows of the batch at hand
+    grads_out: Tensor
+    pairs_in: Tensor  # int32, how many pairs each gradient sums
+    pairs_out: Tensor
+    rows_in: Tensor  # int32, the unique rows of each batch
+    rows_out: Tensor
+    counts: Tensor  # int64, their number in both tables
+    facts: Tensor  # int64, loss, pairs and fault of this rank's step
+    flags: Tensor  # int32 [2, N]: how often each rank has met all, in steps and in plans
+    marks: Tensor | None  # bool [2, N, 2, V], the rows of each rank that this rank's page needs
+
+
+class CudaPeerKernels(CudaKernels):
+    """Kernels of a rank on whose GPU the memory of the others is mapped.
+
+    The CPU never knows how many rows a batch has.
+
+    Args:
+        shape: Shape of the whole tables.
+        most: The most rows of each table that a batch touches.
+        batches: Those of a page, at most.
+        pages: Whether rows are paged.
+    """
+
+    def __init__(self, shape: StepShape, most: tuple[int, int], batches: int, pages: bool):
+        super().__init__(shape)
+        size, device = shape.world_size, shape.device
+        self._macros = _macros(shape)
+        inputs, outputs = with_room(None, most, shape.rows, shape)
+        self._most = inputs.rows_U.shape[0], outputs.rows_U.shape[0]
+        # While a page is listed, lists of the two pages before it may be read; and the count of the
+        # list after the last becomes 0.
+        slots = 3 * batches + 1
+        grads = inputs.grad_UD, outputs.grad_UD, inputs.pairs_U, outputs.pairs_U
+        rows_in, rows_out = (
+            torch.empty(slots, count, dtype=torch.int32, device=device) for count in self._most
+        )
+        counts = torch.zeros(slots, 2, dtype=torch.int64, device=device)
+        self._lists = [
+            (
+                inputs._replace(rows_U=rows_in[slot], row_count=counts[slot, 0]),
+                outputs._replace(rows_U=rows_out[slot], row_count=counts[slot, 1]),
+            )
+            for slot in range(slots)
+        ]
+        facts = torch.zeros(3, dtype=torch.int64, device=device)
+        flags = torch.zeros(2, size, dtype=torch.int32, device=device)
+        marks = None
+        if pages:
+            marks = torch.zeros(2, size, 2, shape.stride, dtype=torch.bool, device=device)
+        self.window = Window(*grads, rows_in, rows_out, counts, facts, flags, marks)
+        # Of the batch at hand: gradients, weights of other ranks' rows, and where a row has both.
+        number_in, number_out = torch.empty(2, shape.rows, dtype=torch.int32, device=device)
+        self._numbers = number_in, number_out
+        self._weights = tuple(its.grad_UD.to(shape.dtype, copy=True) for its in (inputs, outputs))
+        self._grads = (
+            TableGrads(number_in, None, inputs.grad_UD, inputs.pairs_U, None),
+            TableGrads(number_out, None, outputs.grad_UD, outputs.pairs_U, None),
+        )
+        # This rank's rows that any rank touches, and where each rank has their gradients.
+        room = min(shape.stride, size * max(self._most))
+        self._owned = with_room(None, (room, room), shape.stride, shape, dim=0)
+        places = torch.full((2, size, room), -1, dtype=torch.int32, device=device)
+        self._places: tuple[Tensor, Tensor, int] | None = (places[0], places[1], room)
+        self._owned_now: Grads | None = None
+        self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
+        self._listed = self._pages = self._meetings = 0  # so far
+
+    def join(self, rank: int, addresses: list[list[int]], page: Page) -> None:
+        """Begin to work with the other ranks.
+
+        Args:
+            rank: This one.
+            addresses: The fields of struct Peer of each rank.
+            page: This rank's records.
+        """
+        self._rank = rank
+        self._peers = torch.tensor(addresses, device=self.shape.device)
+        self._row_width = page.inputs.records_SR.shape[1]
+        lent_in, lent_out = (
+            (weights_UD.data_ptr() - view.records_SR.data_ptr()) // weights_UD.element_size()
+            for view, weights_UD in zip(page, self._weights, strict=True)
+        )
+        self._lent_at = lent_in, lent_out, rank
+
+    def list_rows(self, page: Sequence[Batch]) -> list[int]:
+        """List the unique rows of a page's batches; return the slot of each."""
+        if not page:
+            return []
+        self._pages += 1
+        marks_NTV = None
+        if self.window.marks is not None:
+            marks_NTV = self.window.marks[self._pages % 2].zero_()
+        return [self._list(batch, marks_NTV) for batch in page]
+
+    def mark_owned(self, marks_TV: Tensor) -> None:
+        """Mark the rows of this rank that any rank has listed for the page."""
+        # One block waits for the other ranks. More would leave no room for the steps that they wait
+        # for before they plan.
+        self._launch("meet_to_plan", 1, self._peers, self._rank, self._pages)
+        page, rows = self._pages % 2, marks_TV.shape[1]
+        sizes = page, self.shape.stride, rows
+        self._launch("gather_marks", rows, self._peers, self._rank, *sizes, *marks_TV.unbind())
+
+    def borrow(self, slot: int) -> Grads:
+        """Read weights from the owners, once all ranks have stepped their rows.
+
+        Also lists the rows of this rank that any rank's batch touches.
+
+        Returns:
+            Zero gradients of the rows of a batch.
+        """
+        self._meetings += 1
+        self._owned_now = owned = with_sums(self._owned, next(self._sums))
+        rows, lists = (slot, *self._most), (*owned.inputs, *owned.outputs, self.rows_borrowed)
+        copied = *self._weights, self._row_width, self.shape.dim
+        turn, (_, places) = (self._rank, self._meetings), self._sources()
+        args = *rows, *self._numbers, *copied, *lists, *turn
+        self._launch("borrow_from_peers", 4 * sum(self._most), *args, *places)
+        return Grads(*self._grads, owned.loss, owned.pairs)
+
+    def find_gradients(self, grads: Grads, fault: Tensor) -> Grads:
+        """Return the rows of this rank, once all ranks have their gradients.
+
+        `optimizer_step` reads those. Loss, pairs and fault become those of all ranks.
+        """
+        self._meetings += 1
+        turn = self._peers, self._rank, self._meetings
+        self._launch("meet_to_step", 1, grads.loss, grads.pairs, fault, *turn)
+        return self._owned_now._replace(loss=grads.loss, pairs=grads.pairs)
+
+    def finish(self) -> None:
+        super().finish()
+        self.window = self._lists = self._numbers = self._weights = self._grads = None
+        self._owned = self._owned_now = self._places = None
+
+    def _list(self, batch: Batch, marks_NTV: Tensor | None) -> int:
+        for its, most in zip(most_rows(batch), self._most, strict=True):
+            assert min(its, self.shape.rows) <= most, "a larger batch than planned"
+        slot = self._listed % len(self._lists)
+        self._listed += 1
+        inputs, outputs = self._lists[slot]
+        find_unique_rows(batch, (inputs, outputs))
+        counts = self._lists[self._listed % len(self._lists)][0].row_count
+        marked = *inputs, *outputs, marks_NTV, self.shape.stride, counts
+        self._launch("mark_listed", sum(self._most), *marked)
+        return slot
+
+    def _lent(self) -> tuple[int, tuple[int, int, int]]:
+        return self.shape.world_size, self._lent_at
+
+    def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
+        return self.shape.world_size, (self._peers, *self._places)
+
+    def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
+        launch("shard.cu", kernel, self._macros, blocks_for(threads), *args)
+
+
+def _macros(shape: StepShape) -> dict[str, int | str]:
+    """Return the macros of shard.cu."""
+    return {
+        "RANKS": shape.world_size,
+        "HEADER_ROWS": shape.header_rows,
+        "ELEMENT": ELEMENTS[shape.dtype],
+        "WIDE": 1 if shape.dim % 4 else 4,
+    }

@@ -28,7 +28,7 @@ from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
 from w2v.kernels.batch import StepShape, StepState, chunk_words, table_rows
 from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels, rows_at_most
-from w2v.kernels.cuda_shard import CudaShardKernels
+from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
@@ -433,7 +433,8 @@ def build(plan: Plan) -> TrainingLoop:
     loss_scale = None
     if plan.kernels == "reference" and config.train.precision == "fp16":
         loss_scale = LossScale([inputs.scalars, outputs.scalars], plan.device)
-    kernels = make_kernels(plan, loss_scale)
+    peers = find_peers(plan)
+    kernels = make_kernels(plan, loss_scale, peers)
     sampler = make_sampler(
         plan,
         kernels,
@@ -445,7 +446,7 @@ def build(plan: Plan) -> TrainingLoop:
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
-    exchange = make_exchange(plan, kernels, engine, state, planning)
+    exchange = make_exchange(plan, kernels, engine, state, planning, peers)
     parts = kernels, engine, exchange, plan.optimizer, state, planning
     return_freed_memory()
     return TrainingLoop(config, sampler, TrainingStep(inputs, outputs, *parts))
@@ -490,26 +491,38 @@ def make_exchange(
     engine: Engine,
     state: StepState,
     planning: torch.cuda.Stream | None,
+    peers: PeerMemory | None = None,
 ) -> Exchange:
-    """Return the exchange: GPUs read each other's memory if they can."""
-    ranks, shape, steps, model = plan.ranks, plan.shape, plan.paging.steps, plan.config.model
+    """Return the exchange of rows between ranks."""
+    ranks, steps = plan.ranks, plan.paging.steps
     if ranks.size == 1:
         return Exchange(kernels, steps)
-    if isinstance(kernels, CudaShardKernels) and engine.stays:
-        peers = PeerMemory(ranks)
-        why = peers.obstacle(plan.device)
-        log.info(f"ranks send rows by NCCL: {why}" if why else "ranks read each other's memory")
-        if not why:
-            centers = -(-plan.config.train.batch_size // ranks.size)
-            sizes = centers, model.negative, model.window, model.negative_pool, plan.text.tree
-            most = sum(rows_at_most(*sizes))
-            return PeerExchange(ranks, kernels, shape, steps, state, planning, peers, most)
-    return RankExchange(ranks, cast(ShardKernels, kernels), shape, steps, state, planning)
+    if peers:
+        return PeerExchange(cast(CudaPeerKernels, kernels), steps, state, peers, engine.page())
+    return RankExchange(ranks, cast(ShardKernels, kernels), plan.shape, steps, state, planning)
 
 
-def make_kernels(plan: Plan, loss_scale: LossScale | None = None) -> Kernels:
-    """Return the kernels of the plan."""
+def find_peers(plan: Plan) -> PeerMemory | None:
+    """Return the memory of all ranks' GPUs, if they can read it."""
+    stays = plan.slots or plan.engine not in LINKS  # the records of all pages
+    if plan.ranks.size == 1 or plan.kernels != "cuda" or not stays:
+        return None
+    peers = PeerMemory(plan.ranks)
+    why = peers.obstacle(plan.device)
+    log.info(f"ranks send rows by NCCL: {why}" if why else "ranks read each other's memory")
+    return None if why else peers
+
+
+def make_kernels(
+    plan: Plan, loss_scale: LossScale | None = None, peers: PeerMemory | None = None
+) -> Kernels:
+    """Return the kernels of the plan; those for peers if there are some."""
     several = plan.ranks.size > 1
+    if peers:
+        model, centers = plan.config.model, -(-plan.config.train.batch_size // plan.ranks.size)
+        sizes = centers, model.negative, model.window, model.negative_pool, plan.text.tree
+        most, batches = rows_at_most(*sizes), plan.paging.steps
+        return CudaPeerKernels(plan.shape, most, batches, plan.engine in LINKS)
     if plan.kernels == "cuda":
         return CudaShardKernels(plan.shape) if several else CudaKernels(plan.shape)
     if plan.kernels == "reference":

@@ -37,12 +37,11 @@ class Engine:
     """Brings the rows of both tables to the compute device, a page at a time.
 
     A row is in one place at a time, so overlap changes no result. `pages` says whether rows have to
-    be prefetched at all, `stays` whether all pages are in the same memory. This is the engine of
-    tables on the compute device, CPU or GPU: paging with nothing to move.
+    be prefetched at all. This is the engine of tables on the compute device, CPU or GPU: paging
+    with nothing to move.
     """
 
     pages = False
-    stays = True
 
     def __init__(self, tables: Sequence[Table]):
         self._tables = tables
@@ -76,7 +75,6 @@ class Paged(Engine):
     """Bring the rows of each page and write them back: nothing is cached."""
 
     pages = True
-    stays = False
 
     def __init__(self, link: Link, tables: Sequence[Table], device: torch.device):
         super().__init__(tables)

@@ -5,7 +5,8 @@
 //
 // Macros: DIM, dimensions; WINDOW, TARGETS and PATHS as in batch.cuh; ELEMENT of the records;
 // COUNTED, 1 to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from
-// the mean of the context rows, 0 from their sum.
+// the mean of the context rows, 0 from their sum; RANKS, to which rows belong in turn, 1 if all
+// records are here.
 
 #include "batch.cuh"
 #include "common.cuh"
@@ -26,6 +27,17 @@ constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in on
 // Targets in registers at a time, a power of two; and how many of them exist.
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
+
+// Return where the record of a row begins, in elements from the first: that of a row of another
+// rank is a copy of its weight, by its index from `lent` on.
+__device__ long long record_at(
+    int row, const int* slot, const int* index, long long row_width, long long lent, int me) {
+    if (RANKS > 1 && row % RANKS != me) return lent + (long long)index[row] * DIM;
+    const int own = row / RANKS;
+    return (slot ? slot[own] : own) * row_width;
+}
+#define RECORD(which, row)                                                                     \
+    record_at(row, slot_##which, index_##which, row_width, lent_##which, me)
 
 struct SharedRow {  // a row in shared memory
     Floats<LANES_WIDE> packs[VECTORS];
@@ -220,8 +232,8 @@ struct HotRows {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
-    long long* pairs) {
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long lent_in,
+    long long lent_out, int me, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -241,13 +253,13 @@ extern "C" __global__ void skipgram(
             const bool has_target = start + lane < targets_here && lane < GROUP;
             const int target_row = has_target ? batch.target(center, start + lane, path) : -1;
             const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-            const long long my_slot = slot_out ? slot_out[read_row] : read_row;
+            const long long my_record = RECORD(out, read_row);
             const long long my_index = target_row < 0 ? -1 : index_out[target_row];
             Row target[TAKEN], grad_target[TAKEN];
 #pragma unroll
             for (int t = 0; t < TAKEN; t++) {
-                const long long slot = __shfl_sync(ALL, my_slot, t);
-                target[t].load(records_out + slot * row_width, lane);
+                const long long record = __shfl_sync(ALL, my_record, t);
+                target[t].load(records_out + record, lane);
                 grad_target[t].clear();
             }
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
@@ -261,7 +273,7 @@ extern "C" __global__ void skipgram(
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
                 const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
+                const long long word_record = word < 0 ? 0 : RECORD(in, word);
                 const long long word_index = word < 0 ? 0 : index_in[word];
                 lane_pairs += start == 0 && word >= 0;
 #if COUNTED
@@ -271,8 +283,8 @@ extern "C" __global__ void skipgram(
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context;
-                    const long long slot = __shfl_sync(ALL, word_slot, source);
-                    context.load(records_in + slot * row_width, lane);
+                    const long long record = __shfl_sync(ALL, word_record, source);
+                    context.load(records_in + record, lane);
                     grad_context.clear();
                     float dots[GROUP];
 #pragma unroll
@@ -318,8 +330,8 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, double* loss,
-    long long* pairs) {
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long lent_in,
+    long long lent_out, int me, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
@@ -349,12 +361,12 @@ extern "C" __global__ void cbow(
                 const bool has_target = start + lane < targets_here && lane < GROUP;
                 target_row = has_target ? batch.target(center, start + lane, path) : -1;
                 const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
-                const long long my_slot = slot_out ? slot_out[read_row] : read_row;
+                const long long my_record = RECORD(out, read_row);
                 my_index = target_row < 0 ? -1 : index_out[target_row];
 #pragma unroll
                 for (int t = 0; t < TAKEN; t++) {
-                    const long long slot = __shfl_sync(ALL, my_slot, t);
-                    target[t].load(records_out + slot * row_width, lane);
+                    const long long record = __shfl_sync(ALL, my_record, t);
+                    target[t].load(records_out + record, lane);
                 }
             };
             load_targets(0);  // before the context rows, so that all are on their way together
@@ -366,7 +378,7 @@ extern "C" __global__ void cbow(
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
                 const int word = o < 2 * WINDOW ? batch.context(center, o) : -1;
-                const long long word_slot = word < 0 ? 0 : slot_in ? slot_in[word] : word;
+                const long long word_record = word < 0 ? 0 : RECORD(in, word);
                 unsigned left = __ballot_sync(ALL, word >= 0);
                 contexts += __popc(left);
                 while (left) {
@@ -375,8 +387,8 @@ extern "C" __global__ void cbow(
                     for (int r = 0; r < AT_ONCE; r++) {
                         row[r].clear();
                         if (!left) continue;
-                        const long long slot = __shfl_sync(ALL, word_slot, __ffs(left) - 1);
-                        row[r].load(records_in + slot * row_width, lane);
+                        const long long record = __shfl_sync(ALL, word_record, __ffs(left) - 1);
+                        row[r].load(records_in + record, lane);
                         left &= left - 1;
                     }
 #pragma unroll

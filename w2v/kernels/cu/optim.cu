@@ -87,11 +87,12 @@ struct Table {
 //
 // stepped: grows by the number of rows. cap: if not 0, a gradient that sums more pairs is scaled
 // down to the mean of `cap` of them.
-// peers, places, room: see PLACES; with RANKS = 0, gradients are those of the table, and become 0.
+// peers, places, room: see PLACES; with RANKS = 0, gradients are those of the table.
 // fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
 // that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
 // From then on no weight or state is written.
-extern "C" __global__ void step(
+// The bounds keep 32 warps in flight, with peers too: they wait for memory most of the time.
+extern "C" __global__ void __launch_bounds__(256, 4) step(
     VIEW(in), GRADS(in), unsigned long long seed_in, VIEW(out), GRADS(out),
     unsigned long long seed_out, long long row_width, int dim, int step_column, float table_step,
     int cap, float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1,
@@ -124,9 +125,14 @@ extern "C" __global__ void step(
 #pragma unroll
         for (int rank = 0; rank < RANKS; rank++) {
             place[rank] = table.places[rank * room + n];
-            if (cap && place[rank] >= 0) pairs += peers[rank].pairs[place[rank]];
+            if (cap && place[rank] >= 0)
+                pairs += (output ? peers[rank].pairs_out : peers[rank].pairs_in)[place[rank]];
         }
         const float scale = pairs > cap ? (float)cap / pairs : 1;
+        const auto grads_of = [&](int rank) {
+            float* grads = output ? peers[rank].grads_out : peers[rank].grads_in;
+            return (Floats<WIDE>*)(grads + (long long)place[rank] * dim);
+        };
         for (int i = lane; i < packs; i += 32) {
             Floats<WIDE> grad = {};
             Floats<WIDE>* grads = (Floats<WIDE>*)(table.grads + n * dim) + i;
@@ -134,8 +140,7 @@ extern "C" __global__ void step(
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++) {
                 if (place[rank] < 0) continue;
-                const float* of_rank = peers[rank].grads + (long long)place[rank] * dim;
-                const Floats<WIDE> part = ((const Floats<WIDE>*)of_rank)[i];
+                const Floats<WIDE> part = grads_of(rank)[i];
                 for (int w = 0; w < WIDE; w++) grad.at[w] += part.at[w];
             }
             Pack<WIDE> field[STATES + 1];  // the weight, then the states
@@ -162,12 +167,19 @@ extern "C" __global__ void step(
                 }
             // After the loads, which would wait for this write: 59 against 179 us for 50,700 rows.
             if (!RANKS) *grads = {};
+#pragma unroll
+            for (int rank = 0; rank < RANKS; rank++)
+                if (place[rank] >= 0) grads_of(rank)[i] = {};
         }
         __syncwarp();
         if (lane == 0) {
             if (table.index) table.index[row] = -1;
             if (cap && !RANKS) table.pairs[n] = 0;
-            for (int rank = 0; rank < RANKS; rank++) table.places[rank * room + n] = -1;
+            for (int rank = 0; rank < RANKS; rank++) {
+                if (cap && place[rank] >= 0)
+                    (output ? peers[rank].pairs_out : peers[rank].pairs_in)[place[rank]] = 0;
+                table.places[rank * room + n] = -1;
+            }
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }

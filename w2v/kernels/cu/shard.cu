@@ -96,37 +96,27 @@ extern "C" __global__ void group_by_owner(
     }
 }
 
-// Wait until all ranks have come here for the turn-th time. What a rank's kernels before this one
-// have written, and block 0 of this one, is then there for all.
-__device__ void meet(const Peer* peers, int me, int turn) {
-    __syncthreads();
-    if (blockIdx.x == 0)
-        each_rank([&](int rank) {
-            __threadfence_system();
-            *(volatile int*)(peers[rank].flags + me) = turn;
-        });
-    __syncthreads();
-    each_rank([&](int rank) {
-        while (*(volatile int*)(peers[me].flags + rank) - turn < 0) {}
-        __threadfence_system();
-    });
-    __syncthreads();
+// Copy the weight of a row, the first `dim` elements of its record, to weights[n], by one warp.
+__device__ void copy_weight(
+    const void* records, const int* slot, long long row, long long row_width, int dim,
+    Element* weights, long long n) {
+    typedef Pack<WIDE>::Stored Vector;
+    const Element* record = (const Element*)records + (slot ? slot[row] : row) * row_width;
+    for (int i = lane_id(); i < dim / WIDE; i += 32)
+        ((Vector*)(weights + n * dim))[i] = ((const Vector*)record)[i];
 }
 
 // Set place_of[rows[n]] = n, headers aside, and zero the gradient of each row, and its number of
 // pairs unless `pairs` is null.
-__device__ void index_row(
-    long long row, long long n, int* place_of, float* grads, int* pairs, int dim) {
-    const int lane = lane_id();
-    for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
-    if (lane) return;
-    if (row >= 0) place_of[row] = (int)n;
-    if (pairs) pairs[n] = 0;
-}
-
 extern "C" __global__ void index_borrowed(
     const long long* rows, long long count, int* place_of, float* grads, int* pairs, int dim) {
-    each_warp(count, [&](long long n) { index_row(rows[n], n, place_of, grads, pairs, dim); });
+    each_warp(count, [&](long long n) {
+        const int lane = lane_id();
+        for (int i = lane; i < dim / WIDE; i += 32) ((Floats<WIDE>*)(grads + n * dim))[i] = {};
+        if (lane) return;
+        if (rows[n] >= 0) place_of[rows[n]] = (int)n;
+        if (pairs) pairs[n] = 0;
+    });
 }
 
 // The ids received from all ranks; several may name the same row.
@@ -163,7 +153,7 @@ extern "C" __global__ void mark_requested(REQUESTS, bool* input_marks, bool* out
 }
 
 // List the unique requested rows.
-__device__ void list_unique(REQUESTS, GRADS(in), GRADS(out)) {
+extern "C" __global__ void own(REQUESTS, GRADS(in), GRADS(out)) {
     const Requests requests = {ids, stride};
     each_thread(count, [&](long long n) {
         if (requests.is_header(n)) return;
@@ -174,80 +164,34 @@ __device__ void list_unique(REQUESTS, GRADS(in), GRADS(out)) {
     });
 }
 
-extern "C" __global__ void own(REQUESTS, GRADS(in), GRADS(out)) {
-    list_unique(
-        ids, count, stride, index_in, rows_in, grads_in, pairs_in, count_in, index_out, rows_out,
-        grads_out, pairs_out, count_out);
-}
-
-// List the unique requested rows; once all ranks have stepped theirs, do as `index_borrowed` and
-// copy the weights from their owners.
-//
-// borrowed: rows of this rank's batch by owner. sent: how many of them each rank owns. rows_all:
-// rows of a table; those of the output table are behind them.
-extern "C" __global__ void borrow_from_peers(
-    REQUESTS, GRADS(in), GRADS(out), const Peer* peers, int me, int turn,
-    const long long* borrowed, long long borrowed_count, const int* sent, long long rows_all,
-    long long row_width, int dim, int* place_of, Element* weights) {
-    typedef Pack<WIDE>::Stored Vector;
-    list_unique(
-        ids, count, stride, index_in, rows_in, grads_in, pairs_in, count_in, index_out, rows_out,
-        grads_out, pairs_out, count_out);
-    meet(peers, me, turn);
-    if (blockIdx.x == 0)  // others may have read the last step's until now
-        each_rank([&](int rank) { peers[me].starts[rank] = begin_of(rank, sent); });
-    // The rows are grouped by rank: neighbouring warps read from different ranks.
-    const long long part = (borrowed_count + RANKS - 1) / RANKS;
-    each_warp(part * RANKS, [&](long long item) {
-        const long long n = item % RANKS * part + item / RANKS;
-        if (n >= borrowed_count) return;
-        const long long row = borrowed[n];
-        if (row >= 0) {
-            const bool output = row >= rows_all;
-            const long long in_table = output ? row - rows_all : row, own = in_table / RANKS;
-            const Peer& owner = peers[in_table % RANKS];
-            const int* slot = output ? owner.slot_out : owner.slot_in;
-            const Element* records =
-                (const Element*)(output ? owner.records_out : owner.records_in);
-            const Vector* record = (const Vector*)(records + (slot ? slot[own] : own) * row_width);
-            for (int i = lane_id(); i < dim / WIDE; i += 32)
-                ((Vector*)(weights + n * dim))[i] = record[i];
-        }
-        index_row(row, n, place_of, peers[me].grads, peers[me].pairs, dim);
-    });
-}
-
 // Copy the weights of all requested rows, the first `dim` elements of each record.
 extern "C" __global__ void gather_weights(
     REQUESTS, VIEW(in), VIEW(out), long long row_width, int dim, Element* weights) {
-    typedef Pack<WIDE>::Stored Vector;
     const Requests requests = {ids, stride};
     each_warp(count, [&](long long n) {
         if (requests.is_header(n)) return;
-        const int row = requests.row(n);
-        const int* slot = requests.is_output(n) ? slot_out : slot_in;
-        const Element* records = requests.is_output(n) ? records_out : records_in;
-        const Vector* record = (const Vector*)(records + (slot ? slot[row] : row) * row_width);
-        for (int i = lane_id(); i < dim / WIDE; i += 32)
-            ((Vector*)(weights + n * dim))[i] = record[i];
+        const bool output = requests.is_output(n);
+        copy_weight(
+            output ? records_out : records_in, output ? slot_out : slot_in, requests.row(n),
+            row_width, dim, weights, n);
     });
+}
+
+// Write the facts of a step into a header.
+__device__ void write_facts(
+    const double* loss, const long long* pairs, const long long* fault, int* words) {
+    const long long facts[] = {__double_as_longlong(*loss), *pairs, *fault};
+    for (int n = 0; n < 6; n++) words[n] = (int)(facts[n / 2] >> 32 * (n % 2));
 }
 
 // Write the facts of this rank's step into the header of the gradients for each rank.
-__device__ void write_facts(
-    const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
-    float* grads) {
-    const long long facts[] = {__double_as_longlong(*loss), *pairs, *fault};
-    each_rank([&](int rank) {
-        int* words = (int*)(grads + begin_of(rank, sent) * dim);
-        for (int n = 0; n < 6; n++) words[n] = (int)(facts[n / 2] >> 32 * (n % 2));
-    });
-}
-
 extern "C" __global__ void write_headers(
     const double* loss, const long long* pairs, const long long* fault, const int* sent, int dim,
     float* grads) {
-    if (blockIdx.x == 0) write_facts(loss, pairs, fault, sent, dim, grads);
+    if (blockIdx.x) return;
+    each_rank([&](int rank) {
+        write_facts(loss, pairs, fault, (int*)(grads + begin_of(rank, sent) * dim));
+    });
 }
 
 // Return fact n of a header.
@@ -303,33 +247,130 @@ extern "C" __global__ void collect(
     });
 }
 
-// Write the facts of this rank's step; once all ranks have theirs and all gradients, add the facts
-// and note where the windows have the gradients of each unique row.
-//
-// sent: how many gradients this rank has for each. places: -1 before.
-extern "C" __global__ void find_gradients(
-    REQUESTS, const int* received, const int* index_in, const int* index_out, PLACES, int me,
-    int turn, const int* sent, int dim, double* loss, long long* pairs, long long* fault) {
-    __shared__ long long begin[RANKS];  // of the ids that each rank requests,
-    __shared__ int start[RANKS];        // and of their gradients in its window
-    const Requests requests = {ids, stride};
-    if (blockIdx.x == 0) write_facts(loss, pairs, fault, sent, dim, peers[me].grads);
-    meet(peers, me, turn);
+// What follows is for ranks that read each other's memory.
+
+// Wait until all ranks have come here for the turn-th time; steps and plans have flags of their
+// own. What a rank's kernels before this one have written, and the block of this one that `tells`,
+// is then there for all.
+__device__ void meet(const Peer* peers, int me, bool plans, int turn, bool tells = true) {
+    const int first = plans * RANKS;
+    __syncthreads();
+    if (tells)
+        each_rank([&](int rank) {
+            __threadfence_system();
+            *(volatile int*)(peers[rank].flags + first + me) = turn;
+        });
+    __syncthreads();
     each_rank([&](int rank) {
-        begin[rank] = begin_of(rank, received);
-        start[rank] = *(volatile int*)(peers[rank].starts + me);
+        while (*(volatile int*)(peers[me].flags + first + rank) - turn < 0) {}
+        __threadfence_system();
     });
     __syncthreads();
-    if (blockIdx.x + threadIdx.x == 0)
-        add_facts(
-            [&](int rank) { return peers[rank].grads + (long long)start[rank] * dim; }, loss,
-            pairs, fault);
-    each_thread(count, [&](long long n) {
-        if (requests.is_header(n)) return;
-        int rank = RANKS - 1;
-        while (n < begin[rank]) rank--;
-        const bool output = requests.is_output(n);
-        const long long index = (output ? index_out : index_in)[requests.row(n)];
-        (output ? places_out : places_in)[rank * room + index] = start[rank] + (n - begin[rank]);
+}
+
+extern "C" __global__ void meet_to_plan(const Peer* peers, int me, int turn) {
+    meet(peers, me, true, turn);
+}
+
+// Mark the rows of this rank that any rank has marked.
+//
+// page: which of the marks; rows_each: length of a rank's marks of a table; rows: of this rank.
+extern "C" __global__ void gather_marks(
+    const Peer* peers, int me, int page, long long rows_each, long long rows, bool* marks_in,
+    bool* marks_out) {
+    each_thread(rows, [&](long long n) {
+        bool input = false, output = false;
+        for (int rank = 0; rank < RANKS; rank++) {
+            const bool* marks = peers[rank].marks + (page * RANKS + me) * 2 * rows_each + n;
+            input |= marks[0];
+            output |= marks[rows_each];
+        }
+        marks_in[n] = input;
+        marks_out[n] = output;
     });
+}
+
+// Rows in a window: those of batch `slot`, at most so many of each table.
+#define LISTED int slot, long long most_in, long long most_out
+
+__device__ Unique listed_by(const Peer& rank, LISTED) {
+    const unsigned long long* counts = rank.counts + 2 * slot;
+    return {
+        rank.rows_in + slot * most_in, rank.rows_out + slot * most_out, (long long)counts[0],
+        (long long)counts[1]};
+}
+
+// Reset the indices of listed rows to -1, and mark the rows by rank unless `marks` is null.
+//
+// marks: of both tables of the first rank, rows_each long, then of the next. next_counts: of the
+// list that is made next, become 0.
+extern "C" __global__ void mark_listed(
+    GRADS(in), GRADS(out), bool* marks, long long rows_each, unsigned long long* next_counts) {
+    if (thread_id() < 2) next_counts[thread_id()] = 0;
+    const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
+    each_thread(unique.total(), [&](long long n) {
+        const int row = unique.row(n), output = unique.is_output(n);
+        (output ? index_out : index_in)[row] = -1;
+        if (marks) marks[(row % RANKS * 2 + output) * rows_each + row / RANKS] = true;
+    });
+}
+
+// Once all ranks have stepped their rows: index the rows that this rank has listed, and copy the
+// weights of those of other ranks. List the rows of this rank that any rank has listed, with the
+// places of their gradients, -1 before.
+//
+// borrowed: grows by the number of rows of other ranks.
+extern "C" __global__ void borrow_from_peers(
+    LISTED, int* index_in, int* index_out, Element* weights_in, Element* weights_out,
+    long long row_width, int dim, GRADS(own_in), GRADS(own_out), unsigned long long* borrowed,
+    int me, int turn, PLACES) {
+    constexpr int TOGETHER = 8;  // rows that a warp looks at
+    __shared__ int borrowed_here;
+    if (threadIdx.x == 0) borrowed_here = 0;
+    meet(peers, me, false, turn, blockIdx.x == 0);
+    const Unique mine = listed_by(peers[me], slot, most_in, most_out);
+    const int lane = lane_id();
+    each_warp((mine.total() + TOGETHER - 1) / TOGETHER, [&](long long part) {
+        const long long n = part * TOGETHER + lane;
+        const bool is_row = lane < TOGETHER && n < mine.total();
+        const bool output = mine.is_output(n);
+        const int row = is_row ? mine.row(n) : me, at = output ? n - mine.inputs : n;
+        if (is_row) (output ? index_out : index_in)[row] = at;
+        const unsigned others = __ballot_sync(ALL, row % RANKS != me);
+        if (lane == 0 && others) atomicAdd(&borrowed_here, __popc(others));
+        for (unsigned left = others; left; left &= left - 1) {
+            const int source = __ffs(left) - 1, its = __shfl_sync(ALL, row, source);
+            const bool is_output = __shfl_sync(ALL, output, source);
+            const Peer& owner = peers[its % RANKS];
+            copy_weight(
+                is_output ? owner.records_out : owner.records_in,
+                is_output ? owner.slot_out : owner.slot_in, its / RANKS, row_width, dim,
+                is_output ? weights_out : weights_in, __shfl_sync(ALL, at, source));
+        }
+    });
+    for (int rank = 0; rank < RANKS; rank++) {
+        const Unique listed = listed_by(peers[rank], slot, most_in, most_out);
+        each_thread(listed.total(), [&](long long n) {
+            const bool output = listed.is_output(n);
+            const int row = listed.row(n);
+            if (row % RANKS != me) return;
+            const int index =
+                output ? unique_index(row / RANKS, index_own_out, rows_own_out, count_own_out)
+                       : unique_index(row / RANKS, index_own_in, rows_own_in, count_own_in);
+            (output ? places_out : places_in)[rank * room + index] =
+                output ? n - listed.inputs : n;
+        });
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && borrowed_here) atomicAdd(borrowed, (unsigned long long)borrowed_here);
+}
+
+// Tell all ranks that this one has its gradients, and the facts of its step; once all have, add the
+// facts. By one block.
+extern "C" __global__ void meet_to_step(
+    double* loss, long long* pairs, long long* fault, const Peer* peers, int me, int turn) {
+    if (threadIdx.x == 0) write_facts(loss, pairs, fault, (int*)peers[me].facts);
+    meet(peers, me, false, turn);
+    if (threadIdx.x == 0)
+        add_facts([&](int rank) { return peers[rank].facts; }, loss, pairs, fault);
 }

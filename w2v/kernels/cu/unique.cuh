@@ -19,6 +19,16 @@ __device__ bool add_unique(int row, int* index, int* rows, unsigned long long* c
     return true;
 }
 
+// Return the index of a row, which is added to the unique ones if it is not among them.
+__device__ int unique_index(int row, int* index, int* rows, unsigned long long* count) {
+    add_unique(row, index, rows, count);
+    int found;
+    do
+        found = *(volatile int*)(index + row);
+    while (found < 0);  // another thread is about to write it
+    return found;
+}
+
 // What each rank of a host lets the others read, at addresses of this process: records of both
 // tables, and its `Window` (cuda_shard.py).
 struct Peer {
@@ -26,10 +36,15 @@ struct Peer {
     const int* slot_in;
     const void* records_out;
     const int* slot_out;
-    float* grads;
-    int *pairs, *starts, *flags;
+    float *grads_in, *grads_out;
+    int *pairs_in, *pairs_out;
+    const int *rows_in, *rows_out;
+    const unsigned long long* counts;
+    long long* facts;
+    int* flags;
+    const bool* marks;
 };
 
-// Kernel parameters: where the windows of the ranks have the gradients of the unique rows of both
-// tables, -1 for none: those of rank r begin at element r * room.
+// Kernel parameters: where each rank has the gradients of the unique rows of both tables, -1 for
+// none: those of rank r begin at element r * room.
 #define PLACES const Peer *peers, int *places_in, int *places_out, long long room

@@ -17,7 +17,14 @@ from w2v.kernels import cuda, reference
 from w2v.kernels.batch import StepShape
 from w2v.kernels.cpu import CpuKernels
 from w2v.kernels.reference import expand
-from w2v.model.sampler import CHUNK_PIECES, Position, Sampler, TrainingText, noise_distribution
+from w2v.model.sampler import (
+    CHUNK_PIECES,
+    Position,
+    Sampler,
+    TrainingText,
+    noise_distribution,
+    noise_of_rank,
+)
 
 CPU = torch.device("cpu")
 COUNTS = np.array([9000.0, 900.0, 100.0])
@@ -159,6 +166,29 @@ def test_negatives_follow_their_distribution(pool):
     assert torch.equal(counted_BK, drawn_BK != 0)
 
 
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribution(size):
+    noise = noise_distribution(np.arange(1000, 0, -1), 0.75)
+    parts = [noise_of_rank(noise, rank, size) for rank in range(size)]
+    assert np.allclose(sum(parts), size * noise)
+    for rank, part in enumerate(parts):
+        assert part.sum() == pytest.approx(1) and part.min() >= 0
+        assert part[rank::size].sum() == pytest.approx(2 / size, rel=0.02)
+    sampler = rank_samplers([1] * 100, 2)[1]
+    drawn = torch.cat([batch.negatives_BK.flatten() for batch in sampler.epoch()])
+    assert torch.equal(drawn.unique(), torch.arange(1, 100, 2))
+
+
+def test_ranks_take_turns_at_the_text_and_read_another_part_in_each_epoch():
+    # 16 / 2 centers a batch: a chunk has 256 words.
+    for sampler in rank_samplers([1] * 2048, 2):
+        expected = [word for word in range(2048) if word // 256 % 2 == sampler.rank]
+        assert centers(sampler.epoch()) == expected
+    for sampler in rank_samplers([1] * 60, 3):
+        read = [word for _ in range(3) for word in centers(sampler.epoch())]
+        assert sorted(read) == list(range(60))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_pool_bounds_the_negatives_of_its_steps(steps):
     model = {"negative_pool": 32, "negative_pool_steps": steps}
@@ -285,7 +315,9 @@ def test_ranks_share_the_text(lengths, world_size):
     samplers = rank_samplers(lengths, world_size)
     parts = [list(sampler.epoch()) for sampler in samplers]
     assert sorted(word for part in parts for word in centers(part)) == list(range(sum(lengths)))
-    assert max(map(len, map(centers, parts))) <= sum(lengths) / world_size + max(lengths)
+    stretches = max(len(sampler._spans(0)) for sampler in samplers)
+    most = sum(lengths) / world_size + stretches * max(lengths)
+    assert max(map(len, map(centers, parts))) <= most
     assert all(part[-1].epochs_done == pytest.approx(1.0) for part in parts if part)
     assert all(sampler.position == Position(1) for sampler in samplers)
     largest = max(len(batch.windows_B) for part in parts for batch in part)
@@ -315,7 +347,7 @@ def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, step
     for sampler, other in zip(last, second, strict=True):
         sampler.load_state_dict([s.state_dict(s.position) for s in second])
         assert sampler.position == other.position
-    if second[0].position.epoch == 0:
+    if not any(sampler.position.epoch for sampler in second):
         read += [centers(sampler.epoch()) for sampler in last]
         counts = np.bincount(np.concatenate(read).astype(int), minlength=sum(lengths))
         assert counts.min() == 1

@@ -8,7 +8,7 @@ Shapes: B centers, K negatives, V rows of a table, U unique rows, D dimensions, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch

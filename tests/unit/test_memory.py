@@ -93,7 +93,7 @@ def test_needs_of_several_ranks_are_those_of_the_largest():
         make_job(words=1_000_001, ranks=ranks, engine="mapped", on_gpu=True) for ranks in (1, 4)
     )
     assert fourth.rows == 250_001 and fourth.table_bytes == 2 * 250_001 * RECORD
-    assert fourth.needs()["gpu"]["vocabulary"] == (12 + 16) * 1_000_001 + 8 * 250_001
+    assert fourth.needs()["gpu"]["vocabulary"] == (12 + 20) * 1_000_001 + 8 * 250_001
     assert fourth.needs()["host"]["vectors"] == alone.needs()["host"]["vectors"]
     assert fourth.needs()["disk"] == alone.needs()["disk"]  # all ranks share it
 

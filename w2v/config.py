@@ -124,7 +124,10 @@ class ModelConfig(Section):
     cbow_mean: bool = key(True, "CBOW predicts from the mean of the context words, or their sum.")
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
-    shrink_windows: bool = key(True, "Draw each window from 1 to window; near words weigh more.")
+    shrink_windows: bool = key(True, "Near words weigh more, as in windows from 1 to window.")
+    shrink_by: Literal["draw", "weigh", "auto"] = key(
+        "auto", "Draw windows, or weigh the words of whole ones (auto: weigh on a GPU)."
+    )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
@@ -148,6 +151,9 @@ class ModelConfig(Section):
         valid = self.negative_pool_centers == 0 or self.negative_pool > 0
         must_be = "0 without a pool to share; set model.negative_pool=256"
         require(valid, "model.negative_pool_centers", self.negative_pool_centers, must_be)
+        must_be = "draw or auto with model.architecture=cbow"
+        is_pairs = self.architecture == "skipgram" or self.shrink_by != "weigh"
+        require(is_pairs, "model.shrink_by", self.shrink_by, must_be)
         must_be = "at least 1 without model.hs=true"
         require(self.hs or self.negative > 0, "model.negative", self.negative, must_be)
 
@@ -212,6 +218,12 @@ class TrainConfig(Section):
     epochs: int = key(5, "Passes over the corpus.", at_least=1)
     batch_size: int = key(
         0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
+    )
+    block_words: int = key(
+        -1,
+        "Words of the blocks that steps mix (0: none; auto: for rows on a GPU).",
+        auto=-1,
+        at_least=0,
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")

@@ -3,8 +3,10 @@
     python tests/bench/tuning.py cases.jsonl --texts wiki=wiki100.txt books=books45.txt --to FILE
 
 Each line of cases.jsonl is a run: {"text": "wiki:4", "set": ["optimizer.lr=.05", ...]}, where 4 is
-the number of millions of words from the beginning of the text (none: all). A line with "gensim":
-{"alpha": .05} trains gensim instead. Worker processes share the GPU, as short runs wait for the
+the number of millions of words from the beginning of the text (none: all). "graph:5x200-1" are
+random walks in a graph of GRAPHS with seed 1, scored by how well the communities are found. "B" and
+"lr" are factors of the automatic batch size and rate. A line with "gensim": {"alpha": .05} trains
+gensim instead. Worker processes share the GPU, as short runs wait for the
 CPU. Each run adds a line to the file of results as soon as it ends.
 """
 
@@ -29,18 +31,71 @@ import torch
 from torch import Tensor
 
 from w2v.config import load_config
-from w2v.model import auto
 from w2v.text import open_corpus
 from w2v.training import plan
 from w2v.vectors import datasets
 
+# Block models: groups, nodes of each, and the probability of an edge inside and between them.
+GRAPHS = {"4x40": (4, 40, 0.2, 0.03), "8x50": (8, 50, 0.2, 0.05), "5x200": (5, 200, 0.04, 0.0085)}
+# Edges of Zachary's karate club, and the members that stayed with Mr. Hi.
+KARATE = (
+    "2 1 3 1 3 2 4 1 4 2 4 3 5 1 6 1 7 1 7 5 7 6 8 1 8 2 8 3 8 4 9 1 9 3 10 3 11 1 11 5 11 6 12 "
+    "1 13 1 13 4 14 1 14 2 14 3 14 4 17 6 17 7 18 1 18 2 20 1 20 2 22 1 22 2 26 24 26 25 28 3 "
+    "28 24 28 25 29 3 30 24 30 27 31 2 31 9 32 1 32 25 32 26 32 29 33 3 33 9 33 15 33 16 33 19 "
+    "33 21 33 23 33 24 33 30 33 31 33 32 34 9 34 10 34 14 34 15 34 16 34 19 34 20 34 21 34 23 "
+    "34 24 34 27 34 28 34 29 34 30 34 31 34 32 34 33 "
+)
+MR_HI = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 17, 18, 20, 22}
+WALKS, STEPS = 10, 40  # from each node, and nodes of a walk
 BASE = ["model.vector_size=128", "model.sample=1e-4", "train.epochs=5"]
+
+
+def write_walks(graph: str, file: Path) -> None:
+    """Write random walks, whose words are "group/node"."""
+    kind, _, seed = graph.partition("-")
+    rng = np.random.default_rng(int(seed))
+    if kind == "karate":
+        edges_E2 = np.array(KARATE.split(), int).reshape(-1, 2) - 1
+        group_V = np.array([int(node + 1 in MR_HI) for node in range(34)])
+        near_VV = np.zeros((34, 34), bool)
+        near_VV[tuple(edges_E2.T)] = True
+    else:
+        groups, size, inside, between = GRAPHS[kind]
+        group_V = np.repeat(np.arange(groups), size)
+        share_VV = np.where(group_V[:, None] == group_V, inside, between)
+        near_VV = np.triu(rng.random(share_VV.shape) < share_VV, 1)
+    near_V = [np.flatnonzero(row) for row in near_VV | near_VV.T]
+    lines = []
+    for node in np.concatenate([rng.permutation(len(group_V)) for _ in range(WALKS)]):
+        walk = [node]
+        while len(walk) < STEPS and len(near_V[walk[-1]]):
+            walk.append(rng.choice(near_V[walk[-1]]))
+        lines.append(" ".join(f"{group_V[node]}/{node}" for node in walk))
+    file.write_text("\n".join(lines) + "\n")
+
+
+def purity(words: list[str], vectors_VD: Tensor) -> float:
+    """Return the share of nodes that are in their cluster's largest group."""
+    from scipy.cluster.vq import kmeans2
+
+    group_V = np.array([int(word.partition("/")[0]) for word in words])
+    groups = group_V.max() + 1
+    unit_VD = torch.nn.functional.normalize(vectors_VD.double()).cpu().numpy()
+    best, right = np.inf, 0  # by k-means on unit vectors
+    for seed in range(10):
+        means_GD, cluster_V = kmeans2(unit_VD, groups, iter=50, minit="++", seed=seed)
+        spread = ((unit_VD - means_GD[cluster_V]) ** 2).sum()
+        if spread < best:
+            clusters = (group_V[cluster_V == cluster] for cluster in range(groups))
+            best, right = spread, sum(np.bincount(c).max() for c in clusters if len(c))
+    return right / len(words)
 
 
 class Scorer:
     """Scores vectors of a vocabulary on all data sets, with matrix products."""
 
     def __init__(self, words: list[str], device: torch.device, further: datasets.Further):
+        self._nodes = words if "/" in words[0] else None
         row = {word.upper(): number for number, word in reversed(list(enumerate(words)))}
         self._questions = {
             datasets.set_name(file or "google"): self._ids(file, row, device)
@@ -71,6 +126,8 @@ class Scorer:
         return counts | {name: len(human) for name, (_, human) in self._pairs.items()}
 
     def __call__(self, vectors_VD: Tensor) -> dict[str, float]:
+        if self._nodes:
+            return {"purity": round(purity(self._nodes, vectors_VD), 4)}
         unit_VD = torch.nn.functional.normalize(vectors_VD.float())
         scores = {}
         for name, ids_Q4 in self._questions.items():
@@ -100,8 +157,7 @@ def ranks(values_P: np.ndarray) -> np.ndarray:
 def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     """Train once; return the scores, the settings and how long it took."""
     config = load_config([], [*BASE, *case["set"]])
-    # Rate and batch size are factors of the automatic ones.
-    config = auto.choose(config, opened[0]).config
+    config = plan.make_plan(config, opened).config
     size = max(1, round(config.train.batch_size * case.get("B", 1)))
     lr = config.optimizer.lr * case.get("lr", 1)
     config = replace(
@@ -130,8 +186,15 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def prefix(path: Path, millions: str, folder: Path) -> Path:
-    """Return a file of the first lines that hold so many millions of words."""
+def prefix(paths: dict[str, Path], text: str, folder: Path) -> Path:
+    """Return the file of a text, or of its first so many millions of words."""
+    name, _, millions = text.partition(":")
+    if name == "graph":
+        file = folder / f"{millions}.txt"
+        if not file.exists():
+            write_walks(millions, file)
+        return file
+    path = paths[name]
     if not millions:
         return path
     cut = folder / f"{path.stem}-{millions}M.txt"
@@ -171,8 +234,7 @@ def work(number: int, tasks, args, folder: Path, deadline: float) -> None:
     while time.time() < deadline and (case := tasks.get()):
         began = time.monotonic()
         try:
-            name, _, millions = case["text"].partition(":")
-            text = prefix(args.paths[name], millions, folder)
+            text = prefix(args.paths, case["text"], folder)
             if "gensim" in case:
                 result = train_gensim(case, text, device, args)
             else:
@@ -224,8 +286,7 @@ def main() -> None:
         logging.getLogger("w2v").setLevel(logging.ERROR)
         texts = dict.fromkeys(case["text"] for case in cases)
         for text in texts:
-            name, _, millions = text.partition(":")
-            path = prefix(args.paths[name], millions, Path(folder))
+            path = prefix(args.paths, text, Path(folder))
             open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
         print(f"texts ready {time.time() - deadline + args.seconds:.1f} s", flush=True)
         for case in cases:

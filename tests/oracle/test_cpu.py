@@ -51,7 +51,7 @@ def kernels_for(name):
     [
         (1, 1, Objective()),
         (100, 5, Objective()),
-        (20, 5, Objective()),
+        (20, 5, Objective(weighted=9)),
         (33, 9, Objective()),
         (20, 5, CBOW),
         (33, 9, CBOW._replace(mean=False)),

@@ -45,7 +45,7 @@ from w2v.model.table import padded
 
 SOURCES = Path(launch.__file__).parent / "cu"
 FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
-GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS".split()
+GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED".split()
 VARIANTS = [
     ("rows.cu", {}),
     ("cache.cu", {}),
@@ -58,16 +58,16 @@ VARIANTS = [
     *(
         ("gradients.cu", dict(zip(GRADIENT_MACROS, values, strict=True)))
         for values in (
-            (128, 5, 6, 0, 0, 0, 0, 0, 1),
-            (33, 20, 65, 0, 1, 1, 0, 0, 3),
-            (1024, 1, 2, 0, 2, 0, 0, 0, 1),
-            (128, 5, 6, 0, 0, 0, 1, 1, 2),
-            (33, 20, 65, 0, 1, 1, 1, 0, 1),
-            (1024, 1, 2, 0, 2, 1, 1, 1, 1),
-            (128, 5, 0, 1, 0, 0, 0, 0, 1),
-            (100, 5, 6, 1, 0, 1, 1, 1, 1),
-            (1024, 5, 0, 1, 1, 1, 1, 0, 1),
-            (2000, 5, 2, 1, 1, 1, 0, 0, 1),
+            (128, 5, 6, 0, 0, 0, 0, 0, 1, 5),
+            (33, 20, 65, 0, 1, 1, 0, 0, 3, 0),
+            (1024, 1, 2, 0, 2, 0, 0, 0, 1, 8),
+            (128, 5, 6, 0, 0, 0, 1, 1, 2, 0),
+            (33, 20, 65, 0, 1, 1, 1, 0, 1, 0),
+            (1024, 1, 2, 0, 2, 1, 1, 1, 1, 0),
+            (128, 5, 0, 1, 0, 0, 0, 0, 1, 5),
+            (100, 5, 6, 1, 0, 1, 1, 1, 1, 0),
+            (1024, 5, 0, 1, 1, 1, 1, 0, 1, 0),
+            (2000, 5, 2, 1, 1, 1, 0, 0, 1, 0),
         )
     ),
     *(
@@ -101,6 +101,7 @@ OPTIMIZERS = [
 GPU = pytest.mark.gpu
 CUDA = pytest.param("cuda", marks=GPU)
 FAST = pytest.mark.parametrize("kernels", ["cpu", CUDA])
+WEIGHTED = Objective(weighted=20)
 CBOW_MEAN, CBOW_SUM = Objective(cbow=True, mean=True), Objective(cbow=True, mean=False)
 
 
@@ -194,7 +195,7 @@ def check_gradients(kernels, batch, weights_TVD, dtype=torch.float32, threads=1)
     [
         (1, 1, Objective()),
         (100, 5, Objective()),
-        (33, 3, Objective()),
+        (33, 3, WEIGHTED),
         (100, 5, CBOW_MEAN),
         (33, 3, CBOW_SUM),
     ],
@@ -233,7 +234,7 @@ SOFTMAX = st.sampled_from(["negatives", "tree", "both"])
     rows=st.integers(1, 200),
     dim=st.sampled_from([32, 33, 50, 64, 96, 100, 128, 200, 256, 300, 512, 768, 1024]),
     dtype=st.sampled_from(list(cuda.ELEMENTS)),
-    objective=st.sampled_from([Objective(), CBOW_MEAN, CBOW_SUM]),
+    objective=st.sampled_from([Objective(), WEIGHTED, CBOW_MEAN, CBOW_SUM]),
     softmax=SOFTMAX,
 )
 def test_gradients_on_a_gpu(seed, centers, window, negative, rows, dim, dtype, objective, softmax):
@@ -263,6 +264,7 @@ EDGES = {
         ("cpu", 3, Objective()),
         ("cpu", 3, CBOW_MEAN),
         pytest.param("cuda", 1, Objective(), marks=GPU),
+        pytest.param("cuda", 1, Objective(weighted=80), marks=GPU),
         pytest.param("cuda", 1, CBOW_MEAN, marks=GPU),
         pytest.param("cuda", 1, CBOW_SUM, marks=GPU),
     ],

@@ -71,7 +71,7 @@ def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thre
 def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
     for centers in (10, 5e3, 1e6, 1e8, 1e11):
         for words in (2, 1_000, 10**6):
-            for name, steps in (("AdamW", auto.STEPS), ("SGD", auto.SGD_STEPS)):
+            for name, steps in (("AdamW", auto.STEPS), *auto.MORE_STEPS.items()):
                 size = auto.batch_size(name, Use(centers, 80, 1 / words))
                 assert 1 <= size <= auto.LARGEST
                 assert size == 1 or centers / size >= steps / 1.5
@@ -111,17 +111,38 @@ def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():
 
 def test_the_cap_of_sgd_follows_its_rate():
     config = load_config([], ["optimizer.name=SGD", "optimizer.occurrence_cap=auto"])
-    for lr in (0.0, 0.01):
+    for lr, on_gpu in ((0.0, False), (0.01, False), (0.01, True)):
         optimizer = replace(config.optimizer, lr=lr)
-        chosen = auto.choose(replace(config, optimizer=optimizer), vocab_of([50] * 40))
-        assert chosen.config.optimizer.occurrence_cap == int(3.2 / chosen.config.optimizer.lr)
+        given = replace(config, optimizer=optimizer)
+        chosen = auto.choose(given, vocab_of([50] * 40), on_gpu=on_gpu)
+        # The pairs of whole windows of 5 weigh .6 in the mean.
+        stable = 3.2 / 0.6 if on_gpu else 3.2
+        assert chosen.config.optimizer.occurrence_cap == int(stable / chosen.config.optimizer.lr)
+
+
+def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
+    vocab = vocab_of([500] * 40)
+    drawn, weighed, cbow = (
+        auto.choose(load_config([], settings), vocab, "cuda", on_gpu)
+        for settings, on_gpu in (([], False), ([], True), (["model.architecture=cbow"], True))
+    )
+    assert drawn.config.model.shrink_by == cbow.config.model.shrink_by == "draw"
+    assert weighed.config.model.shrink_by == "weigh" and weighed.reasons["model.shrink_by"]
+    rise = weighed.config.optimizer.lr / drawn.config.optimizer.lr
+    assert rise == pytest.approx(auto.WEIGHED, rel=0.05)  # two digits are kept
+    for resident, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
+        mixed = auto.mix_blocks(load_config([], [f"model.window={window}"]), resident)
+        assert mixed.config.train.block_words == words
+        assert bool(mixed.reasons) == bool(words)
+    given = load_config([], ["train.block_words=0"])
+    assert auto.mix_blocks(given, True) == (given, {})
 
 
 def test_what_is_set_by_hand_is_kept():
     vocab = vocab_of([50] * 40)
     settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"
-    config = load_config([], settings.split())
-    assert auto.choose(config, vocab) == (config, {})
+    config = load_config([], [*settings.split(), "model.shrink_by=draw"])
+    assert auto.choose(config, vocab, on_gpu=True) == (config, {})
     chosen = auto.choose(load_config(), vocab)
     assert chosen.reasons.keys() == {"train.batch_size", "optimizer.lr"}
     assert f"{chosen.config.train.batch_size} centers" in chosen.reasons["train.batch_size"]

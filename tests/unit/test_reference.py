@@ -20,7 +20,12 @@ from w2v.model.huffman import make_tree
 
 CPU = torch.device("cpu")
 ROWS, DIM = 10, 4
-OBJECTIVES = [Objective(), Objective(cbow=True, mean=True), Objective(cbow=True, mean=False)]
+OBJECTIVES = [
+    Objective(),
+    Objective(weighted=3),
+    Objective(cbow=True, mean=True),
+    Objective(cbow=True, mean=False),
+]
 NODES = 2 * ROWS  # the first row of inner nodes
 TREE = make_tree(range(1, ROWS + 1), NODES)
 EACH_OBJECTIVE = pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -61,12 +66,12 @@ def with_gradients(inputs, outputs, *places, **how):
 
 
 def counted(contexts, context_mask, targets, target_mask, labels, cbow=False):
-    """Yield input rows, label and output row of each counted pair."""
+    """Yield input rows, label, output row and columns of each counted pair."""
     for b, t in itertools.product(range(len(targets)), range(targets.shape[1])):
-        rows = contexts[b][context_mask[b]]
-        if len(rows) and target_mask[b, t]:
-            for inputs in rows[None] if cbow else rows[:, None]:
-                yield inputs, labels[b, t], targets[b, t]
+        columns = torch.nonzero(context_mask[b]).flatten()
+        if len(columns) and target_mask[b, t]:
+            for chosen in columns[None] if cbow else columns[:, None]:
+                yield contexts[b][chosen], labels[b, t], targets[b, t], chosen
 
 
 def predicting(vectors, objective):
@@ -77,12 +82,17 @@ def predicting(vectors, objective):
 
 
 def loss_by_pairs(inputs, outputs, *places, objective=OBJECTIVES[0]):
-    """Return the loss as the papers write it, a sum over pairs."""
-    logits = [
-        (label, predicting(inputs[i], objective) @ outputs[o])
-        for i, label, o in counted(*places, objective.cbow)
-    ]
-    return -sum(F.logsigmoid(logit if label else -logit) for label, logit in logits)
+    """Return the loss as a sum over pairs, whose derivatives are weighted."""
+    total, window = 0.0, places[0].shape[1] // 2
+    for i, label, o, columns in counted(*places, objective.cbow):
+        logit = predicting(inputs[i], objective) @ outputs[o]
+        loss = -F.logsigmoid(logit if label else -logit)
+        column, weight = int(columns[0]), 1.0
+        if widest := objective.weighted:
+            distance = window - column if column < window else column - window + 1
+            weight = (widest + 1 - distance) / widest
+        total = total + weight * loss + (1 - weight) * loss.detach()
+    return total
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,7 +112,7 @@ def test_closed_form_equals_autograd(seed, objective):
 def test_pairs_of_each_row_are_counted(seed, cbow):
     inputs, outputs, *places = random_problem(seed)
     expected = [1] * len(inputs), [1] * len(outputs)
-    for input_rows, _, output_row in counted(*places, cbow):
+    for input_rows, _, output_row, _ in counted(*places, cbow):
         for input_row in input_rows:
             expected[0][input_row] += 1
         expected[1][output_row] += 1

@@ -36,14 +36,23 @@ def even_text(ids, offsets, vocabulary):
 
 
 def make_sampler(
-    sentences, vocabulary, batch_size=64, seed=1, keep=None, noise=None, ahead=False, **model
+    sentences,
+    vocabulary,
+    batch_size=64,
+    seed=1,
+    keep=None,
+    noise=None,
+    ahead=False,
+    blocks=0,
+    **model,
 ):
     ids = np.concatenate(sentences).astype(np.int32)
     offsets = np.cumsum([0, *map(len, sentences)])
     keep = np.ones(vocabulary) if keep is None else keep
     noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
     text = TrainingText(ids, offsets, keep, noise)
-    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, draws_ahead=ahead)
+    how = {"draws_ahead": ahead, "block_words": blocks}
+    return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, **how)
 
 
 @pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
@@ -115,6 +124,33 @@ def test_every_kept_word_is_a_center_once_and_batches_are_nearly_equal():
     batches = list(make_sampler(sentences, 50, batch_size=100).epoch())
     assert centers(batches) == np.concatenate(sentences).tolist()
     assert all(90 <= len(batch.windows_B) <= 100 for batch in batches)
+
+
+@pytest.mark.parametrize("words", [5, 400, 4_003])
+def test_batches_mix_blocks_whose_words_stay_together(words):
+    text = [np.arange(0, words // 3), np.arange(words // 3, words)]
+    sampler = make_sampler(text, words, 100, blocks=10, window=2, shrink_windows=False)
+    batches = list(sampler.epoch())
+    assert sorted(centers(batches)) == list(range(words))
+    pairs = positive_pairs(batches)
+    assert all(0 < abs(a - b) <= 2 for a, b in pairs)
+    first = words // 3  # no window crosses the sentences
+    assert all((a < first) == (b < first) for a, b in pairs)
+    assert len(pairs) >= 0.8 * (4 * words - 12)  # blocks lose those at their edges
+    if words == 400:  # one chunk of four batches, ten blocks in each
+        assert [max(centers([batch])) - min(centers([batch])) for batch in batches] == [369] * 4
+
+
+def test_weighed_windows_are_whole():
+    text = [np.arange(50)]
+    whole, weighed = (
+        list(make_sampler(text, 50, window=4, **model).epoch())
+        for model in ({"shrink_windows": False}, {"shrink_by": "weigh"})
+    )
+    assert positive_pairs(whole) == positive_pairs(weighed)
+    assert whole[0].objective.weighted == 0
+    weights_d = weighed[0].objective.weights(4)
+    assert weights_d[1:].tolist() == [1, 0.75, 0.5, 0.25]
 
 
 def test_shrinking_windows_weigh_by_distance():
@@ -299,12 +335,21 @@ def test_progress_reaches_each_epoch_exactly():
 LINES = st.lists(st.integers(0, 30), min_size=1, max_size=60).filter(any)
 
 
-def rank_samplers(lengths, world_size, seed=1):
+def rank_samplers(lengths, world_size, seed=1, blocks=0):
     """The samplers of all ranks, for a text in which every word occurs once."""
     words = sum(lengths)
     text = even_text(np.arange(words, dtype=np.int32), np.cumsum([0, *lengths]), words)
     return [
-        Sampler(text, ModelConfig(window=2), 16, seed, CPU, rank=rank, world_size=world_size)
+        Sampler(
+            text,
+            ModelConfig(window=2),
+            16,
+            seed,
+            CPU,
+            rank=rank,
+            world_size=world_size,
+            block_words=blocks,
+        )
         for rank in range(world_size)
     ]
 
@@ -331,19 +376,20 @@ def test_ranks_share_the_text(lengths, world_size):
     after=st.integers(1, 4),
     steps=st.integers(0, 12),
     more=st.integers(0, 6),
+    blocks=st.sampled_from([0, 3]),
 )
-def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, steps, more):
-    first = rank_samplers(lengths, before)
+def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, steps, more, blocks):
+    first = rank_samplers(lengths, before, blocks=blocks)
     read = [centers(islice(sampler.epoch(), steps)) for sampler in first]
     states = json.loads(json.dumps([s.state_dict(s.position) for s in first]))
     if any(state["position"][0] for state in states):
         return  # the trainer keeps all ranks in one epoch
-    second = rank_samplers(lengths, after)
+    second = rank_samplers(lengths, after, blocks=blocks)
     for sampler in second:
         sampler.load_state_dict(states)
     read += [centers(islice(sampler.epoch(), more)) for sampler in second]
     # A second interruption, which keeps the number of ranks.
-    last = rank_samplers(lengths, after)
+    last = rank_samplers(lengths, after, blocks=blocks)
     for sampler, other in zip(last, second, strict=True):
         sampler.load_state_dict([s.state_dict(s.position) for s in second])
         assert sampler.position == other.position
@@ -351,7 +397,8 @@ def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, step
         read += [centers(sampler.epoch()) for sampler in last]
         counts = np.bincount(np.concatenate(read).astype(int), minlength=sum(lengths))
         assert counts.min() == 1
-        assert counts.sum() <= sum(lengths) + (before + after) * max(lengths)
+        if not blocks:  # with them, chunks are read again
+            assert counts.sum() <= sum(lengths) + (before + after) * max(lengths)
 
 
 @settings(max_examples=40)

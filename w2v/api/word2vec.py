@@ -58,8 +58,9 @@ LR_TOLERANCE = 3  # warn if alpha is this many times larger or smaller than a su
 TUNED = CONFIGS / "optimizers"  # the best settings of each optimizer
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
 SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
-    "model.negative_pool optimizer.step optimizer.occurrence_cap optimizer.schedule "
-    "optimizer.warmup train.kernels train.precision train.deterministic transfer."
+    "model.negative_pool model.shrink_by optimizer.step optimizer.occurrence_cap "
+    "optimizer.schedule optimizer.warmup train.block_words train.kernels train.precision "
+    "train.deterministic transfer."
 )
 MODEL = "vector_size window shrink_windows hs negative sample ns_exponent cbow_mean".split()
 ARGUMENTS = {  # which argument sets a key of the config

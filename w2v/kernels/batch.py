@@ -79,6 +79,9 @@ class Objective(NamedTuple):
 
     cbow: whether it is predicted by the sum or mean of its context words' vectors, not by each of
         them (Mikolov et al. 2013, arXiv 1301.3781); mean: which of the two.
+    weighted: W, if the gradients of a pair at distance d are weighed by (W + 1 - d) / W, which is
+        how often windows drawn from 1 to W hold it; 0 if all pairs weigh 1. The loss counts each
+        pair once. Not for CBOW.
     tree: of hierarchical softmax. The nodes of a center's path are targets, each labelled by the
         branch to take; beside the center and its negatives, if there are negatives.
 
@@ -89,6 +92,13 @@ class Objective(NamedTuple):
     cbow: bool = False
     mean: bool = True
     tree: Tree | None = None
+    weighted: int = 0
+
+    def weights(self, window: int) -> np.ndarray:
+        """Return the weight of a pair by its distance, float64 [window + 1]."""
+        distances = np.arange(window + 1.0)
+        widest = self.weighted
+        return (widest + 1 - distances) / widest if widest else np.ones_like(distances)
 
     def to(self, device: torch.device) -> Objective:
         """Return the objective with its tree on a device."""

@@ -297,14 +297,15 @@ def gradients(
     if is_sgd and records[0].shape[1] == padded(dim):
         dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
     lr, factors_V = rates or (1.0, np.ones(1, np.float32))
-    cbow, mean, tree = batch.objective
+    cbow, mean, tree, _ = batch.objective
     drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
     path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
     nodes = tree.depth if tree else 0
     centers, targets = len(batch.windows_B), 1 + batch.negatives_BK.shape[1] + nodes
     kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
     text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-    more = text, drawn, records, (np.float32(lr), mean, factors_V), path
+    weight_d = (lr * batch.objective.weights(batch.window)).astype(np.float32)
+    more = text, drawn, records, (weight_d, mean, factors_V), path
     shape = dim, batch.window, targets
     its = (grads.inputs, grads.outputs) if grads else 2 * (ThreadGrads(0, 0, dim, 1),)
     taken_1 = np.zeros(1, np.int64)

@@ -169,8 +169,12 @@ def _add_losses(loss, product, targets, times_T, losses_T, products_T):
 
 
 @inlined
-def _errors(loss, product, contexts, targets, lr, of_targets, of_pairs):
-    """Compute the errors of all pairs, times lr; add their losses."""
+def _errors(loss, product, contexts, targets, weights, of_targets, of_pairs):
+    """Compute the errors of all pairs, times their weights; add their losses.
+
+    `weights`: how many context words are before the center, and the weight of each distance.
+    """
+    before, weight_d = weights
     labels_T, times_T, losses_T, products_T = of_targets
     logits_N, errors_N, factors_N, bits_N = of_pairs
     numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
@@ -179,10 +183,11 @@ def _errors(loss, product, contexts, targets, lr, of_targets, of_pairs):
         if c % LOGARITHMS == 0:
             loss, product = _add_losses(loss, product, targets, times_T, losses_T, products_T)
         n = c * targets
+        weight = weight_d[abs(c + (c >= before) - before)]
         for t in range(targets):
             losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
             products_T[t] *= factors_N[n + t]
-            errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * lr
+            errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * weight
     return _add_losses(loss, product, targets, times_T, losses_T, products_T)
 
 
@@ -196,10 +201,11 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
 
     The function returns the summed loss and the number of positive pairs. It gets the edges of the
     thread's centers. With `in_place` it gets a counter of the centers that any thread has taken,
-    and their number; each center's gradients, times lr, are subtracted from the rows at once; those
-    of input rows are also scaled by `factors_V`: a factor for each row, or one for all. Otherwise
-    they are added to those of the thread's unique rows. Gradients of context words are first summed
-    in a ring, until the windows have passed the word: a word is in many windows, one after another.
+    and their number; each center's gradients are subtracted from the rows at once; those of input
+    rows are also scaled by `factors_V`: a factor for each row, or one for all. Otherwise they are
+    added to those of the thread's unique rows. Gradients of context words are first summed in a
+    ring, until the windows have passed the word: a word is in many windows, one after another.
+    `weight_d` are factors of all gradients by the distance of the context word, with lr in them.
     """
     subtracts = int(in_place)
 
@@ -213,7 +219,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         words_n, sentences_n, first = text
         windows_B, negatives_BK = drawn
         input_VR, output_VR = records
-        lr, mean, factors_V = rates
+        weight_d, mean, factors_V = rates
         begin_V, nodes_P = path[0], path[1]
         padded = context_CP.shape[1]
         negatives = negatives_BK.shape[1]
@@ -270,10 +276,11 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, of_pairs[0])
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
+            weights = at - left, weight_d
             if targets == most:
-                sums = _errors(loss, product, contexts, most, lr, of_targets, of_pairs)
+                sums = _errors(loss, product, contexts, most, weights, of_targets, of_pairs)
             else:
-                sums = _errors(loss, product, contexts, targets, lr, of_targets, of_pairs)
+                sums = _errors(loss, product, contexts, targets, weights, of_targets, of_pairs)
             loss, product = sums
             simd.pair_gradients(
                 of_pairs[1],

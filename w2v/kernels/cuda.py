@@ -87,11 +87,11 @@ class CudaKernels(Kernels):
         blocks = blocks_for(32 * batch.windows_B.shape[0])
         inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
         sums = rows.loss, rows.pairs
-        cbow, mean, tree = batch.objective
+        cbow, mean, tree, weighted = batch.objective
         if tree and not (tree.depth or macros["TARGETS"]):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
-        macros |= {"CBOW": int(cbow), "MEAN": int(mean)}
+        macros |= {"CBOW": int(cbow), "MEAN": int(mean), "WEIGHTED": weighted}
         kernel = "cbow" if cbow else "skipgram"
         macros["RANKS"], lent = self._lent()
         args = *inputs, *outputs, row_width, *lent, *sums

@@ -233,6 +233,9 @@ def gradients(
     signed_BHT = torch.where(labels_B1T, -logits_BHT, logits_BHT)
     loss = torch.where(counted_BHT, F.softplus(signed_BHT), 0).sum(dtype=torch.float64)
     error_BHT = torch.where(counted_BHT, logits_BHT.sigmoid() - labels_B1T.to(logits_BHT), 0)
+    if objective.weighted:
+        weight_d = torch.from_numpy(objective.weights(C // 2)[1:]).to(error_BHT)
+        error_BHT = error_BHT * torch.cat([weight_d.flip(0), weight_d])[:, None]
     error_BHT = (error_BHT if scale is None else error_BHT * scale).to(product)
 
     grad_context_BCD = torch.bmm(error_BHT, target_BTD)

@@ -19,7 +19,9 @@ REPEATS = 32  # how often a batch has the word of one of its centers, at most
 LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
 STEPS = 700  # optimizer steps of a run
-SGD_STEPS = 10_000  # of SGD, whose steps are as long as the sum of a row's gradients
+# Of SGD more, as its steps are as long as the sum of a row's gradients; of RMSprop, as its averages
+# begin at 0, without a correction, so that the first steps of a row are too long.
+MORE_STEPS = {"SGD": 10_000, "ASGD": 10_000, "RMSprop": 1_400}
 # Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
 RATES = {
     "AdamW": 0.075,
@@ -43,7 +45,10 @@ FALL_WITH_CENTERS = 0.55
 FALL_WITH_DIM = 0.4
 FALL_WITH_STEPS = 0.25
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
+WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
+# Words of a block over window + 3: its edges then cut 2 % of the pairs.
+BLOCK_WINDOWS = 16
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
 SHARED_STEPS = 8  # steps that share a pool
 NEAR_POOL = 256  # negatives that as many centers in turn share on many cores
@@ -57,6 +62,7 @@ class Use(NamedTuple):
     median: float  # centers of the median word
     repeat: float  # probability that two centers are the same word
     cbow: bool = False  # with negative sampling alone; hierarchical softmax needs no higher rate
+    weighed: bool = False  # words of whole windows, which are not drawn
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab) -> Use:
@@ -66,7 +72,8 @@ class Use(NamedTuple):
         repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
         epochs, model = config.train.epochs, config.model
         cbow = model.architecture == "cbow" and not model.hs
-        return cls(kept * epochs, float(np.median(kept_V)) * epochs, repeat, cbow)
+        median = float(np.median(kept_V)) * epochs
+        return cls(kept * epochs, median, repeat, cbow, model.shrink_by == "weigh")
 
 
 class Choice(NamedTuple):
@@ -76,15 +83,25 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1) -> Choice:
-    """Choose batch size and the optimizer's settings, where they are `auto`.
+def choose(
+    config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1, on_gpu: bool = False
+) -> Choice:
+    """Choose windows, batch size and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
     `ConfigError` if the learning rate is auto and the optimizer has none.
     """
-    use = Use.of(config, vocab)
     sequential = kernels == "sequential"
-    train, optimizer, reasons = config.train, config.optimizer, {}
+    train, optimizer, model = config.train, config.optimizer, config.model
+    reasons: dict[str, str] = {}
+    if model.shrink_by == "auto":
+        # The CPU needs time for each pair; a GPU computes those of whole windows beside the rest.
+        weighs = on_gpu and model.architecture == "skipgram"
+        model = replace(model, shrink_by="weigh" if weighs else "draw")
+        if weighs:
+            reasons["model.shrink_by"] = "weigh, as a GPU has time for whole windows"
+    config = replace(config, model=model)
+    use = Use.of(config, vocab)
     if not train.batch_size:
         size = batch_size(optimizer.name, use, sequential)
         train = replace(train, batch_size=size)
@@ -96,7 +113,6 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1)
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
-    model = config.model
     shares = kernels == "cpu" and threads >= MANY_CORES and model.negative > 0
     if shares and model.negative_pool < 0:
         model = replace(model, negative_pool=NEAR_POOL, negative_pool_centers=NEAR_POOL)
@@ -109,9 +125,11 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1)
     if optimizer.occurrence_cap < 0 and sequential:
         optimizer = replace(optimizer, occurrence_cap=0)
     elif optimizer.occurrence_cap < 0:
-        cap = max(1, int(STABLE / optimizer.lr))
+        # The sum of a gradient's weights is what counts, and the mean weight is (W + 1) / 2W.
+        pairs = 2 * model.window / (model.window + 1) if use.weighed else 1.0
+        cap = max(1, int(STABLE * pairs / optimizer.lr))
         optimizer = replace(optimizer, occurrence_cap=cap)
-        reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE}"
+        reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE * pairs:.2g}"
     return Choice(replace(config, model=model, train=train, optimizer=optimizer), reasons)
 
 
@@ -141,7 +159,7 @@ def batch_size(name: str, use: Use, sequential: bool = False) -> int:
         size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
     else:
         once = REPEATS / use.repeat if use.repeat else math.inf
-        size = min(use.centers / (SGD_STEPS if name in SUMMED else STEPS), once, LARGEST)
+        size = min(use.centers / MORE_STEPS.get(name, STEPS), once, LARGEST)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 
@@ -160,12 +178,30 @@ def learning_rate(
     factor *= (DIM / dim) ** FALL_WITH_DIM
     if use.cbow:
         factor *= CBOW
+    if use.weighed and name not in SUMMED:
+        factor *= WEIGHED
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
     rate = RATES[name] * min(factor, HIGHEST)
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)
     return float(f"{rate:.2g}")
+
+
+def mix_blocks(config: Config, is_resident: bool) -> Choice:
+    """Choose the blocks of text that a step mixes, where they are `auto`.
+
+    A word that one page of a book repeats is then in several steps. Such steps touch more rows,
+    which is why paged ones take consecutive text.
+    """
+    train = config.train
+    if train.block_words >= 0:
+        return Choice(config, {})
+    words = BLOCK_WINDOWS * (config.model.window + 3)
+    words = words if is_resident and words < LARGEST else 0
+    why = f"{words}, so that a step has words of many places"
+    reasons = {"train.block_words": why} if words else {}
+    return Choice(replace(config, train=replace(train, block_words=words)), reasons)
 
 
 def share_negatives(config: Config, is_paged: bool) -> Choice:

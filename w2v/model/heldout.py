@@ -52,6 +52,7 @@ class HeldOut:
         offsets = np.cumsum([0, *map(len, sentences)])
         sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=NONE)
         model = replace(model, negative_pool=0, negative_pool_steps=1, negative_pool_centers=0)
+        model = replace(model, shrink_by="draw")
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Subsampling may leave no two words beside each other.
         if not any(expand(batch).context_mask_BC.any() for batch in drawn):

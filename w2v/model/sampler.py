@@ -1,9 +1,10 @@
 """Batches of a text: subsampled words, shrinking windows and negatives.
 
 The text is read in chunks of whole sentences. A chunk is subsampled at once, and its kept words are
-cut into batches of nearly equal size. Draws are seeded by (seed, rank, epoch, chunk, batch), and a
-pool of negatives by the number of batches before it in the epoch, so a `Position` of four numbers
-is the whole state.
+cut into batches of nearly equal size. With `block_words`, batches mix blocks of the whole chunk, so
+that a word that one place repeats is in several steps. Draws are seeded by (seed, rank, epoch,
+chunk, batch), and a pool of negatives by the number of batches before it in the epoch, so a
+`Position` of four numbers is the whole state.
 
 Ranks share the text: each reads sentences with about equally many words, others in each epoch.
 They share the negatives too: each draws more of them from the rows that it owns, which need not
@@ -66,6 +67,7 @@ class Sampler:
     rank: int = 0
     world_size: int = 1  # ranks that share the text
     lookahead: int = 0  # chunks in the lookahead window of a batch
+    block_words: int = 0  # of blocks that batches mix; 0: batches are consecutive text
     draw: Draw = reference.draw  # draws windows and negatives: that of the kernels
     subsample: Subsample = reference.subsample  # subsamples a chunk: that of the kernels
     draws_ahead: bool = False  # whether a thread draws each batch while the one before trains
@@ -73,7 +75,9 @@ class Sampler:
     def __post_init__(self) -> None:
         self.position = Position()
         text, model = self.text, self.model
-        objective = Objective(model.architecture == "cbow", model.cbow_mean, text.tree)
+        self._weighs = model.shrink_windows and model.shrink_by == "weigh"
+        weighted = model.window if self._weighs else 0
+        objective = Objective(model.architecture == "cbow", model.cbow_mean, text.tree, weighted)
         self._objective = objective.to(self.device)
         self._reach = reach(model.window, text.offsets_S)
         self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
@@ -109,6 +113,8 @@ class Sampler:
             words_n, sentences_n = self._subsample(span, epoch, chunk)
             cuts = _even_cuts(len(words_n), self._batch_size)
             batches = len(cuts) - 1
+            if self.block_words:
+                words_n, sentences_n = mix(words_n, sentences_n, self.block_words, batches)
             for batch in range(first_batch, batches):
                 size = cuts[batch + 1] - cuts[batch]
                 place = Position(epoch, chunk, batch, drawn)
@@ -119,7 +125,8 @@ class Sampler:
                 self.position = Position(epoch, chunk, batch + 1, drawn)
                 words_left = words_after + self.text.count_words(span) * (1 - (batch + 1) / batches)
                 ahead = chunk_ahead
-                if ahead:  # the pieces of this chunk that the batch has read are past
+                # The pieces of this chunk that the batch has read are past, if it reads in order.
+                if ahead and not self.block_words:
                     pieces_read = CHUNK_PIECES * (batch + 1) // batches
                     ahead = ahead._replace(next=ahead.next + pieces_read)
                 yield Batch(
@@ -178,8 +185,11 @@ class Sampler:
             _, sentences_n = former._subsample(spans[0], epoch, chunk)
             cuts = _even_cuts(len(sentences_n), former._batch_size)
             first, last = spans[0]
-            is_read = batch == len(cuts) - 1
-            spans[0] = (last if is_read else first + int(sentences_n[cuts[batch]]), last)
+            if batch == len(cuts) - 1:
+                first = last
+            elif not self.block_words:  # else all sentences were read in part
+                first += int(sentences_n[cuts[batch]])
+            spans[0] = first, last
         return [(first, last) for first, last in spans if first < last]
 
     def _set_rank(self, rank: int, world_size: int) -> None:
@@ -273,7 +283,7 @@ class Sampler:
     def _windows_and_negatives(self, size: int, place: Position) -> tuple[Tensor, Tensor]:
         """Draw windows [B] and negatives [B, K] of centers, int32."""
         model = self.model
-        lowest = 1 if model.shrink_windows else model.window
+        lowest = 1 if model.shrink_windows and not self._weighs else model.window
         # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a key.
         key = self._key(place.epoch, place.chunk, place.batch + 1)
         pool_key = 0
@@ -288,6 +298,26 @@ class Sampler:
         numbers = (self.seed, *place, self.rank) if self.rank else (self.seed, *place)
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def mix(
+    words_n: Tensor, sentences_n: Tensor, block_words: int, batches: int
+) -> tuple[Tensor, Tensor]:
+    """Deal the blocks of a text to the batches, one after another.
+
+    Windows end at the edges of blocks, which are sentences of their own.
+    """
+    places_n = torch.arange(len(words_n), dtype=torch.int32, device=words_n.device)
+    blocks = len(words_n) // block_words
+    order = torch.argsort(places_n[:blocks] % batches, stable=True)
+
+    def dealt(numbers_n: Tensor) -> Tensor:  # a last block that is not full stays where it is
+        whole_n, rest_n = numbers_n.tensor_split([blocks * block_words])
+        return torch.cat([whole_n.view(blocks, block_words)[order].flatten(), rest_n])
+
+    # Blocks of one sentence may come to lie side by side; neighbours differ in the last bit.
+    parity_n = places_n // block_words % 2
+    return dealt(words_n), 2 * dealt(sentences_n) + parity_n
 
 
 def reach(window: int, offsets_S: np.ndarray) -> int:

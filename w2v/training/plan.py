@@ -302,7 +302,8 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(config, vocab, kernels, torch.get_num_threads())
+    threads, on_gpu = torch.get_num_threads(), device.type == "cuda"
+    config, chosen = auto.choose(config, vocab, kernels, threads, on_gpu)
     optimizer = RowOptimizer(config.optimizer)
     task = Task(config, machine, vocab, corpus, optimizer, device, kernels, ranks)
     if task.rows > MOST_ROWS:
@@ -322,6 +323,7 @@ def make_plan(
     slots = min(ranks.all_gather(budget.slots))
     is_paged = engine in LINKS and slots < 2 * budget.job.rows
     config, shared = auto.share_negatives(config, is_paged)
+    config, mixed = auto.mix_blocks(config, device.type == "cuda" and not is_paged)
     if is_paged and slots:
         size, steps = config.train.batch_size, max(1, config.transfer.steps_per_page)
         shared_job = replace(budget.job, pool=config.model.negative_pool)
@@ -340,7 +342,7 @@ def make_plan(
         slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")
     decided = {"engine": engine, "reason": reason, "slots": slots, "budget": budget}
-    return Plan(**vars(task) | {"config": config}, **decided, chosen=chosen | shared)
+    return Plan(**vars(task) | {"config": config}, **decided, chosen=chosen | shared | mixed)
 
 
 def make_budget(task: Task, run: Path | None) -> Budget:
@@ -415,6 +417,7 @@ def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) 
     """Return a sampler of the text, by the plan's settings and kernels."""
     model, train = plan.config.model, plan.config.train
     more |= {"subsample": kernels.subsample, "draw": kernels.draw}
+    more["block_words"] = max(0, train.block_words)  # none while it is auto
     if plan.kernels in ("cpu", "sequential"):
         more["draws_ahead"] = useful_threads(plan.config) > 1
     return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)

@@ -6,7 +6,8 @@
 // Macros: DIM, dimensions; WINDOW, TARGETS and PATHS as in batch.cuh; ELEMENT of the records;
 // COUNTED, 1 to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from
 // the mean of the context rows, 0 from their sum; RANKS, to which rows belong in turn, 1 if all
-// records are here.
+// records are here; WEIGHTED, W if pairs of skip-gram at distance d are weighed by (W + 1 - d) / W,
+// 0 if they weigh 1.
 
 #include "batch.cuh"
 #include "common.cuh"
@@ -292,7 +293,12 @@ extern "C" __global__ void skipgram(
                         dots[t] = t < TAKEN ? context.partial_dot(target[t]) : 0;
                     const float logit = sum_over_warp(dots, lane);
 
-                    const float error = pair_error(logit, label, counts, leader, lane_loss);
+                    float error = pair_error(logit, label, counts, leader, lane_loss);
+#if WEIGHTED
+                    const int offset = base + source - WINDOW;  // of the context word, if negative
+                    const int distance = offset < 0 ? -offset : offset + 1;
+                    error *= (WEIGHTED + 1 - distance) / (float)WEIGHTED;
+#endif
 #pragma unroll
                     for (int t = 0; t < TAKEN; t++) {
                         const float scale = __shfl_sync(ALL, error, t * (32 / GROUP));

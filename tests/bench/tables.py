@@ -56,6 +56,13 @@ SIMILARITIES = [
     for name, metric in (("WordSim-353", "wordsim353"), ("SimLex-999", "simlex999"))
 ]
 SCORES = [ANALOGIES, *SIMILARITIES]
+ALL_SCORES = [
+    Column("seeds", "seeds", ".0f"),
+    GOOGLE,
+    Column("MSR", "msr", ".1f %", 100),
+    *SIMILARITIES,
+    Column("MTurk-287", "mturk287", ".3f"),
+]
 SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
@@ -214,26 +221,30 @@ TABLES = {
         ],
     ),
     "gensim": Table(
-        ["tuning-2026-11-22", "tuning-2026-11-22-2"],
+        ["tuning-2026-11-22", "tuning-2026-11-23"],
         {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+)": r"\1, \2"},
-        [
-            Column("seeds", "seeds", ".0f"),
-            GOOGLE,
-            Column("MSR", "msr", ".1f %", 100),
-            *SIMILARITIES,
-            Column("MTurk-287", "mturk287", ".3f"),
-        ],
+        ALL_SCORES,
         sources=False,
+    ),
+    "drawn": Table(
+        ["tuning-2026-11-22-2"], {r"(wiki|books) auto (\w+)": r"\1, \2"}, ALL_SCORES, sources=False
     ),
     "cbow": Table(
         ["tuning-2026-11-22-5"],
         {r"wiki (CBOW hs|CBOW|skip-gram hs) (.*)": r"\1, \2"},
-        [
-            Column("seeds", "seeds", ".0f"),
-            Column("Google", "google", ".1f %", 100),
-            Column("WordSim-353", "wordsim353", ".3f"),
-            Column("SimLex-999", "simlex999", ".3f"),
-        ],
+        [ALL_SCORES[0], GOOGLE, *SIMILARITIES],
+        sources=False,
+    ),
+    "beginnings": Table(
+        ["tuning-2026-11-22", "tuning-2026-11-23"],
+        {r"(wiki|books):(\S+) (?:auto )?(gensim alpha=\S+|Adam)": r"\1 \2 M, \3"},
+        ALL_SCORES,
+        sources=False,
+    ),
+    "graphs": Table(
+        ["tuning-2026-11-23"],
+        {r"graph (\w+) (\d) epochs (.*)": r"\1, epochs: \2, \3"},
+        [ALL_SCORES[0], Column("purity", "purity", ".3f")],
         sources=False,
     ),
     "rates": Table(
@@ -514,8 +525,8 @@ def read(file: str) -> dict:
 def over_seeds(runs: list[dict[str, str]]) -> dict[str, float]:
     """Return mean and standard deviation of each score."""
     figures: dict[str, float] = {"seeds": len(runs)}
-    for score in ("google", "msr", "wordsim353", "simlex999", "mturk287"):
-        values = [float(run[score]) for run in runs if run[score]]
+    for score in ("google", "msr", "wordsim353", "simlex999", "mturk287", "purity"):
+        values = [float(run[score]) for run in runs if run.get(score)]
         if values:
             figures[score] = mean(values)
         if len(values) > 1:

@@ -123,7 +123,7 @@ def test_the_cap_of_sgd_follows_its_rate():
 def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
     vocab = vocab_of([500] * 40)
     drawn, weighed, cbow = (
-        auto.choose(load_config([], settings), vocab, "cuda", on_gpu)
+        auto.choose(load_config([], settings), vocab, "cuda", on_gpu=on_gpu)
         for settings, on_gpu in (([], False), ([], True), (["model.architecture=cbow"], True))
     )
     assert drawn.config.model.shrink_by == cbow.config.model.shrink_by == "draw"

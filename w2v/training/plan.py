@@ -523,7 +523,8 @@ def make_kernels(
     several = plan.ranks.size > 1
     if peers:
         model, centers = plan.config.model, -(-plan.config.train.batch_size // plan.ranks.size)
-        sizes = centers, model.negative, model.window, model.negative_pool, plan.text.tree
+        pool = model.negative_pool * model.pools(centers)
+        sizes = centers, model.negative, model.window, pool, plan.text.tree
         most, batches = rows_at_most(*sizes), plan.paging.steps
         return CudaPeerKernels(plan.shape, most, batches, plan.engine in LINKS)
     if plan.kernels == "cuda":

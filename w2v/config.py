@@ -161,6 +161,11 @@ class ModelConfig(Section):
         """Return how many pools of negatives so many centers of a step have."""
         return -(-centers // (self.negative_pool_centers or max(1, centers)))
 
+    def distinct_negatives(self, centers: int) -> int:
+        """Return the most negatives that differ among those of so many centers of a step."""
+        drawn = centers * self.negative
+        return min(drawn, max(0, self.negative_pool) * self.pools(centers) or drawn)
+
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):

@@ -126,7 +126,7 @@ class Steps:
             "loss": stretch.loss,
             **link(Moved(*moved), self.step, stretch.words, stretch.seconds, ranks.size),
             **gpu_memory(self.step, self.sampler.text.ids_N),
-            "tables [GiB]": ranks.size * self.planned.budget.job.table_bytes / 2**30,
+            "tables [GiB]": ranks.size * self.planned.table_bytes / 2**30,
             "host memory [GiB]": host / 1024,
         }
         if ranks.size > 1:

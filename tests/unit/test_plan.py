@@ -22,7 +22,7 @@ from w2v.model.sampler import Sampler
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
-from w2v.training.memory import Budget, Job, Machine
+from w2v.training.memory import Budget, Machine, Task
 from w2v.training.plan import (
     build,
     choose_device,
@@ -69,7 +69,7 @@ def zipf_plan(rows, words, *assignments):
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_memory_counts_fresh_negatives_until_a_pool_is_chosen(kernels):
     needs = [
-        zipf_plan(5000, 50_000, f"train.kernels={kernels}", *pool).budget.job.needs()
+        zipf_plan(5000, 50_000, f"train.kernels={kernels}", *pool).budget.task.needs()
         for pool in ([], ["model.negative_pool=0"])
     ]
     assert needs[0] == needs[1]
@@ -198,23 +198,21 @@ def test_cbow_vectors_longer_than_shared_memory_are_refused_before_the_text_is_r
 
 def engine_of(config, machine, device, table_bytes, measured=dict):
     """Choose the engine for tables of so many bytes, which have rows of 1 KiB."""
-    job = Job(
-        words=max(1, table_bytes >> 11),
-        vector_size=256,
-        states=lambda size: {},
-        engine="resident",
-        on_gpu=device is GPU,
-        batch_size=1024,
-        window=5,
-        negative=5,
-        counts_V=np.ones(1000),
-        text_words=10**6,
+    model = replace(config.model, vector_size=256)
+    sgd = replace(config.optimizer, name="SGD", args={})
+    task = Task(
+        config=replace(config, model=model, train=replace(config.train, batch_size=1024)),
+        machine=machine,
+        vocab=SimpleNamespace(counts=np.broadcast_to(1, max(1, table_bytes >> 11))),
+        corpus=SimpleNamespace(ids=np.zeros(10**6, np.int32), offsets=np.arange(2)),
         centers=10**6,
+        optimizer=RowOptimizer(sgd),
+        device=device,
         kernels="cuda",
     )
     free = {"host": HUGE, "disk": HUGE, "locked": machine.lockable_bytes}
-    budget = Budget(job, free | {"gpu": machine.gpu_free_bytes}, "runs", dict)
-    return choose_engine(config, machine, budget, measured)
+    budget = Budget(task, free | {"gpu": machine.gpu_free_bytes})
+    return choose_engine(budget, measured)
 
 
 @pytest.mark.parametrize("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
@@ -456,8 +454,9 @@ def test_lists_for_peers_have_room_for_the_pools_of_a_batch(centers, most):
         config=load_config([], ["train.batch_size=40", "model.negative=9", *pools]),
         ranks=SimpleNamespace(size=2),
         text=SimpleNamespace(tree=None),
+        words=1_000,
         paging=SimpleNamespace(steps=1),
         shape=StepShape(1_000, 8, torch.float32, CPU, world_size=2),
-        engine="resident",
+        is_hosted=False,
     )
     assert make_kernels(planned, peers=object()).window.rows_out.shape[1] == most

@@ -124,6 +124,25 @@ class Batch(NamedTuple):
     objective: Objective = SKIPGRAM
 
 
+def rows_at_most(
+    centers: int, negatives: int, window: int, depth: int = 0, words: int = 0
+) -> tuple[int, int]:
+    """Return the most rows of each table that a batch may touch.
+
+    negatives: of all centers, the most that differ; depth: of the tree of so many words, if any.
+    """
+    targets = centers + negatives if negatives or not depth else 0
+    return centers + 2 * window, targets + min(centers * depth, words - 1 if depth else 0)
+
+
+def most_rows(batch: Batch, parts: int = 1) -> tuple[int, int]:
+    """Return the most rows of each table that one of equal parts of a batch may touch."""
+    centers = -(-batch.windows_B.shape[0] // parts)
+    drawn, tree = centers * batch.negatives_BK.shape[1], batch.objective.tree
+    depth, words = (tree.depth, tree.begin_V.shape[0] - 1) if tree else (0, 0)
+    return rows_at_most(centers, min(drawn, batch.pool or drawn), batch.window, depth, words)
+
+
 class Pairs(NamedTuple):
     """A batch written out: context words and targets of each center.
 

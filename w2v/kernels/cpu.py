@@ -27,6 +27,7 @@ from w2v.kernels.batch import (
     TableLike,
     Update,
     View,
+    most_rows,
 )
 from w2v.kernels.reference import ReferenceKernels
 from w2v.system.simd import AT_ONCE, LANES
@@ -188,12 +189,8 @@ class CpuKernels:
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
-        centers, negatives = batch.negatives_BK.shape
-        share = -(-centers // self.threads.count)
-        nodes = batch.objective.tree.depth if batch.objective.tree else 0
-        most = share + 2 * batch.window, share * (1 + negatives + nodes)
-        fits = self._rows and all(map(ThreadGrads.has_room, self._rows, most))
-        if not fits:
+        most = most_rows(batch, parts=self.threads.count)
+        if not (self._rows and all(map(ThreadGrads.has_room, self._rows, most))):
             rows, dim = self.shape.rows, self.shape.dim
             inputs, outputs = (ThreadGrads(rows, n, dim, self.threads.count) for n in most)
             self._rows = inputs, outputs

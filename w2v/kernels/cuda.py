@@ -24,8 +24,8 @@ from w2v.kernels.batch import (
     StepShape,
     StepState,
     TableGrads,
-    Tree,
     Update,
+    most_rows,
     zeros_ahead,
 )
 from w2v.kernels.launch import blocks_for, launch
@@ -315,24 +315,6 @@ def with_sums(rows: Sequence[TableGrads], sums: Sequence[Tensor]) -> Grads:
         its._replace(row_count=count) for its, count in zip(rows, counts, strict=True)
     )
     return Grads(inputs, outputs, loss, pairs)
-
-
-def most_rows(batch: Batch) -> tuple[int, int]:
-    """Return the most rows of each table that the batch may touch."""
-    centers, negatives = batch.negatives_BK.shape
-    return rows_at_most(centers, negatives, batch.window, batch.pool, batch.objective.tree)
-
-
-def rows_at_most(
-    centers: int, negatives: int, window: int, pool: int, tree: Tree | None
-) -> tuple[int, int]:
-    """Return the most rows of each table that such a batch may touch."""
-    # Of a pool, no more words can be drawn than it holds.
-    drawn = min(centers * negatives, pool or centers * negatives)
-    outputs = centers + drawn if negatives or not tree else 0
-    if tree:  # of V words, with V - 1 inner nodes
-        outputs += min(centers * tree.depth, tree.begin_V.shape[0] - 2)
-    return centers + 2 * window, outputs
 
 
 def with_room(

@@ -1,6 +1,6 @@
 """Will it fit? Bytes that a run takes, and what this machine has.
 
-`Job.needs` is the one count of bytes, by place and purpose: the check before a run starts, the
+`Task.needs` is the one count of bytes, by place and purpose: the check before a run starts, the
 choice of the engine and the capacity of the GPU cache are all derived from it.
 """
 
@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from w2v.config import ConfigError
+from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import chunk_words, table_rows
+from w2v.kernels.batch import StepShape, chunk_words, rows_at_most, table_rows
+from w2v.model.optim import RowOptimizer
+from w2v.model.sampler import reach
 from w2v.model.table import (
     ALIGNMENT,
     CPU_ALIGNMENT,
     FILE_BYTES,
-    RowState,
     padded,
     pinning_is_limited,
     record_width,
@@ -35,6 +36,8 @@ from w2v.model.table import (
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
+from w2v.text.corpus import Corpus
+from w2v.text.vocab import Vocab
 from w2v.training.paging import MOST_STEPS
 from w2v.vectors.datasets import ASKED
 from w2v.vectors.export import EXPORT_BYTES
@@ -70,7 +73,10 @@ LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less i
 SHORT = 0.9  # of what it needs, a place is taken to have where an allocation failed nevertheless
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
-States = Callable[[int], Mapping[str, RowState]]  # vector size -> optimizer states of a row
+LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
+IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
+# Type of rows by precision, float32 where it is not named.
+ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DoesNotFit(MemoryError):
@@ -125,258 +131,255 @@ class Machine:
         return f"{host} | {gpu} | torch for CUDA {self.cuda_torch}, {cupy}"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What decides how many bytes a run takes.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, what computes it, and how many bytes that takes.
 
     Bytes are those of one rank, but for the disk, which all ranks share.
     """
 
-    words: int  # of the vocabulary
-    vector_size: int
-    states: States
-    engine: str  # resident, mapped or staged
-    on_gpu: bool
-    batch_size: int  # of all ranks
-    window: int
-    negative: int
-    counts_V: np.ndarray  # of the words
-    text_words: int
+    config: Config  # with a value for each `auto` that bytes depend on
+    machine: Machine  # this rank's share of it
+    vocab: Vocab
+    corpus: Corpus
     centers: float  # of an epoch: words that subsampling keeps, in the mean
-    kernels: str = "cpu"  # reference, cpu, sequential or cuda
-    has_formula: bool = True  # kernels step rows in place, without copies for torch.optim
-    threads: int = 1
-    pool: int = 0
-    pool_centers: int = 0
-    hs: bool = False
-    ns_exponent: float = 0.75
-    ranks: int = 1
-    cache_bytes: int | None = None  # of rows that are kept on the GPU; None: all that is left there
-    ids_bytes: int = 0  # of the corpus, where it is put on the GPU
-    checkpoints: bool = True  # whether any are written before the last one
-    element_size: int = 4
-    in_files: bool = False  # whether the tables are in files
-    alignment: int = ALIGNMENT  # bytes that records are padded to, see `Table`
+    optimizer: RowOptimizer
+    device: torch.device  # where steps are computed
+    kernels: str  # reference, cpu, sequential or cuda
+    ranks: Ranks = SINGLE
+    engine: str = "resident"  # resident, mapped or staged
+
+    @property
+    def words(self) -> int:
+        """Words of the vocabulary."""
+        words = len(self.vocab.counts)
+        return min(words, self.config.vocab.max_final_vocab or words)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def rows(self) -> int:
-        """Rows of each table on the rank that holds the most."""
-        return -(-self.all_rows // self.ranks)
+        """Rows of each table, on all ranks."""
+        return table_rows(self.words, self.config.model.hs, self.config.model.negative)
 
     @property
-    def all_rows(self) -> int:
-        """Rows of each table on all ranks."""
-        return table_rows(self.words, self.hs, self.negative)
+    def shape(self) -> StepShape:
+        """Shape of the whole tables."""
+        return StepShape(
+            rows=self.rows,
+            dim=self.config.model.vector_size,
+            dtype=ROW_TYPES.get(self.config.train.precision, torch.float32),
+            device=self.device,
+            count_pairs=self.optimizer.occurrence_cap > 0,
+            world_size=self.ranks.size,
+        )
 
     @property
-    def path_lengths(self) -> np.ndarray:
-        """The expected length of each word's path: the bits of an ideal code."""
-        counts_V = np.maximum(self.counts_V[: self.words], 1)
-        return np.log2(counts_V.sum() / counts_V) + 1
+    def alignment(self) -> int:
+        """Bytes that records are padded to."""
+        on_cpu = not self.on_gpu and self.shape.dtype == torch.float32
+        return CPU_ALIGNMENT if on_cpu else ALIGNMENT
 
     @property
-    def tree_bytes(self) -> int:
-        """Bytes of the paths of all words."""
-        return PATH_BYTES * int(self.path_lengths.sum()) + 8 * self.words if self.hs else 0
+    def ids_on_gpu(self) -> bool:
+        """Whether the ids of the text take little enough GPU memory to be there."""
+        return self.on_gpu and IDS_SHARE * self.corpus.ids.nbytes <= self.machine.gpu_free_bytes
 
     @property
     def record_bytes(self) -> int:
         return self._record_bytes(self.alignment)
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of this rank's rows of both tables."""
-        return 2 * self.rows * self.record_bytes
+    def _record_bytes(self, alignment: int) -> int:
+        dim, element = self.shape.dim, self.shape.dtype.itemsize
+        return record_width(dim, self.optimizer.states(dim), element, alignment) * element
 
     @property
-    def is_paged(self) -> bool:
-        """Whether rows move between CPU memory and a cache on the GPU."""
-        return self.on_gpu and self.engine != "resident"
+    def table_bytes(self) -> int:
+        """Bytes of both tables on the rank that holds the most rows."""
+        return 2 * self.shape.stride * self.record_bytes
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the tables of a run on a GPU are in CPU memory or in files."""
+        return self.engine != "resident"
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of rows that are kept on the GPU; None: all that is left there."""
+        return self.config.transfer.gpu_bytes_of(self.table_bytes)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a cache slot."""
         return self.record_bytes + MOVE_BYTES + self.record_bytes // UNUSED_PART
 
-    def _record_bytes(self, alignment: int) -> int:
-        states = self.states(self.vector_size)
-        width = record_width(self.vector_size, states, self.element_size, alignment)
-        return width * self.element_size
+    @property
+    def path_lengths(self) -> np.ndarray:
+        """The expected length of each word's path: the bits of an ideal code."""
+        counts_V = np.maximum(self.vocab.counts[: self.words], 1)
+        return np.log2(counts_V.sum() / counts_V) + 1
 
     def needs(self) -> dict[str, dict[str, int]]:
         """Return the bytes by place and purpose."""
-        locked = {"buffers": RING_BYTES} if self.engine == "staged" else {}
-        if self.engine == "mapped":
-            locked = {"tables": self.table_bytes}
-        return {
-            "host": self._host_needs(),
-            "locked": locked,
-            "gpu": self._gpu_needs() if self.on_gpu else {},
-            "disk": self._disk_needs(),
-        }
-
-    def _host_needs(self) -> dict[str, int]:
-        program = PROGRAM_BYTES + (CUDA_BYTES if self.on_gpu else 0)
-        if self.kernels != "reference":
-            program += COMPILER_BYTES
-        elif self.on_gpu:
-            program += COMPILER_BYTES + CUBLAS_BYTES
-        needs = {"program": program}
-        if not self.in_files and not (self.on_gpu and self.engine == "resident"):
-            # A CPU provides no memory for the rows of the input table that no word uses.
-            unused = 0 if self.on_gpu else self.rows - -(-self.words // self.ranks)
-            needs["tables"] = self.table_bytes - unused * self.record_bytes
-        needs["vocabulary"] = WORD_BYTES * self.words
-        needs["vocabulary"] += self.tree_bytes
+        config, words, rows = self.config, self.words, self.shape.stride
+        weights, tables = 4 * words * self.shape.dim, self.table_bytes
+        on_gpu, ranks, in_files = self.on_gpu, self.ranks.size, bool(config.transfer.table_dir)
+        batches = self._batch_bytes()
+        tree = 0
+        if config.model.hs:
+            tree = PATH_BYTES * int(self.path_lengths.sum()) + 8 * words
+        compiles = on_gpu or self.kernels != "reference"
+        plain_on_gpu = on_gpu and self.kernels == "reference"
+        # A CPU provides no memory for the rows of the input table that no word uses.
+        unused = 0 if on_gpu else self.record_bytes * (rows - -(-words // ranks))
+        in_memory = not in_files and (self.is_hosted or not on_gpu)
         # Large vectors are exported block by block; only those that are scored are copied.
-        needs["vectors"] = min(EXPORT_BYTES, 8 * self.words * self.vector_size)
-        if self.on_gpu or self.ranks > 1:
-            needs["vectors"] += 4 * min(self.words, ASKED) * self.vector_size
-        if not self.on_gpu:
-            batches = self._batch_bytes()
-            needs["batches"] = max(0, batches - needs["vectors"])  # gone when vectors are exported
-        return needs
+        scored = 4 * min(words, ASKED) * self.shape.dim if on_gpu or ranks > 1 else 0
+        vectors = min(EXPORT_BYTES, 2 * weights) + scored
+        host = {
+            "program": PROGRAM_BYTES
+            + CUDA_BYTES * on_gpu
+            + COMPILER_BYTES * compiles
+            + CUBLAS_BYTES * plain_on_gpu,
+            "tables": (tables - unused) * in_memory,
+            "vocabulary": WORD_BYTES * words + tree,
+            "vectors": vectors,
+            # They are gone when vectors are exported.
+            "batches": 0 if on_gpu else max(0, batches - vectors),
+        }
+        locked = {
+            "tables": tables * (self.engine == "mapped"),
+            "buffers": RING_BYTES * (self.engine == "staged"),
+        }
+        gpu = {
+            # Ranks have buffers to exchange rows.
+            "program": GPU_RESERVE * (4 if ranks > 1 else 1)
+            + tables // MAPPED_PART * (self.engine == "mapped"),
+            "batches": batches,
+            "ids": 4 * len(self.corpus.ids) * self.ids_on_gpu,
+            "vocabulary": (DRAW_BYTES + ROUTE_BYTES * (ranks > 1)) * words
+            + 2 * NUMBER_BYTES * rows
+            + tree,
+        }
+        if self.is_hosted:
+            # An automatic cache takes what is left, so it needs no more than to be set up.
+            slots = min(2 * rows, (self.cache_bytes or 0) // self.record_bytes)
+            gpu["cache maps"] = 2 * MAP_BYTES * rows
+            gpu["cache"] = max(self.slot_bytes * slots, 2 * SORT_BYTES * rows)
+        else:
+            gpu["tables"] = tables
+        disk = {
+            # The oldest checkpoint is removed when the third is whole.
+            "checkpoints": (3 if config.run.checkpoint_minutes else 1)
+            * (2 * self.rows * self._record_bytes(ALIGNMENT)),
+            "vectors": 2 * weights + 32 * words,  # vectors.kv and vectors.bin
+            "tables": ranks * tables * in_files,
+        }
+        return {"host": host, "locked": locked, "gpu": gpu if on_gpu else {}, "disk": disk}
 
     def _batch_bytes(self) -> int:
         """Return the bytes of batches and gradients on the compute device."""
-        batch_size = -(-self.batch_size // self.ranks)
+        config, model, shape, kernels = self.config, self.config.model, self.shape, self.kernels
+        dim, has_formula = shape.dim, bool(self.optimizer.formula)
+        batch_size = -(-config.train.batch_size // shape.world_size)
         centers = min(batch_size, int(self.centers))
-        drawn = centers * self.negative
-        chunk = min(chunk_words(batch_size), self.text_words)
+        drawn = centers * model.negative
+        chunk = min(chunk_words(batch_size), len(self.corpus.ids))
+        window = reach(model.window, self.corpus.offsets)
+        depth = int(self.path_lengths.max()) if model.hs else 0
         # The next batch is drawn while this one is still there.
         batches = 2 if self.centers > centers else 1
         stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn
         drawing = max(CHUNK_DRAW_BYTES * chunk, NEGATIVE_DRAW_BYTES * drawn)
-        dim, gradient = self.vector_size, 4 * self.vector_size + 8  # with its row and pairs
-        if self.kernels == "cuda":
+        gradient = 4 * dim + 8  # with its row and pairs
+        step = 0
+        if kernels == "cuda":
             # Buffers for the most rows that a batch may touch; larger ones are allocated beside
             # them. The batches of several pages are under way.
-            outputs = centers + self.words_drawn(centers) if self.negative else 0
-            if self.hs:
-                outputs += min(self.words, int(centers * self.path_lengths.max()))
-            inputs = centers + 2 * self.window
-            rows = min(self.rows, inputs) + min(self.rows, outputs)
-            in_use = PAGES * MOST_STEPS * 4 * centers * (1 + self.negative)
-            return stay + drawing + in_use + 2 * gradient * rows
-        if self.kernels == "sequential":
-            return stay + drawing
-        step = 0
-        if self.kernels == "cpu":
-            share = -(-centers // self.threads)
-            touched = self.touched(share)
+            distinct = model.distinct_negatives(centers)
+            most = rows_at_most(centers, distinct, window, depth, self.words)
+            stay += PAGES * MOST_STEPS * 4 * (centers + drawn)
+            stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
+        elif kernels == "cpu":
+            threads = torch.get_num_threads()
+            touched = self.touched(-(-centers // threads))
             gradient = 4 * padded(dim, 4, CPU_ALIGNMENT) + 16  # with its row, pairs and owner
-            stay += 8 * self.rows * (self.threads + 1) + gradient * self.threads * sum(touched)
-            if not self.has_formula:  # gradients of all threads are joined
-                step += 4 * dim * self.threads * max(touched)
-        else:  # products of all pairs
-            stay += POOL_BYTES * self.pool
-            drawing = max(drawing, POOL_DRAW_BYTES * self.pool)
-            targets = 1 + self.negative + (int(self.path_lengths.max()) if self.hs else 0)
-            step += 8 * centers * (2 * self.window + targets) * dim
+            stay += 8 * self.rows * (threads + 1) + gradient * threads * sum(touched)
+            if not has_formula:  # gradients of all threads are joined
+                step = 4 * dim * threads * max(touched)
+        elif kernels == "reference":  # products of all pairs
+            pool = max(0, model.negative_pool)
+            stay += POOL_BYTES * pool
+            drawing = max(drawing, POOL_DRAW_BYTES * pool)
+            step = 8 * centers * (2 * window + 1 + model.negative + depth) * dim
             if self.on_gpu:  # gradients of all batches under way
-                batches = PAGES * (1 if self.engine == "resident" else MOST_STEPS)
+                batches = PAGES * (MOST_STEPS if self.is_hosted else 1)
                 stay += batches * gradient * sum(self.touched(centers))
-        if self.kernels == "reference" or not self.has_formula:
+        if kernels == "reference" or not has_formula:
             # torch steps copies of a table's rows.
             step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
         return stay + max(drawing, step)
 
-    def words_drawn(self, centers: int) -> int:
-        """Return how many negatives are drawn for so many centers, at most."""
-        pools = -(-centers // (self.pool_centers or centers or 1))
-        drawn = centers * self.negative
-        return min(drawn, pools * self.pool or drawn)
-
     def touched(self, centers: int) -> tuple[int, int]:
         """Return the expected unique rows of both tables for so many centers."""
-        step = -(-self.words // SAMPLED)
-        counts_V = self.counts_V[: self.words : step].astype(np.float64)
+        model = self.config.model
+        every = -(-self.words // SAMPLED)
+        counts_V = self.vocab.counts[: self.words : every].astype(np.float64)
 
         def different(exponent: float, draws: int) -> int:
             share_V = counts_V**exponent
-            return int(step * -np.expm1(-draws / step * share_V / share_V.sum()).sum())
+            return int(every * -np.expm1(-draws / every * share_V / share_V.sum()).sum())
 
         # Subsampling makes centers flatter, much as the exponent does negatives.
-        inputs = different(0.75, centers + 2 * self.window)
+        inputs = different(0.75, centers + 2 * reach(model.window, self.corpus.offsets))
         outputs = 0
-        if self.negative:
-            outputs = inputs + different(self.ns_exponent, self.words_drawn(centers))
-        if self.hs and inputs:
+        if model.negative:
+            outputs = inputs + different(model.ns_exponent, model.distinct_negatives(centers))
+        if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))
         return inputs, min(self.rows, outputs)
 
-    def _gpu_needs(self) -> dict[str, int]:
-        word_bytes = DRAW_BYTES + (ROUTE_BYTES if self.ranks > 1 else 0)
-        program = GPU_RESERVE * (4 if self.ranks > 1 else 1)  # 4: buffers to exchange rows
-        if self.engine == "mapped":
-            program += self.table_bytes // MAPPED_PART
-        needs = {
-            "program": program,
-            "batches": self._batch_bytes(),
-            "ids": self.ids_bytes,
-            "vocabulary": word_bytes * self.words + 2 * NUMBER_BYTES * self.rows + self.tree_bytes,
-        }
-        if self.engine == "resident":
-            return needs | {"tables": self.table_bytes}
-        # An automatic cache takes what is left, so it needs no more than to be set up.
-        slots = min(2 * self.rows, (self.cache_bytes or 0) // self.record_bytes)
-        cache = max(self.slot_bytes * slots, 2 * SORT_BYTES * self.rows)
-        return needs | {"cache maps": 2 * MAP_BYTES * self.rows, "cache": cache}
 
-    def _disk_needs(self) -> dict[str, int]:
-        # The oldest checkpoint is removed when the third is whole.
-        kept = 3 if self.checkpoints else 1
-        vectors = 4 * self.words * self.vector_size
-        needs = {
-            "checkpoints": kept * 2 * self.all_rows * self._record_bytes(ALIGNMENT),
-            "vectors": 2 * vectors + 32 * self.words,  # vectors.kv and vectors.bin
-        }
-        return needs | ({"tables": self.ranks * self.table_bytes} if self.in_files else {})
-
-
-def cache_rows(job: Job, free_gpu_bytes: int) -> int:
+def cache_rows(task: Task, free_gpu_bytes: float) -> int:
     """Return the capacity of the GPU cache in rows.
 
-    Resident tables have all rows on the GPU. An automatic cache (cache_bytes is None) gets what all
-    other needs leave of the free memory.
+    Resident tables have all rows on the GPU. An automatic cache gets what all other needs leave of
+    the free memory.
     """
-    if not job.on_gpu:
-        return 0
-    if job.engine == "resident":
-        return 2 * job.rows
-    if job.cache_bytes is not None:
-        capacity = job.cache_bytes // job.record_bytes
-    else:
-        needs = job.needs()["gpu"]
-        left = free_gpu_bytes - sum(needs.values()) + needs["cache"]
-        capacity = left // job.slot_bytes
-    return max(0, min(2 * job.rows, capacity))
+    rows = 2 * task.shape.stride
+    if not task.is_hosted:
+        return rows if task.on_gpu else 0
+    if task.cache_bytes is not None:
+        return min(rows, task.cache_bytes // task.record_bytes)
+    needs = task.needs()["gpu"]
+    left = int(free_gpu_bytes) - sum(needs.values()) + needs["cache"]
+    return max(0, min(rows, left // task.slot_bytes))
 
 
-def fitting_batch_size(job: Job, slots: int, steps: int = 1) -> int:
+def fitting_batch_size(task: Task, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
-    `slots` is the capacity of the cache on all ranks, `steps` the batches of a page.
+    `slots` is the capacity of the cache on all ranks.
     """
-    size = job.batch_size
-    while size > 1 and sum(job.touched(steps * size)) > FILLED * slots:
+    size, steps = task.config.train.batch_size, max(1, task.config.transfer.steps_per_page)
+    while size > 1 and sum(task.touched(steps * size)) > FILLED * slots:
         size //= 2
     return size
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A job and the bytes that are free for it, by place."""
+    """A task and the bytes that are free for it, by place."""
 
-    job: Job
+    task: Task
     free: Mapping[str, float]  # of each of PLACES
-    run_dir: str
-    lighter: Callable[[], Mapping[str, States]]  # of optimizers that keep less, by name
 
     def check(self) -> None:
         """Raise `DoesNotFit` if some place lacks bytes."""
-        if places := self.lacking(self.job):
+        if places := self.lacking(self.task):
             problem = f"{' and '.join(map(PLACES.get, places))} would run out"
             raise DoesNotFit(self._explain(problem, self.changes()))
 
@@ -392,7 +395,7 @@ class Budget:
             if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
                 raise
             reason = one_line(error)[:200]
-            place = "gpu" if self.job.on_gpu and _is_of_gpu(error) else "host"
+            place = "gpu" if self.task.on_gpu and _is_of_gpu(error) else "host"
             found = self._with_less(place).changes()
             message = self._explain(f"memory ran out ({reason})", found)
             if run:
@@ -404,44 +407,50 @@ class Budget:
 
     def _with_less(self, place: str) -> Budget:
         """Return this budget, with less free memory than is needed in a place."""
-        job = self.job
-        if job.is_paged:  # an automatic cache takes what there was
-            job = replace(job, cache_bytes=self.slots * job.record_bytes)
-        short = SHORT * sum(job.needs()[place].values())
-        return replace(self, job=job, free={**self.free, place: min(short, self.free[place])})
+        task = self.task
+        if task.is_hosted:  # an automatic cache takes what there was
+            cache_bytes = str(self.slots * task.record_bytes)
+            task = replace(task, config=_with(task.config, "transfer.gpu_bytes", cache_bytes))
+        short = SHORT * sum(task.needs()[place].values())
+        return Budget(task, {**self.free, place: min(short, self.free[place])})
 
-    def lacking(self, job: Job) -> list[str]:
-        """Return the places where the job does not fit."""
-        needs = job.needs().items()
+    def lacking(self, task: Task) -> list[str]:
+        """Return the places where the task does not fit."""
+        needs = task.needs().items()
         return [place for place, parts in needs if sum(parts.values()) > self.free[place]]
 
     def changes(self) -> list[str]:
-        """Return the smallest single changes that would make the job fit."""
-        job, lacking = self.job, self.lacking(self.job)
-
-        def fits(**other: Any) -> bool:
-            return not self.lacking(replace(job, **other))
-
+        """Return the smallest single changes that would make the task fit."""
+        task, config, lacking = self.task, self.task.config, self.lacking(self.task)
         found = []
-        if fewer := _largest(lambda n: fits(words=n), job.words):
-            found.append(f"vocab.max_final_vocab={fewer}")
-        if smaller := _largest(lambda n: fits(vector_size=n), job.vector_size):
-            found.append(f"model.vector_size={smaller}")
-        if batch := _largest(lambda n: fits(batch_size=n), job.batch_size):
-            found.append(f"train.batch_size={batch}")
-        lighter = self.lighter().items()
-        found += [f"optimizer.name={name}" for name, states in lighter if fits(states=states)][:1]
+
+        def fits(key: str, value: Any) -> bool:
+            return not self.lacking(replace(task, config=_with(config, key, value)))
+
+        def find(key: str, below: int, spelled: Callable[[int], Any] = lambda n: n) -> None:
+            if most := _largest(lambda n: fits(key, spelled(n)), below):
+                found.append(f"{key}={spelled(most)}")
+
+        find("vocab.max_final_vocab", task.words)
+        find("model.vector_size", config.model.vector_size)
+        find("train.batch_size", config.train.batch_size)
+        for name in LIGHTER:
+            other = RowOptimizer(replace(config.optimizer, name=name, args={}))
+            if not self.lacking(replace(task, optimizer=other)):
+                found.append(f"optimizer.name={name}")
+                break
         if "gpu" in lacking or "locked" in lacking:
-            engines = [name for name in ("mapped", "staged") if name != job.engine]
-            found += [f"transfer.engine={name}" for name in engines if fits(engine=name)][:1]
-            kept = job.cache_bytes or 0
+            for name in ("mapped", "staged"):
+                if name != task.engine and not self.lacking(replace(task, engine=name)):
+                    found.append(f"transfer.engine={name}")
+                    break
+            kept = task.cache_bytes or 0
             shift, unit = (20, "MiB") if kept >> 30 else (10, "KiB")
-            if fewer := _largest(lambda n: fits(cache_bytes=n << shift), kept >> shift):
-                found.append(f"transfer.gpu_bytes={fewer}{unit}")
-        if lacking == ["host"] and not job.on_gpu and not job.in_files and fits(in_files=True):
+            find("transfer.gpu_bytes", kept >> shift, lambda n: f"{n}{unit}")
+        if lacking == ["host"] and not task.on_gpu and fits("transfer.table_dir", "FOLDER"):
             found.append("transfer.table_dir=FOLDER")
         if lacking == ["disk"]:
-            if job.checkpoints and fits(checkpoints=False):
+            if fits("run.checkpoint_minutes", 0.0):
                 found.append("run.checkpoint_minutes=0")
             found.append("run.dir=FOLDER on a larger disk")
         return found
@@ -449,16 +458,16 @@ class Budget:
     @property
     def takes(self) -> dict[str, dict[str, int]]:
         """Bytes by place and purpose, with copies and a cache of what is left."""
-        needs = self.job.needs()
+        needs = self.task.needs()
         needs["host"]["copies"] = self.copies
-        if self.job.is_paged:
-            needs["gpu"]["cache"] = self.job.slot_bytes * self.slots
+        if self.task.is_hosted:
+            needs["gpu"]["cache"] = self.task.slot_bytes * self.slots
         return {place: parts for place, parts in needs.items() if any(parts.values())}
 
     @property
     def slots(self) -> int:
         """Capacity of the GPU cache in rows."""
-        return cache_rows(self.job, int(self.free["gpu"]))
+        return cache_rows(self.task, self.free["gpu"])
 
     @property
     def copies(self) -> int:
@@ -466,21 +475,20 @@ class Budget:
 
         They are written while training goes on: as many files as there is room for.
         """
-        job = self.job
-        if not job.checkpoints or self._small:
+        tables, config = self.task.table_bytes, self.task.config
+        if not config.run.checkpoint_minutes or self._small:
             return 0
         # Tables in files are quick where the file cache has room for them.
-        cached = job.table_bytes if job.in_files else 0
-        room = self.free["host"] * (1 - SPARE) - sum(job.needs()["host"].values()) - cached
-        if room >= job.table_bytes:
-            return job.table_bytes
-        return max(0, int(room) // FILE_BYTES * FILE_BYTES)
+        cached = tables if config.transfer.table_dir else 0
+        needs = sum(self.task.needs()["host"].values()) + cached
+        room = self.free["host"] * (1 - SPARE) - needs
+        return tables if room >= tables else max(0, int(room) // FILE_BYTES * FILE_BYTES)
 
     @property
     def saving(self) -> str:
         """Whether training waits while a checkpoint is written, and why."""
-        tables, copies = self.job.table_bytes, self.copies
-        if not self.job.checkpoints:
+        tables, copies = self.task.table_bytes, self.copies
+        if not self.task.config.run.checkpoint_minutes:
             return "one checkpoint, when training is over"
         if copies == tables:
             return "checkpoints are written while training goes on, from a copy of the tables"
@@ -490,7 +498,7 @@ class Budget:
 
     @property
     def _small(self) -> bool:
-        return not self.job.on_gpu and self.job.table_bytes < LEAST_COPIED
+        return not self.task.on_gpu and self.task.table_bytes < LEAST_COPIED
 
     def __str__(self) -> str:
         """Return a line for each place: bytes by purpose, sum, what is free."""
@@ -508,7 +516,7 @@ class Budget:
     def _total(self, place: str, needs: Mapping[str, int]) -> str:
         free = self.free[place]
         of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
-        where = f" in {self.run_dir}" if place == "disk" else ""
+        where = f" in {self.task.config.run.dir}" if place == "disk" else ""
         return f"{format_bytes(sum(needs.values()))}{of}{where}"
 
     def _explain(self, problem: str, changes: list[str]) -> str:
@@ -520,9 +528,16 @@ class Budget:
         return f"{problem}: {needs}; {remedy}"
 
 
+def _with(config: Config, key: str, value: Any) -> Config:
+    """Return the config with another value of one key."""
+    section, name = key.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
 def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """Return the largest number in [1, below) that fits, to three digits."""
-    largest = bisect.bisect_left(range(1, below), True, key=lambda number: not fits(number))
+    """Return the largest number in [2, below) that fits, to three digits, or 0."""
+    count = bisect.bisect_left(range(2, below), True, key=lambda number: not fits(number))
+    largest = count + 1 if count else 0
     unit = 10 ** max(0, len(str(largest)) - 3)
     return largest // unit * unit
 

@@ -26,29 +26,21 @@ from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels, ShardKernels
-from w2v.kernels.batch import StepShape, StepState, chunk_words, table_rows
-from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels, rows_at_most
+from w2v.kernels.batch import StepState, chunk_words, rows_at_most
+from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import LossScale, ReferenceKernels
 from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText, noise_distribution, reach
-from w2v.model.table import (
-    ALIGNMENT,
-    CPU_ALIGNMENT,
-    Storage,
-    Table,
-    record_width,
-    side_by_side,
-    uniform,
-)
+from w2v.model.sampler import Sampler, TrainingText, noise_distribution
+from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import cores, git_commit, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training.memory import Budget, Job, Machine, fitting_batch_size
+from w2v.training.memory import ROW_TYPES, Budget, Machine, Task, fitting_batch_size
 from w2v.training.paging import MOST_STEPS, Paging, choose_lookahead, choose_paging
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
@@ -57,9 +49,7 @@ from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate, measure_rates
 
 log = logging.getLogger("w2v")
-# Type of rows by precision, float32 where it is not named; and of matrix products in plain torch.
-ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}
+PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
 KERNELS = {  # as the plan names them
     "reference": "plain torch",
     "cpu": "compiled by numba",
@@ -73,54 +63,15 @@ LINKS: dict[str, tuple[type[Link], Storage]] = {
 FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
-LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
-IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
 PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
 IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is trained, and what computes it."""
-
-    config: Config  # with a value for each `auto`
-    machine: Machine  # this rank's share of it
-    vocab: Vocab
-    corpus: Corpus
-    optimizer: RowOptimizer
-    device: torch.device  # where steps are computed
-    kernels: str  # one of KERNELS
-    ranks: Ranks
-
-    @property
-    def rows(self) -> int:
-        """Rows of each table, on all ranks."""
-        return table_rows(len(self.vocab.words), self.config.model.hs, self.config.model.negative)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the tables' elements."""
-        return ROW_TYPES.get(self.config.train.precision, torch.float32)
-
-    @property
-    def alignment(self) -> int:
-        """Bytes that records are padded to."""
-        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        return CPU_ALIGNMENT if on_cpu else ALIGNMENT
-
-    @property
-    def ids_on_gpu(self) -> bool:
-        """Whether the ids of the text take little enough GPU memory to be there."""
-        is_little = IDS_SHARE * self.corpus.ids.nbytes <= self.machine.gpu_free_bytes
-        return self.device.type == "cuda" and is_little
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(Task):
     """What a run will use, and why."""
 
-    engine: str  # resident, mapped or staged
     reason: str  # why this engine
     slots: int  # rows of paged tables that the GPU has room for
     budget: Budget
@@ -133,10 +84,9 @@ class Plan(Task):
 
     def __str__(self) -> str:
         """Return what the run does, in at most nine lines."""
-        config, words = self.config, len(self.vocab.words)
-        size = config.model.vector_size
+        config, words, size = self.config, self.words, self.config.model.vector_size
         record = " + ".join(["weight", *self.optimizer.states(size)])
-        table_bytes = format_bytes(self.budget.job.table_bytes)
+        table_bytes = format_bytes(self.table_bytes)
         optimizer, train = config.optimizer, config.train
         args = [f"{name} {value}" for name, value in optimizer.args.items()]
         rate = f"lr {optimizer.lr:g}, {optimizer.schedule}"
@@ -167,19 +117,7 @@ class Plan(Task):
     @property
     def is_paged(self) -> bool:
         """Whether some rows have no room on the GPU."""
-        return self.engine in LINKS and self.slots < 2 * self.shape.stride
-
-    @property
-    def shape(self) -> StepShape:
-        """Shape of the whole tables."""
-        return StepShape(
-            rows=self.rows,
-            dim=self.config.model.vector_size,
-            dtype=self.dtype,
-            device=self.device,
-            count_pairs=self.optimizer.occurrence_cap > 0,
-            world_size=self.ranks.size,
-        )
+        return self.is_hosted and self.slots < 2 * self.shape.stride
 
     @cached_property
     def ids(self) -> np.ndarray | Tensor:
@@ -222,7 +160,6 @@ class Plan(Task):
             # Plain torch has the gradients of all batches of a page at once.
             several = self.slots and self.kernels != "reference"
             return Paging(transfer.steps_per_page or (MOST_STEPS if several else 1))
-        batch_size = self.config.train.batch_size
         # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
         sampler = make_sampler(self, kernels, self.text)
@@ -232,16 +169,16 @@ class Plan(Task):
         # softmax, as the text does not name its nodes.
         if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:
             return paging
-        words = chunk_words(batch_size)
+        words = chunk_words(self.config.train.batch_size)
         chunks = choose_lookahead(self.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
     def _one_gpu_in_words(self) -> str:
         """Return what one GPU would do, where it is measured to be about as fast."""
-        alone = replace(self.budget.job, engine="resident", ranks=1)
+        alone = replace(self.budget.task, engine="resident", ranks=SINGLE)
         lacks = "gpu" in self.budget.lacking(alone)
         # Two H200 at batches of 16,384 are .84 times as fast as one, at 65,536 1.4 times.
-        if self.device.type == "cpu" or lacks or alone.batch_size > auto.LARGEST // 2:
+        if not self.on_gpu or lacks or self.config.train.batch_size > auto.LARGEST // 2:
             return ""
         return (
             "; one GPU has room for all, and would be about as fast at such batches: several gain "
@@ -249,7 +186,7 @@ class Plan(Task):
         )
 
     def _paging_in_words(self) -> str:
-        if self.engine not in LINKS:
+        if not self.is_hosted:
             return ""
         words = f"; cache of {self.slots:,} rows there, steps_per_page={self.paging.steps}"
         if self.paging.lookahead:
@@ -302,32 +239,41 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, optimizer, ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    threads, on_gpu = torch.get_num_threads(), device.type == "cuda"
-    config, chosen = auto.choose(config, vocab, kernels, threads, on_gpu)
-    optimizer = RowOptimizer(config.optimizer)
-    task = Task(config, machine, vocab, corpus, optimizer, device, kernels, ranks)
+    config, chosen = auto.choose(
+        config, vocab, kernels, torch.get_num_threads(), device.type == "cuda"
+    )
+    task = Task(
+        config=config,
+        machine=machine,
+        vocab=vocab,
+        corpus=corpus,
+        centers=auto.Use.of(config, vocab).centers / config.train.epochs,
+        optimizer=RowOptimizer(config.optimizer),
+        device=device,
+        kernels=kernels,
+        ranks=ranks,
+    )
     if task.rows > MOST_ROWS:
-        most = MOST_ROWS * len(vocab.words) // task.rows
+        most = MOST_ROWS * task.words // task.rows
         raise ConfigError(
-            f"{len(vocab.words):,} words need {task.rows:,} rows, more than {MOST_ROWS:,}; "
+            f"{task.words:,} words need {task.rows:,} rows, more than {MOST_ROWS:,}; "
             f"set vocab.max_final_vocab={most} or raise vocab.min_count={config.vocab.min_count}"
         )
-    if not ranks.shard_rows(len(vocab.words)):
-        few = f"{len(vocab.words)} words are too few for {ranks.size} ranks"
+    if not ranks.shard_rows(task.words):
+        few = f"{task.words} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     budget = make_budget(task, run)
-    measured = partial(measure_links, task, budget.job.record_bytes)
-    engine, reason = choose_engine(config, machine, budget, measured)
-    budget = replace(budget, job=replace(budget.job, engine=engine))
+    engine, reason = choose_engine(budget, partial(measure_links, task))
+    task = replace(task, engine=engine)
+    budget = replace(budget, task=task)
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(budget.slots))
-    is_paged = engine in LINKS and slots < 2 * budget.job.rows
+    is_paged = task.is_hosted and slots < 2 * task.shape.stride
     config, shared = auto.share_negatives(config, is_paged)
-    config, mixed = auto.mix_blocks(config, device.type == "cuda" and not is_paged)
+    config, mixed = auto.mix_blocks(config, task.on_gpu and not is_paged)
+    task = replace(task, config=config)
     if is_paged and slots:
-        size, steps = config.train.batch_size, max(1, config.transfer.steps_per_page)
-        shared_job = replace(budget.job, pool=config.model.negative_pool)
-        fits = fitting_batch_size(shared_job, ranks.size * slots, steps)
+        size, fits = config.train.batch_size, fitting_batch_size(task, ranks.size * slots)
         if fits < size:
             few = f"has room for {slots:,} rows, too few for a batch of {size:,}"
             log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
@@ -338,58 +284,26 @@ def make_plan(
     if kernels != "sequential" and given.train.batch_size:
         warn_of_few_steps(given, vocab)
     warn_of_small_eps(config, optimizer)
-    if device.type == "cpu" and config.train.precision != "float32":
+    if not task.on_gpu and config.train.precision != "float32":
         slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-    decided = {"engine": engine, "reason": reason, "slots": slots, "budget": budget}
-    return Plan(**vars(task) | {"config": config}, **decided, chosen=chosen | shared | mixed)
+    chosen = chosen | shared | mixed
+    return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
 
 
 def make_budget(task: Task, run: Path | None) -> Budget:
-    """Return what the run takes with resident tables, and what is free for it."""
-    config, machine, model = task.config, task.machine, task.config.model
-    vocab, corpus = task.vocab, task.corpus
-    job = Job(
-        words=len(vocab.words),
-        vector_size=model.vector_size,
-        states=task.optimizer.states,
-        engine="resident",
-        on_gpu=task.device.type == "cuda",
-        batch_size=config.train.batch_size,
-        window=reach(model.window, corpus.offsets),
-        negative=model.negative,
-        hs=model.hs,
-        counts_V=vocab.counts,
-        text_words=len(corpus.ids),
-        centers=auto.Use.of(config, vocab).centers / config.train.epochs,
-        kernels=task.kernels,
-        has_formula=bool(task.optimizer.formula),
-        threads=torch.get_num_threads(),
-        pool=max(0, model.negative_pool),  # auto may share some later, which takes less
-        pool_centers=model.negative_pool_centers,
-        ns_exponent=model.ns_exponent,
-        ranks=task.ranks.size,
-        ids_bytes=4 * len(corpus.ids) if task.ids_on_gpu else 0,
-        checkpoints=config.run.checkpoint_minutes > 0,
-        element_size=task.dtype.itemsize,
-        in_files=bool(config.transfer.table_dir),
-        alignment=task.alignment,
-    )
-    job = replace(job, cache_bytes=config.transfer.gpu_bytes_of(job.table_bytes))
+    """Return what the run takes, and what is free for it."""
+    machine = task.machine
     # A resumed run removes its old checkpoints as it writes new ones.
     saved = (run / "checkpoints").rglob("*.safetensors") if run else ()
+    old_bytes = sum(file.stat().st_size for file in saved)
     free = {
         "host": machine.host_free_bytes,
         "locked": machine.lockable_bytes,
         "gpu": machine.gpu_free_bytes,
-        "disk": free_disk_bytes(Path(config.run.dir)) + sum(file.stat().st_size for file in saved),
+        "disk": free_disk_bytes(Path(task.config.run.dir)) + old_bytes,
     }
-
-    def lighter() -> dict[str, Callable]:
-        others = (replace(config.optimizer, name=name, args={}) for name in LIGHTER)
-        return {other.name: RowOptimizer(other).states for other in others}
-
-    return Budget(job, free, config.run.dir, lighter)
+    return Budget(task, free)
 
 
 def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
@@ -446,7 +360,7 @@ def build(plan: Plan) -> TrainingLoop:
         world_size=plan.ranks.size,
         lookahead=plan.paging.lookahead,
     )
-    planning = torch.cuda.Stream(plan.device, priority=-1) if plan.device.type == "cuda" else None
+    planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
     exchange = make_exchange(plan, kernels, engine, state, planning, peers)
@@ -457,11 +371,11 @@ def build(plan: Plan) -> TrainingLoop:
 
 def make_tables(plan: Plan) -> tuple[Table, Table]:
     """Return this rank's rows of both tables, initialised."""
-    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, plan.dtype
+    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, plan.shape.dtype
     states = plan.optimizer.states(size)
     rows = ranks.shard_rows(plan.shape.rows)
-    storage: Storage = "cuda" if plan.device.type == "cuda" else "cpu"
-    if plan.engine in LINKS:
+    storage: Storage = "cuda" if plan.on_gpu else "cpu"
+    if plan.is_hosted:
         _, storage = LINKS[plan.engine]
     if folder := plan.config.transfer.table_dir:
         storage = "mmap"
@@ -481,7 +395,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     values = uniform(size, 0.5 / size, plan.config.train.seed)
     threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
     # Memory of rows that no word uses is not touched, so a CPU does not provide it.
-    words = ranks.shard_rows(len(plan.vocab.words))
+    words = ranks.shard_rows(plan.words)
     inputs.initialise(
         lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads, last_row=words
     )
@@ -507,7 +421,7 @@ def make_exchange(
 
 def find_peers(plan: Plan) -> PeerMemory | None:
     """Return the memory of all ranks' GPUs, if they can read it."""
-    stays = plan.slots or plan.engine not in LINKS  # the records of all pages
+    stays = plan.slots or not plan.is_hosted  # the records of all pages
     if plan.ranks.size == 1 or plan.kernels != "cuda" or not stays:
         return None
     peers = PeerMemory(plan.ranks)
@@ -523,10 +437,10 @@ def make_kernels(
     several = plan.ranks.size > 1
     if peers:
         model, centers = plan.config.model, -(-plan.config.train.batch_size // plan.ranks.size)
-        pool = model.negative_pool * model.pools(centers)
-        sizes = centers, model.negative, model.window, pool, plan.text.tree
-        most, batches = rows_at_most(*sizes), plan.paging.steps
-        return CudaPeerKernels(plan.shape, most, batches, plan.engine in LINKS)
+        depth = plan.text.tree.depth if plan.text.tree else 0
+        negatives = model.distinct_negatives(centers)
+        most = rows_at_most(centers, negatives, model.window, depth, plan.words)
+        return CudaPeerKernels(plan.shape, most, plan.paging.steps, plan.is_hosted)
     if plan.kernels == "cuda":
         return CudaShardKernels(plan.shape) if several else CudaKernels(plan.shape)
     if plan.kernels == "reference":
@@ -550,7 +464,7 @@ def useful_threads(config: Config) -> int:
 
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     """Return the engine of the plan."""
-    if plan.engine not in LINKS:
+    if not plan.is_hosted:
         return Engine(tables)
     link, _ = LINKS[plan.engine]
     if not plan.slots:
@@ -586,7 +500,7 @@ def make_heldout(plan: Plan) -> HeldOut | None:
 
 def measure_link(plan: Plan) -> float:
     """Return the link's roofline in bytes/s, both ways; 0 if it is not used."""
-    return measure_copy_rate(plan.device) if plan.engine in LINKS else 0.0
+    return measure_copy_rate(plan.device) if plan.is_hosted else 0.0
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
@@ -607,16 +521,15 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
-def choose_engine(
-    config: Config, machine: Machine, budget: Budget, measured: Callable[[], Rates]
-) -> tuple[str, str]:
+def choose_engine(budget: Budget, measured: Callable[[], Rates]) -> tuple[str, str]:
     """Return the engine's name and the reason for it.
 
     The budget is that of resident tables. `measured` returns what each link moves; it is called
     only if that decides.
     """
-    wanted, folder, job = config.transfer.engine, config.transfer.table_dir, budget.job
-    if not job.on_gpu:
+    task, machine = budget.task, budget.task.machine
+    wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
+    if not task.on_gpu:
         if wanted in LINKS:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
@@ -638,12 +551,12 @@ def choose_engine(
     if wanted in ("resident", "staged"):
         return wanted, "as configured"
     free = format_bytes(machine.gpu_free_bytes)
-    fit = f"tables of {format_bytes(job.table_bytes)}, {free} free on the GPU"
-    if wanted == "auto" and "gpu" not in budget.lacking(job):
+    fit = f"tables of {format_bytes(task.table_bytes)}, {free} free on the GPU"
+    if wanted == "auto" and "gpu" not in budget.lacking(task):
         return "resident", f"{fit}; force paging with transfer.engine=mapped"
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
-    if "locked" in budget.lacking(replace(job, engine="mapped")):
+    if "locked" in budget.lacking(replace(task, engine="mapped")):
         few = f"{fit}, and only {format_bytes(machine.lockable_bytes)} of memory may be locked"
         raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
         log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
@@ -659,13 +572,14 @@ def choose_engine(
     return best, f"{fit}, so rows are paged; GB/s of a trial to and from the GPU: {found}"
 
 
-def measure_links(task: Task, record_bytes: int) -> Rates:
-    """Measure the links that can be used, for records of that size."""
+def measure_links(task: Task) -> Rates:
+    """Measure the links that can be used, for records of the task."""
     rates: Rates = {}
-    width = record_bytes // task.dtype.itemsize
+    dtype = task.shape.dtype
+    width = task.record_bytes // dtype.itemsize
     for name, (link, storage) in LINKS.items():
         try:
-            rates[name] = measure_rates(link(), storage, width, task.dtype, task.device)
+            rates[name] = measure_rates(link(), storage, width, dtype, task.device)
         except MemoryError as error:
             log.warning(f"transfer.engine={name} cannot be used: {error}")
     return rates

@@ -130,7 +130,7 @@ CASES = {
     "tight cache and pages": (2, {"engine": "cache", "room": 0.95, "steps_per_page": 4}),
     "float32": (2, {"dtype": torch.float32}),
     "bfloat16": (2, {"dtype": torch.bfloat16}),
-    "loss scale": (2, {"name": "SGD", "dtype": torch.float16, "product": torch.float16}),
+    "float16 products": (2, {"name": "SGD", "dtype": torch.float16, "product": torch.float16}),
     "bfloat16 and cache": (2, {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9}),
 }
 

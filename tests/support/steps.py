@@ -13,7 +13,7 @@ from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.kernels.reference import LossScale, ReferenceKernels
+from w2v.kernels.reference import ReferenceKernels
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText
@@ -58,12 +58,10 @@ def make_step(
     tables = make_tables(optimizer, rows, dim, storage, dtype, ranks, folder)
     device = torch.device(device)
     shape = StepShape(rows, dim, dtype, device, config.occurrence_cap > 0, ranks.size)
-    scalars = [table.scalars for table in tables]
-    loss_scale = LossScale(scalars, device) if product == torch.float16 else None
     if peers:
         kernels = CudaPeerKernels(shape, (rows, rows), steps_per_page, engine != "resident")
     elif kernels == "reference":
-        kernels = ReferenceKernels(shape, product, loss_scale, ranks.all_reduce)
+        kernels = ReferenceKernels(shape, product)
     else:
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

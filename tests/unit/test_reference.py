@@ -1,4 +1,4 @@
-"""Closed-form gradients against autograd, unique rows, and the loss scale."""
+"""Closed-form gradients against autograd, unique rows and pairs."""
 
 import itertools
 
@@ -8,14 +8,7 @@ import torch.nn.functional as F
 
 from w2v.kernels import reference
 from w2v.kernels.batch import Batch, Objective, Page, Pairs, StepShape, View
-from w2v.kernels.reference import (
-    LossScale,
-    ReferenceKernels,
-    all_finite,
-    count_pairs,
-    expand,
-    unique_rows,
-)
+from w2v.kernels.reference import ReferenceKernels, all_finite, count_pairs, expand, unique_rows
 from w2v.model.huffman import make_tree
 
 CPU = torch.device("cpu")
@@ -136,27 +129,14 @@ def test_16_bit_products_are_close(product, error, objective):
         assert 0 < (ours - theirs).norm() < error * theirs.norm()
 
 
-def test_loss_scale_keeps_gradients_that_float16_would_lose():
-    pair = one_pair(torch.tensor([[4000.0]]), torch.tensor([[0.003], [0.0]]), has_negative=False)
-    scale = torch.tensor(2.0**12)
-    products = [(None, None), (torch.float16, None), (torch.float16, scale)]
-    exact, plain, scaled = (
-        with_gradients(*pair, product=product, scale=scale)[1].item() for product, scale in products
-    )
-    assert exact == pytest.approx(-1.84e-8, rel=0.02)
-    assert plain == 0
-    assert scaled == pytest.approx(exact, rel=0.02)
-
-
-def test_loss_scale_halves_at_an_overflow_and_doubles_after_an_interval(monkeypatch):
-    monkeypatch.setattr(LossScale, "INTERVAL", 3)
-    scalars = {}
-    scale = LossScale([scalars], CPU)
-    found = []
-    for overflowed in [True, True, *[False] * 5, True, *[False] * 3]:
-        scale.update(torch.tensor(overflowed))
-        found.append(float(scalars["loss_scale"]) / LossScale.FIRST)
-    assert found == [0.5, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5]
+def test_float16_keeps_small_gradients_and_those_of_many_large_weights():
+    small = one_pair(torch.tensor([[4000.0]]), torch.tensor([[0.003], [0.0]]), has_negative=False)
+    inputs, outputs, *places = random_problem(4, B=20, C=10, K=20)
+    large = 4 * inputs.float(), 4 * outputs.float(), *places
+    for problem in (small, large):
+        exact, half = (with_gradients(*problem, product=kind)[1:] for kind in (None, torch.float16))
+        for ours, theirs in zip(half, exact, strict=True):
+            assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_gradcheck():

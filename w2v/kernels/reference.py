@@ -6,7 +6,7 @@ a table, U unique rows, D dimensions, M requested rows, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import reduce
 
 import numpy as np
@@ -34,6 +34,9 @@ from w2v.kernels.batch import (
 from w2v.system.random import shift_right, splitmix64
 
 HEADER_WORDS = 6  # int32 words of a header: loss, pairs and fault, 8 bytes each
+# Factor of the errors in float16 products, so that small gradients are not lost. A constant is
+# enough: errors are at most 1, so that 20 targets overflow only with weights above 12.
+FLOAT16_SCALE = 2.0**8
 
 
 def draw(
@@ -187,7 +190,6 @@ def gradients(
     places: Pairs,
     grads: tuple[Tensor, Tensor],
     product: torch.dtype | None = None,
-    scale: Tensor | None = None,
     objective: Objective = SKIPGRAM,
 ) -> Tensor:
     """Return the summed loss of the pairs; add its gradients.
@@ -205,8 +207,6 @@ def gradients(
         grads: What the gradients of both are added to.
         product: Type that matrix products take and give, such as torch.bfloat16. Sums over more
             than a window stay in the vectors' type.
-        scale: Factor of the loss in the products that give gradients, whose small numbers
-            float16 would lose.
         objective: What x is: the vector of a context word, or a sum or mean of them.
     """
     contexts_BC, context_mask_BC, targets_BT, target_mask_BT, labels_BT = places
@@ -236,7 +236,8 @@ def gradients(
     if objective.weighted:
         weight_d = torch.from_numpy(objective.weights(C // 2)[1:]).to(error_BHT)
         error_BHT = error_BHT * torch.cat([weight_d.flip(0), weight_d])[:, None]
-    error_BHT = (error_BHT if scale is None else error_BHT * scale).to(product)
+    scale = FLOAT16_SCALE if product == torch.float16 else 1
+    error_BHT = (error_BHT * scale).to(product)
 
     grad_context_BCD = torch.bmm(error_BHT, target_BTD)
     grad_target_BTD = torch.bmm(error_BHT.transpose(1, 2), predicting_BHD)
@@ -246,8 +247,7 @@ def gradients(
     of_tables = (contexts_BC, grad_context_BCD), (targets_BT, grad_target_BTD)
     for sums_UD, (places_BN, grad_BND) in zip(grads, of_tables, strict=True):
         grad_ND = grad_BND.flatten(0, 1).to(input_UD.dtype)
-        grad_ND = grad_ND if scale is None else grad_ND / scale
-        sums_UD.index_add_(0, places_BN.flatten(), grad_ND)
+        sums_UD.index_add_(0, places_BN.flatten(), grad_ND, alpha=1 / scale)
     return loss
 
 
@@ -266,58 +266,21 @@ def count_pairs(places: Pairs, counts: tuple[Tensor, Tensor], cbow: bool = False
         counts[1].index_add_(0, places.targets_BT.flatten(), of_targets_BT.flatten())
 
 
-class LossScale:
-    """Dynamic loss scaling for float16, without waiting for the device.
-
-    A step whose gradients overflow halves the scale and is skipped; INTERVAL steps without
-    overflow double it (Micikevicius et al. 2018, arXiv 1710.03740). Its two numbers are kept among
-    the first table's scalars, so that checkpoints have them. Those of the optimizer move to the
-    device, where a skipped step is not counted.
-    """
-
-    INTERVAL = 2000
-    FIRST = 2.0**16
-
-    def __init__(self, of_tables: Sequence[dict[str, Tensor]], device: torch.device):
-        self.scale = torch.tensor(self.FIRST, device=device)
-        self._steps = torch.tensor(0.0, device=device)
-        for scalars in of_tables:
-            scalars |= {key: value.to(device) for key, value in scalars.items()}
-        of_tables[0].update(loss_scale=self.scale, loss_scale_steps=self._steps)
-
-    def update(self, overflowed: Tensor) -> None:
-        """Set the next scale by whether gradients overflowed (bool)."""
-        steps = torch.where(overflowed, 0, self._steps + 1)
-        is_doubled = steps == self.INTERVAL
-        self.scale.mul_(torch.where(overflowed, 0.5, torch.where(is_doubled, 2.0, 1.0)))
-        self._steps.copy_(torch.where(is_doubled, 0, steps))
-
-
 class ReferenceKernels(ShardKernels):
     """The kernels of `w2v.kernels.ShardKernels` in plain torch.
 
     Args:
         shape: Shape of the tables.
         product: Type of matrix products, as in `gradients`; by default that of the vectors.
-        loss_scale: Loss scaling for float16 products.
-        all_reduce: Sums a small tensor over all ranks, for the loss scale.
     """
 
     rows_ahead = True
     draw = staticmethod(draw)
     subsample = staticmethod(subsample)
 
-    def __init__(
-        self,
-        shape: StepShape,
-        product: torch.dtype | None = None,
-        loss_scale: LossScale | None = None,
-        all_reduce=lambda numbers: numbers,
-    ):
+    def __init__(self, shape: StepShape, product: torch.dtype | None = None):
         self.shape = shape
         self._product = product
-        self._loss_scale = loss_scale
-        self._all_reduce = all_reduce
         wide = shape.dtype == torch.float64
         self._grad_dtype = torch.float64 if wide else torch.float32
 
@@ -341,10 +304,9 @@ class ReferenceKernels(ShardKernels):
             targets_BT=torch.where(target_mask_BT, outputs.number_V[targets_BT], 0).long(),
         )
         weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
-        scale = self._loss_scale.scale if self._loss_scale else None
         grads = inputs.grad_UD, outputs.grad_UD
         cbow = batch.objective.cbow
-        batch_loss = gradients(*weights, places, grads, self._product, scale, batch.objective)
+        batch_loss = gradients(*weights, places, grads, self._product, batch.objective)
         if self.shape.count_pairs:
             count_pairs(places, (inputs.pairs_U, outputs.pairs_U), cbow)
         predicting = (context_mask_BC.any(1) if cbow else context_mask_BC).sum()
@@ -353,28 +315,18 @@ class ReferenceKernels(ShardKernels):
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         optimizer, tables, lr = update
-        skipped = self._skip_overflow([grads.inputs.grad_UD, grads.outputs.grad_UD])
         state.mark_fault(1, grads.loss.isfinite())
         for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
             rows_U = its.rows_U.long()
             slots_U = view.slots(rows_U)
             before_UR = view.records_SR.index_select(0, slots_U)
             records_UR = table.decode(before_UR.clone())
-            grad_UD, counted = its.grad_UD, {}
-            if skipped is not None:
-                # Without gradients the rows stay finite: an overflow of the loss scale is no fault.
-                grad_UD = torch.where(skipped, 0, grad_UD)
-                counted = {key: value.clone() for key, value in table.scalars.items()}
-            optimizer.step_rows(table, records_UR, grad_UD, its.pairs_U, lr)
-            for key, before in counted.items():  # a skipped step does not count
-                table.scalars[key].copy_(torch.where(skipped, before, table.scalars[key]))
+            optimizer.step_rows(table, records_UR, its.grad_UD, its.pairs_U, lr)
             after_UR = table.encode(rows_U, records_UR)
             state.mark_fault(2 << number, all_finite(after_UR))
             # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
-            keep = state.fault == 0
-            if skipped is not None:
-                keep &= ~skipped
-            view.records_SR.index_copy_(0, slots_U, torch.where(keep, after_UR, before_UR))
+            kept_UR = torch.where(state.fault == 0, after_UR, before_UR)
+            view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += len(grads.inputs.rows_U) + len(grads.outputs.rows_U)
 
     def finish(self) -> None:
@@ -480,15 +432,6 @@ class ReferenceKernels(ShardKernels):
         if rows.rows_U is not None:  # borrowed rows lie in that order
             weights = weights.index_select(0, view.slots(rows.rows_U.long()))
         return weights.to(self._grad_dtype)
-
-    def _skip_overflow(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """Update the loss scale; return whether any rank's gradients overflowed."""
-        if self._loss_scale is None:
-            return None
-        overflows = torch.stack([~all_finite(grad) for grad in grads]).any()
-        overflowed = self._all_reduce(overflows.int()) > 0
-        self._loss_scale.update(overflowed)
-        return overflowed
 
 
 def _starts(count_N: Tensor) -> Tensor:

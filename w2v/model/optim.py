@@ -157,13 +157,7 @@ class RowOptimizer:
         self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float
     ) -> None:
         if weight_UD.device not in self._instances:
-            args = self._args
-            if any(state[key].is_cuda for key in self._scalars):
-                # Without this argument torch would read them, and wait for the GPU.
-                accepts = "capturable" in inspect.signature(self._class).parameters
-                args = args | ({"capturable": True} if accepts else {})
-            made = self._class([nn.Parameter(weight_UD)], **args)
-            made._warned_capturable_if_run_uncaptured = True  # that there is no graph
+            made = self._class([nn.Parameter(weight_UD)], **self._args)
             self._instances[weight_UD.device] = made
         optimizer = self._instances[weight_UD.device]
         (group,) = optimizer.param_groups

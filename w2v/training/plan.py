@@ -29,7 +29,7 @@ from w2v.kernels import Kernels, ShardKernels
 from w2v.kernels.batch import StepState, chunk_words, rows_at_most
 from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
-from w2v.kernels.reference import LossScale, ReferenceKernels
+from w2v.kernels.reference import ReferenceKernels
 from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
@@ -347,11 +347,8 @@ def build(plan: Plan) -> TrainingLoop:
         # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, outputs = make_tables(plan)
-    loss_scale = None
-    if plan.kernels == "reference" and config.train.precision == "fp16":
-        loss_scale = LossScale([inputs.scalars, outputs.scalars], plan.device)
     peers = find_peers(plan)
-    kernels = make_kernels(plan, loss_scale, peers)
+    kernels = make_kernels(plan, peers)
     sampler = make_sampler(
         plan,
         kernels,
@@ -430,9 +427,7 @@ def find_peers(plan: Plan) -> PeerMemory | None:
     return None if why else peers
 
 
-def make_kernels(
-    plan: Plan, loss_scale: LossScale | None = None, peers: PeerMemory | None = None
-) -> Kernels:
+def make_kernels(plan: Plan, peers: PeerMemory | None = None) -> Kernels:
     """Return the kernels of the plan; those for peers if there are some."""
     several = plan.ranks.size > 1
     if peers:
@@ -444,8 +439,7 @@ def make_kernels(
     if plan.kernels == "cuda":
         return CudaShardKernels(plan.shape) if several else CudaKernels(plan.shape)
     if plan.kernels == "reference":
-        product = PRODUCT_TYPES.get(plan.config.train.precision)
-        return ReferenceKernels(plan.shape, product, loss_scale, plan.ranks.all_reduce)
+        return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
 
     # Threads overtake each other in sequential SGD, which is deterministic on one alone.

@@ -31,7 +31,7 @@ STAGES = {
         "survey",
         "list",
     ),
-    "moves": ("exchange", "gather_records", "scatter_records"),
+    "moves": ("exchange", "move_records"),
     "claim": ("unique_rows",),
     "lend": ("own", "gather_weights", "index_borrowed", "borrow_from_peers"),
     "skip-gram": ("skipgram", "cbow"),

@@ -70,10 +70,11 @@ class Moves:
         self._check()
 
     def gather(self, i: int) -> None:
-        cuda.gather_records(self._records_VR, self._sets[i % len(self._sets)], self._arriving)
+        cuda.move_records(self._records_VR, self._sets[i % len(self._sets)], self._arriving)
 
     def scatter(self, i: int) -> None:
-        cuda.scatter_records(self._records_VR, self._sets[(i + 1) % len(self._sets)], self._leaving)
+        rows = self._sets[(i + 1) % len(self._sets)]
+        cuda.move_records(self._records_VR, rows, self._leaving, to_table=True)
 
     def both(self, i: int) -> None:
         coming, leaving = (self._narrow[(i + n) % len(self._sets)] for n in range(2))

@@ -15,7 +15,7 @@ from w2v.distributed.ranks import Ranks
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table, host_memory, pinning_is_limited
-from w2v.training.memory import Budget, DoesNotFit, Machine, Task, cache_rows
+from w2v.training.memory import Budget, DoesNotFit, Machine, Task
 
 GIB = 1 << 30
 PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk"], 1000 * GIB)
@@ -50,6 +50,10 @@ def with_setting(task, key, value):
     section, name = key.split(".")
     changed = replace(getattr(task.config, section), **{name: value})
     return replace(task, config=replace(task.config, **{section: changed}))
+
+
+def slots(task, gpu_bytes):
+    return Budget(task, PLENTY | {"gpu": gpu_bytes}).slots
 
 
 def make_budget(*settings, free=(), **changes):
@@ -122,7 +126,7 @@ def test_automatic_cache_takes_what_is_left_of_a_gpu(words):
     assert needs["vocabulary"] == 20 * words and needs["cache maps"] == 30 * words
     assert needs["program"] == (512 << 20) + 2 * words * RECORD // 512
     assert needs["ids"] == 4 * 10_000_000
-    rows = cache_rows(task, 120 * GIB)
+    rows = slots(task, 120 * GIB)
     # What is counted fits, and one row more would not.
     for more, fits in ((0, True), (1, False)):
         filled = with_setting(task, *with_cache(rows + more).split("="))
@@ -158,12 +162,12 @@ def test_nodes_take_rows_and_paths():
 
 def test_cache_capacity():
     mapped = make_task(engine="mapped", device="cuda")
-    assert cache_rows(mapped, 1000 * GIB) == 2_000_000  # no more than there are
-    assert cache_rows(mapped, GIB // 2) == 0
+    assert slots(mapped, 1000 * GIB) == 2_000_000  # no more than there are
+    assert slots(mapped, GIB // 2) == 0
     few = with_setting(mapped, "transfer.gpu_bytes", str(10 * RECORD + 1))
-    assert cache_rows(few, GIB) == 10
-    assert cache_rows(make_task(device="cuda"), GIB) == 2_000_000
-    assert cache_rows(make_task(), 0) == 0
+    assert slots(few, GIB) == 10
+    assert slots(make_task(device="cuda"), GIB) == 2_000_000
+    assert slots(make_task(), 0) == 0
 
 
 def test_plan_lines():
@@ -275,8 +279,7 @@ def test_failing_allocation_while_training_names_a_change_for_the_run(budget, me
     with pytest.raises(DoesNotFit, match=expected) as stop, budget.explained(Path("my run")):
         raise RuntimeError(message)
     if kept := re.search("gpu_bytes=([0-9]+)MiB", str(stop.value)):
-        slots = cache_rows(budget.task, 2 * GIB)
-        assert 0.7 < (int(kept[1]) << 20) / (slots * budget.task.record_bytes) < 0.91
+        assert 0.7 < (int(kept[1]) << 20) / (budget.slots * budget.task.record_bytes) < 0.91
 
 
 @pytest.mark.parametrize(

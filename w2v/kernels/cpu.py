@@ -122,6 +122,8 @@ class CpuKernels:
     """The operations of `w2v.kernels.Kernels` by numba."""
 
     rows_ahead = False
+    steps_at_centers = False  # whether each center's gradients are at once subtracted, times lr
+    input_factors = np.ones(1, np.float32)  # of such updates of input rows, [V], or [1] for all
 
     def __init__(self, shape: StepShape, threads: int):
         self.shape = shape
@@ -198,8 +200,32 @@ class CpuKernels:
         return CpuGrads(inputs, outputs, NOTHING, NOTHING)
 
     def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
-        loss, pairs = gradients(self.threads, batch, page, self.shape.dim, rows)
-        return rows._replace(loss=loss, pairs=pairs)
+        """Run the compiled loop, a part of the centers on each thread at a time."""
+        (cbow, mean, tree, _), is_sgd = batch.objective, self.steps_at_centers
+        dim, threads = self.shape.dim, self.threads
+        records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
+        if is_sgd and records[0].shape[1] == padded(dim):
+            dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
+        drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
+        path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
+        nodes = tree.depth if tree else 0
+        centers, targets = len(batch.windows_B), 1 + batch.negatives_BK.shape[1] + nodes
+        kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
+        text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
+        weight_d = batch.objective.weights(batch.window) * (lr if is_sgd else 1)
+        rates = weight_d.astype(np.float32), mean, self.input_factors
+        shape, more = (dim, batch.window, targets), (text, drawn, records, rates, path)
+        taken_1 = np.zeros(1, np.int64)
+
+        def run_share(thread: int) -> tuple[float, int]:
+            unique = tuple(table.of_thread[0 if is_sgd else thread] for table in rows[:2])
+            # Centers of SGD belong to no thread: one that is done early takes more of them.
+            edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
+            return kernel(*edges, shape, unique, *more)
+
+        losses, pairs = zip(*threads.run(run_share), strict=True)
+        loss = torch.tensor(sum(losses), dtype=torch.float64)
+        return rows._replace(loss=loss, pairs=torch.tensor(sum(pairs)))
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
@@ -248,19 +274,13 @@ class SequentialSgdKernels(CpuKernels):
     Threads write to the tables without locks (Niu et al. 2011, Hogwild, arXiv 1106.5730): with more
     than one, the result depends on their timing. Rows have been written when the loss shows that
     they are not finite.
-
-    input_factors: Factors of the updates of input rows, float32 [V], or [1] for all.
     """
 
-    input_factors = np.ones(1, np.float32)
+    steps_at_centers = True
 
     def unique_rows(self, batch: Batch) -> Any:
-        return None
-
-    def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
-        rates = lr, self.input_factors
-        loss, pairs = gradients(self.threads, batch, page, self.shape.dim, None, rates)
-        return CpuGrads(None, None, loss, pairs)
+        no_rows = ThreadGrads(0, 0, self.shape.dim, 1)
+        return CpuGrads(no_rows, no_rows, NOTHING, NOTHING)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
@@ -273,48 +293,6 @@ def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
     """
     if not is_sound:
         state.mark_fault(bit, torch.tensor(False))
-
-
-def gradients(
-    threads: Threads,
-    batch: Batch,
-    page: Page,
-    dim: int,
-    grads: CpuGrads | None,
-    rates: tuple[float, np.ndarray] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the compiled loop, a part of the centers on each thread at a time.
-
-    It adds the gradients to `grads`; with `rates` instead, the learning rate and its factors by
-    input row, it makes a step of SGD at each center.
-    Returns the summed loss (float64) and the number of positive pairs (int64).
-    """
-    is_sgd = rates is not None
-    records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
-    if is_sgd and records[0].shape[1] == padded(dim):
-        dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
-    lr, factors_V = rates or (1.0, np.ones(1, np.float32))
-    cbow, mean, tree, _ = batch.objective
-    drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
-    path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
-    nodes = tree.depth if tree else 0
-    centers, targets = len(batch.windows_B), 1 + batch.negatives_BK.shape[1] + nodes
-    kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
-    text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-    weight_d = (lr * batch.objective.weights(batch.window)).astype(np.float32)
-    more = text, drawn, records, (weight_d, mean, factors_V), path
-    shape = dim, batch.window, targets
-    its = (grads.inputs, grads.outputs) if grads else 2 * (ThreadGrads(0, 0, dim, 1),)
-    taken_1 = np.zeros(1, np.int64)
-
-    def run_share(thread: int) -> tuple[float, int]:
-        unique = tuple(table.of_thread[0 if is_sgd else thread] for table in its)
-        # Centers of SGD belong to no thread: one that is done early takes more of them.
-        edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-        return kernel(*edges, shape, unique, *more)
-
-    losses, pairs = zip(*threads.run(run_share), strict=True)
-    return torch.tensor(sum(losses), dtype=torch.float64), torch.tensor(sum(pairs))
 
 
 def step_arguments(

@@ -132,22 +132,29 @@ class CudaKernels(Kernels):
         return 0, (None, None, None, 0)
 
 
-def gather_records(
-    table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
+def move_records(
+    table_VR: Tensor,
+    rows_U: Tensor,
+    records_SR: Tensor,
+    slots_U: Tensor | None = None,
+    to_table: bool = False,
 ) -> None:
-    """Copy records[slots[u]] = table[rows[u]]; without slots, u is the slot.
+    """Copy records[slots[u]] = table[rows[u]], or back; without slots, u is the slot.
 
     The table may be in pinned CPU memory. Rows and slots are int64 on the GPU, inside their bounds;
     rows are unique, and best sorted; negative ones are skipped. A record is a multiple of 16 bytes.
     """
-    _move("gather_records", table_VR, rows_U, records_SR, slots_U)
-
-
-def scatter_records(
-    table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
-) -> None:
-    """Copy table[rows[u]] = records[slots[u]]; otherwise as `gather_records`."""
-    _move("scatter_records", table_VR, rows_U, records_SR, slots_U)
+    assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
+    assert table_VR.stride(1) == 1 and records_SR.is_contiguous()
+    for ids in (rows_U, slots_U):
+        assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda)
+    itemsize, count = table_VR.element_size(), len(rows_U)
+    assert table_VR.shape[1] * itemsize % 16 == 0
+    width = table_VR.shape[1] * itemsize // 16
+    stride = table_VR.stride(0) * itemsize // 16
+    if count:
+        where = table_VR, stride, rows_U, records_SR, slots_U, count, width, to_table
+        launch("rows.cu", "move_records", {}, MOVE_BLOCKS, *where)
 
 
 class Bags(NamedTuple):
@@ -280,23 +287,6 @@ def _step_macros(
         "WIDE": 1 if dim % 4 else 4,
         "RANKS": ranks,
     }
-
-
-def _move(
-    kernel: str, table_VR: Tensor, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None
-) -> None:
-    assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
-    assert table_VR.stride(1) == 1 and records_SR.is_contiguous()
-    for ids in (rows_U, slots_U):
-        assert ids is None or (ids.dtype == torch.int64 and ids.is_contiguous() and ids.is_cuda)
-    itemsize = table_VR.element_size()
-    assert table_VR.shape[1] * itemsize % 16 == 0
-    width = table_VR.shape[1] * itemsize // 16
-    stride = table_VR.stride(0) * itemsize // 16
-    if len(rows_U):
-        count = len(rows_U)
-        where = table_VR, stride, rows_U, records_SR, slots_U, count, width
-        launch("rows.cu", kernel, {}, MOVE_BLOCKS, *where)
 
 
 def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:

@@ -343,22 +343,6 @@ class Task:
         return inputs, min(self.rows, outputs)
 
 
-def cache_rows(task: Task, free_gpu_bytes: float) -> int:
-    """Return the capacity of the GPU cache in rows.
-
-    Resident tables have all rows on the GPU. An automatic cache gets what all other needs leave of
-    the free memory.
-    """
-    rows = 2 * task.shape.stride
-    if not task.is_hosted:
-        return rows if task.on_gpu else 0
-    if task.cache_bytes is not None:
-        return min(rows, task.cache_bytes // task.record_bytes)
-    needs = task.needs()["gpu"]
-    left = int(free_gpu_bytes) - sum(needs.values()) + needs["cache"]
-    return max(0, min(rows, left // task.slot_bytes))
-
-
 def fitting_batch_size(task: Task, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
@@ -466,8 +450,19 @@ class Budget:
 
     @property
     def slots(self) -> int:
-        """Capacity of the GPU cache in rows."""
-        return cache_rows(self.task, self.free["gpu"])
+        """Capacity of the GPU cache in rows.
+
+        Resident tables have all rows on the GPU. An automatic cache gets what all other needs leave
+        of the free memory.
+        """
+        task, rows = self.task, 2 * self.task.shape.stride
+        if not task.is_hosted:
+            return rows if task.on_gpu else 0
+        if task.cache_bytes is not None:
+            return min(rows, task.cache_bytes // task.record_bytes)
+        needs = task.needs()["gpu"]
+        left = int(self.free["gpu"]) - sum(needs.values()) + needs["cache"]
+        return max(0, min(rows, left // task.slot_bytes))
 
     @property
     def copies(self) -> int:

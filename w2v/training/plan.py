@@ -85,10 +85,12 @@ class Plan(Task):
     def __str__(self) -> str:
         """Return what the run does, in at most nine lines."""
         config, words, size = self.config, self.words, self.config.model.vector_size
+        ranks, shard = self.ranks.size, self.ranks.shard_rows(words)
         record = " + ".join(["weight", *self.optimizer.states(size)])
         table_bytes = format_bytes(self.table_bytes)
         optimizer, train = config.optimizer, config.train
         args = [f"{name} {value}" for name, value in optimizer.args.items()]
+        chosen = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
         rate = f"lr {optimizer.lr:g}, {optimizer.schedule}"
         amount = f"batches of {train.batch_size:,}, {train.epochs} epochs"
         lines = [
@@ -98,21 +100,18 @@ class Plan(Task):
             f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
             + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
             f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
+            f"ranks     {ranks}, each with {shard:,} rows of a table{self._one_gpu_in_words()}"
+            if ranks > 1
+            else "",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
             f"kernels   {KERNELS[self.kernels]}, precision {config.train.precision}"
             + ", CBOW" * (config.model.architecture == "cbow")
             + ", hierarchical softmax" * config.model.hs,
             f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
             f"memory    {self.budget.totals}",
+            f"auto      {'; '.join(chosen)}" if chosen else "",
         ]
-        if self.ranks.size > 1:
-            shard = self.ranks.shard_rows(words)
-            line = f"ranks     {self.ranks.size}, each with {shard:,} rows of a table"
-            lines.insert(3, line + self._one_gpu_in_words())
-        if self.chosen:
-            reasons = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
-            lines.append(f"auto      {'; '.join(reasons)}")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     @property
     def is_paged(self) -> bool:

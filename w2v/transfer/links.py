@@ -61,12 +61,12 @@ class MappedLink(Link):
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        cuda.gather_records(table.records_VR, rows_U, records_SR, slots_U)
+        cuda.move_records(table.records_VR, rows_U, records_SR, slots_U)
 
     def write(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        cuda.scatter_records(table.records_VR, rows_U, records_SR, slots_U)
+        cuda.move_records(table.records_VR, rows_U, records_SR, slots_U, to_table=True)
 
 
 class StagedLink(Link):

@@ -41,27 +41,17 @@ __device__ void copy_records(
     }
 }
 
-// Parameters of a copy between table row rows[n] and record slots[n], or record n if slots is null.
-// Records have `width` vectors; the rows of a table are `stride` vectors apart.
-#define ROWS                                                                                  \
-    float4 *table, long long stride, const long long *rows, float4 *records,                  \
-        const long long *slots, long long count, int width
-
-// Negative rows are skipped.
-extern "C" __global__ void gather_records(ROWS) {
+// Copy table row rows[n] to record slots[n], or record n if slots is null; or back, `to_table`.
+// Negative rows are skipped. Records have `width` vectors; table rows are `stride` vectors apart.
+extern "C" __global__ void move_records(
+    float4* table, long long stride, const long long* rows, float4* records,
+    const long long* slots, long long count, int width, bool to_table) {
     each_warp(count, [&](long long n) {
         if (rows[n] < 0) return;
-        const float4* from = table + rows[n] * stride;
-        copy_records(from, records + (slots ? slots[n] : n) * width, nullptr, nullptr, width);
-    });
-}
-
-// Negative rows are skipped.
-extern "C" __global__ void scatter_records(ROWS) {
-    each_warp(count, [&](long long n) {
-        if (rows[n] < 0) return;
-        const float4* from = records + (slots ? slots[n] : n) * width;
-        copy_records(from, table + rows[n] * stride, nullptr, nullptr, width);
+        float4* row = table + rows[n] * stride;
+        float4* record = records + (slots ? slots[n] : n) * width;
+        copy_records(
+            to_table ? record : row, to_table ? row : record, nullptr, nullptr, width);
     });
 }
 

@@ -288,7 +288,7 @@ class Task:
         drawn = centers * model.negative
         chunk = min(chunk_words(batch_size), len(self.corpus.ids))
         window = reach(model.window, self.corpus.offsets)
-        depth = int(self.path_lengths.max()) if model.hs else 0
+        depth = math.ceil(self.path_lengths.max()) if model.hs else 0
         # The next batch is drawn while this one is still there.
         batches = 2 if self.centers > centers else 1
         stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn

@@ -47,9 +47,8 @@ class TrainingStep:
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
-        # Events: the steps of the last two pages are computed, and the last page is planned.
+        # Events: the steps of the last two pages are computed.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
-        self._planned: torch.cuda.Event | None = None
         # Tensors of the planning stream that the computation may still read: those of the page that
         # was just planned, of the one that computes and of the one before it.
         self._in_use: deque[list[PlannedBatch]] = deque(maxlen=3)
@@ -101,8 +100,7 @@ class TrainingStep:
         if self.planning:
             # Recorded behind the steps just launched. Of the two events, [0] is behind those of
             # the page before; at the first page there is only one, with nothing to wait for.
-            reusable = self._computed.popleft() if len(self._computed) == 2 else None
-            self._computed.append(current_stream().record_event(reusable))
+            self._computed.append(current_stream().record_event())
         with on_stream(self.planning):
             page = self.exchange.next_page(batches)
             marks_TV = self._marks(page)
@@ -116,8 +114,7 @@ class TrainingStep:
                 soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
                 self.engine.prefetch(marks_TV, soon_V)
         if self.planning:
-            self._planned = self.planning.record_event(self._planned)
-            current_stream().wait_event(self._planned)
+            current_stream().wait_stream(self.planning)
             self._in_use.append(page)
         with on_stream(self.planning):
             # After the moves have begun, so that they need not wait for this.

@@ -264,10 +264,8 @@ extern "C" __global__ void skipgram(
                 grad_target[t].clear();
             }
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
-#if COUNTED
-            const int targets = __popc(__ballot_sync(ALL, my_index >= 0));
+            const int targets = COUNTED ? __popc(__ballot_sync(ALL, my_index >= 0)) : 0;
             int contexts = 0;
-#endif
             const float label = batch.label(start + member, path);
 
             // The lanes look up 32 context words at once; the warp then takes one after another.
@@ -277,10 +275,8 @@ extern "C" __global__ void skipgram(
                 const long long word_record = word < 0 ? 0 : RECORD(in, word);
                 const long long word_index = word < 0 ? 0 : index_in[word];
                 lane_pairs += start == 0 && word >= 0;
-#if COUNTED
-                contexts += __popc(__ballot_sync(ALL, word >= 0));
-                if (word >= 0) atomicAdd(pairs_in + word_index, targets);
-#endif
+                if (COUNTED) contexts += __popc(__ballot_sync(ALL, word >= 0));
+                if (COUNTED && word >= 0) atomicAdd(pairs_in + word_index, targets);
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
                     Row context, grad_context;
@@ -316,9 +312,7 @@ extern "C" __global__ void skipgram(
                 if (index >= 0 && !hot.add(grad_target[t], row, lane))
                     grad_target[t].add_to(grads_out + index * DIM, lane);
             }
-#if COUNTED
-            if (my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
-#endif
+            if (COUNTED && my_index >= 0) atomicAdd(pairs_out + my_index, contexts);
         }
     }
 

@@ -87,12 +87,8 @@ def test_staged_buffers_are_reused_only_after_their_last_copy(monkeypatch):
         assert torch.equal(table.records_VR, expected)
 
 
-@pytest.mark.parametrize("place", LINKS)
-def test_rates_are_measured(place, monkeypatch):
-    for name, value in {"SECONDS": 0.01, "PROBE_BYTES": 1 << 20, "MOVED_BYTES": 1 << 16}.items():
-        monkeypatch.setattr(links, name, value)
-    storage, device, kind = PLACES[place]
-    device = torch.device(device)
-    rates = links.measure_rates(kind(), storage, 96, torch.float32, device)
-    assert all(1e6 < rate < 1e13 for rate in rates)
-    assert 1e7 < links.measure_copy_rate(device) < 1e13
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rate_of_copies_is_measured(device, monkeypatch):
+    monkeypatch.setattr(links, "SECONDS", 0.01)
+    monkeypatch.setattr(links, "MOVED_BYTES", 1 << 16)
+    assert 1e7 < links.measure_copy_rate(torch.device(device)) < 1e13

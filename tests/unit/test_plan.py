@@ -196,7 +196,7 @@ def test_cbow_vectors_longer_than_shared_memory_are_refused_before_the_text_is_r
             make_plan(configured(*cbow, "model.vector_size=12288", *others))
 
 
-def engine_of(config, machine, device, table_bytes, measured=dict):
+def engine_of(config, machine, device, table_bytes):
     """Choose the engine for tables of so many bytes, which have rows of 1 KiB."""
     model = replace(config.model, vector_size=256)
     sgd = replace(config.optimizer, name="SGD", args={})
@@ -212,7 +212,7 @@ def engine_of(config, machine, device, table_bytes, measured=dict):
     )
     free = {"host": HUGE, "disk": HUGE, "locked": machine.lockable_bytes}
     budget = Budget(task, free | {"gpu": machine.gpu_free_bytes})
-    return choose_engine(budget, measured)
+    return choose_engine(budget)
 
 
 @pytest.mark.parametrize("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
@@ -228,14 +228,6 @@ def test_configured_engine():
     assert engine_of(resident, WITH_GPU, GPU, HUGE)[0] == "resident"
     with pytest.raises(ConfigError, match="transfer.engine=mapped.*transfer.engine=resident"):
         engine_of(mapped, CPU_ONLY, CPU, 1)
-
-
-def test_trial_decides_between_the_links():
-    trial = {"mapped": (40e9, 40e9), "staged": (10e9, 5e9)}
-    chosen, reason = engine_of(configured(), WITH_GPU, GPU, HUGE, lambda: trial)
-    assert chosen == "mapped" and "mapped 40.0 / 40.0, staged 10.0 / 5.0" in reason
-    trial["mapped"] = 3e9, 50e9
-    assert engine_of(configured(), WITH_GPU, GPU, HUGE, lambda: trial)[0] == "staged"
 
 
 def test_without_cupy_rows_are_staged_and_the_remedy_is_logged(caplog):

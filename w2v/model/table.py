@@ -380,6 +380,6 @@ def _pin(memory: Tensor) -> None:
     except runtime.CUDARuntimeError as error:
         raise MemoryError(
             f"cannot pin {nbytes / 2**30:.1f} GiB of CPU memory ({error}); raise its limit (ulimit "
-            "-l, or --ulimit memlock=-1 for a container), or set transfer.engine=resident"
+            "-l, or --ulimit memlock=-1 for a container), or set transfer.engine=staged"
         ) from None
     weakref.finalize(memory.untyped_storage(), runtime.hostUnregister, memory.data_ptr())

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 from w2v.transfer.cache import MappedCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate, measure_rates
+from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate
 
 log = logging.getLogger("w2v")
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
@@ -65,7 +65,6 @@ FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
 PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
 IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
-Rates = dict[str, tuple[float, float]]  # bytes/s to and from the GPU by link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +261,7 @@ def make_plan(
         few = f"{task.words} words are too few for {ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
     budget = make_budget(task, run)
-    engine, reason = choose_engine(budget, partial(measure_links, task))
+    engine, reason = choose_engine(budget)
     task = replace(task, engine=engine)
     budget = replace(budget, task=task)
     # All ranks page alike, with the least room that any has.
@@ -514,11 +513,10 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
-def choose_engine(budget: Budget, measured: Callable[[], Rates]) -> tuple[str, str]:
+def choose_engine(budget: Budget) -> tuple[str, str]:
     """Return the engine's name and the reason for it.
 
-    The budget is that of resident tables. `measured` returns what each link moves; it is called
-    only if that decides.
+    The budget is that of resident tables.
     """
     task, machine = budget.task, budget.task.machine
     wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
@@ -554,28 +552,7 @@ def choose_engine(budget: Budget, measured: Callable[[], Rates]) -> tuple[str, s
         raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
         log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
         return "staged", few
-    if wanted == "mapped":
-        return wanted, "as configured"
-    rates = measured()
-    # The link that moves a record there and back in the least time.
-    best = min(rates, key=lambda name: sum(1 / rate for rate in rates[name]), default="mapped")
-    found = ", ".join(
-        f"{name} {to / 1e9:.1f} / {back / 1e9:.1f}" for name, (to, back) in rates.items()
-    )
-    return best, f"{fit}, so rows are paged; GB/s of a trial to and from the GPU: {found}"
-
-
-def measure_links(task: Task) -> Rates:
-    """Measure the links that can be used, for records of the task."""
-    rates: Rates = {}
-    dtype = task.shape.dtype
-    width = task.record_bytes // dtype.itemsize
-    for name, (link, storage) in LINKS.items():
-        try:
-            rates[name] = measure_rates(link(), storage, width, dtype, task.device)
-        except MemoryError as error:
-            log.warning(f"transfer.engine={name} cannot be used: {error}")
-    return rates
+    return "mapped", "as configured" if wanted == "mapped" else f"{fit}, so rows are paged"
 
 
 def choose_kernels(

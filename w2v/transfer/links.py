@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from w2v.kernels import cuda
-from w2v.model.table import Storage, Table
+from w2v.model.table import Table
 
 RING = 3
 BUFFER_BYTES = 16 << 20  # 16 MiB copies reach 97 % of the link's rate
-PROBE_BYTES = 256 << 20  # of a table that stands for a large one
+# Of the measurement of copies.
 MOVED_BYTES = 16 << 20  # at a time
 COPIES = 8  # each way, at a time
-SECONDS = 0.2  # each way
+SECONDS = 0.2
 
 
 class Records(Protocol):
@@ -142,51 +142,23 @@ def link_between(table: Table, device: torch.device) -> Link:
     return MappedLink() if table.storage == "pinned" else StagedLink()
 
 
-def measure_rates(
-    link: Link, storage: Storage, dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """Return bytes/s to and from the device, for random records.
-
-    Raises:
-        MemoryError: The storage cannot be pinned.
-        ValueError: The storage cannot be used on this machine.
-    """
-    record_bytes = dim * dtype.itemsize
-    rows = max(2, PROBE_BYTES // record_bytes)
-    table = Table("probe", rows, dim, {}, {}, storage, dtype)
-    moved = max(1, MOVED_BYTES // record_bytes)
-    rows_U = torch.randperm(rows, device=device)[:moved].sort().values
-    records_UR = torch.zeros(len(rows_U), table.width, dtype=dtype, device=device)
-    to_device = _rate(lambda: link.read(table, rows_U, records_UR), records_UR.nbytes)
-    return to_device, _rate(lambda: link.write(table, rows_U, records_UR), records_UR.nbytes)
-
-
 def measure_copy_rate(device: torch.device) -> float:
     """Return the bytes/s of copies in both directions: the link's roofline."""
     on_gpu = device.type == "cuda"
     host = [torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
     there = [torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
-
-    def move() -> None:
-        ways = (there[0], host[0], streams[0]), (host[1], there[1], streams[1])
-        for target, source, stream in ways:
-            with torch.cuda.stream(stream):
-                for _ in range(COPIES):
-                    target.copy_(source, non_blocking=True)
-
-    return _rate(move, 2 * COPIES * MOVED_BYTES)
-
-
-def _rate(move: Callable[[], None], nbytes: int) -> float:
-    """Return the bytes/s of calls that move `nbytes` each."""
+    ways = (there[0], host[0], streams[0]), (host[1], there[1], streams[1])
     calls = 0
     start = 0.0
     while calls < 2 or time.perf_counter() - start < SECONDS:
         if calls == 1:  # the first call warms up
             start = time.perf_counter()
-        move()
-        if torch.cuda.is_available():
+        for target, source, stream in ways:
+            with torch.cuda.stream(stream):
+                for _ in range(COPIES):
+                    target.copy_(source, non_blocking=True)
+        if on_gpu:
             torch.cuda.synchronize()
         calls += 1
-    return (calls - 1) * nbytes / (time.perf_counter() - start)
+    return (calls - 1) * 2 * COPIES * MOVED_BYTES / (time.perf_counter() - start)

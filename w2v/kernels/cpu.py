@@ -20,10 +20,12 @@ from torch import Tensor
 from w2v.kernels import cpu_loops
 from w2v.kernels.batch import (
     Batch,
+    Grads,
     OptimizerLike,
     Page,
     StepShape,
     StepState,
+    TableGrads,
     TableLike,
     Update,
     View,
@@ -95,8 +97,8 @@ class ThreadGrads:
     def _grad_nUP(self) -> np.ndarray:
         return self.grad_NP.reshape(*self.rows_nU.shape, padded(self.dim))
 
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sorted unique rows, gradients and pairs; reset."""
+    def take(self) -> TableGrads:
+        """Return the sorted unique rows, with the gradients of all threads."""
 
         def all_threads(array_nU: np.ndarray) -> Tensor:
             parts = zip(array_nU, self.count_n, strict=True)
@@ -106,7 +108,8 @@ class ThreadGrads:
         rows_U, places = torch.unique(rows.long(), return_inverse=True)
         grads = grads[:, : self.dim]
         grad_UD = grads.new_zeros(len(rows_U), self.dim).index_add_(0, places, grads)
-        return rows_U, grad_UD, torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
+        pairs_U = torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
+        return TableGrads(None, rows_U, grad_UD, pairs_U, None)
 
 
 class CpuGrads(NamedTuple):
@@ -232,11 +235,12 @@ class CpuKernels:
         if state.fault:
             return
         optimizer, tables, lr = update
-        parts = zip(tables, page, grads[:2], strict=True)
-        if not optimizer.formula:
-            for number, part in enumerate(parts):
-                self._step_by_torch(optimizer, *part, lr, state, number)
+        if not optimizer.formula:  # only the torch.optim class has it
+            inputs, outputs, loss, pairs = grads
+            grads = Grads(inputs.take(), outputs.take(), loss, pairs)
+            ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
             return
+        parts = zip(tables, page, grads[:2], strict=True)
         steps = [step_arguments(optimizer, *part, lr) for part in parts]
 
         def step(thread: int) -> list[int]:
@@ -247,25 +251,6 @@ class CpuKernels:
 
     def finish(self) -> None:
         self._rows = None
-
-    def _step_by_torch(
-        self,
-        optimizer: OptimizerLike,
-        table: TableLike,
-        view: View,
-        grads: ThreadGrads,
-        lr: float,
-        state: StepState,
-        number: int,
-    ) -> None:
-        """Step the rows by the torch.optim class, where no formula is compiled."""
-        rows_U, grad_UD, pairs_U = grads.take()
-        records_UR = view.records_SR.index_select(0, rows_U)
-        optimizer.step_rows(table, records_UR, grad_UD, pairs_U, lr)
-        is_finite = bool(records_UR.isfinite().all())
-        note_fault(state, 2 << number, is_finite)
-        if is_finite:
-            view.records_SR.index_copy_(0, rows_U, records_UR)
 
 
 class SequentialSgdKernels(CpuKernels):

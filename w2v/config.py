@@ -162,7 +162,7 @@ class ModelConfig(Section):
         return -(-centers // (self.negative_pool_centers or max(1, centers)))
 
     def distinct_negatives(self, centers: int) -> int:
-        """Return the most negatives that differ among those of so many centers of a step."""
+        """Return the most negatives of so many centers that differ."""
         drawn = centers * self.negative
         return min(drawn, max(0, self.negative_pool) * self.pools(centers) or drawn)
 

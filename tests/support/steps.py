@@ -134,7 +134,8 @@ def train(step, batches, lr):
     """Train on the batches; return the loss and the pairs of each: [n], [n]."""
     results = [step(planned, lr) for planned in step.prefetched(batches)]
     step.engine.flush()
-    losses, pairs = (torch.stack(column).cpu() for column in zip(*results, strict=True))
+    _, *sums = zip(*results, strict=True)
+    losses, pairs = (torch.stack(column).cpu() for column in sums)
     return losses, pairs
 
 

@@ -12,6 +12,7 @@ from w2v.kernels.batch import FAULTS
 from w2v.model.optim import learning_rate
 from w2v.training import checkpoint, plan, trainer
 from w2v.training.checkpoint import Checkpoints
+from w2v.training.step import TrainingStep
 from w2v.training.trainer import Diverged, Trainer, estimate_time
 
 EPOCHS = 2
@@ -35,13 +36,26 @@ class Clock:
         return self.now
 
 
-def test_learning_rate_follows_the_progress_of_the_run():
+@pytest.fixture
+def rates(monkeypatch):
+    """Learning rates of the steps, as they are made."""
+    rates, call = [], TrainingStep.__call__
+
+    def recorded(self, planned, lr):
+        rates.append(lr)
+        return call(self, planned, lr)
+
+    monkeypatch.setattr(TrainingStep, "__call__", recorded)
+    return rates
+
+
+def test_learning_rate_follows_the_progress_of_the_run(rates):
     loop = make_loop()
     assert loop.lr == 0.1
     epochs_done = 0.0
     for epoch in range(EPOCHS):
         for done in loop.epoch():
-            assert done.lr == learning_rate(loop.config.optimizer, epochs_done / EPOCHS)
+            assert rates[-1] == learning_rate(loop.config.optimizer, epochs_done / EPOCHS)
             epochs_done = loop.epochs_done
             assert epochs_done == done.batch.epochs_done
         assert epochs_done == loop.sampler.position.epoch == epoch + 1
@@ -70,12 +84,10 @@ def test_given_batches_are_trained_in_place_of_the_samplers():
 @pytest.mark.parametrize(
     "name, kernels", [("Adam", "auto"), ("Adam", "reference"), ("SGD", "auto")]
 )
-def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device):
+def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device, rates):
     settings = f"optimizer.name={name}", f"train.kernels={kernels}", f"train.device={device}"
     loop = make_loop(*settings)
-    rates = []
-    for number, done in enumerate(loop.epoch(), start=1):
-        rates.append(done.lr)
+    for number, _ in enumerate(loop.epoch(), start=1):
         if number == 3:
             loop.check_finite(lambda: "none is needed")
         if number == 6:

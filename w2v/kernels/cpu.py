@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,17 +112,11 @@ class ThreadGrads:
         return TableGrads(None, rows_U, grad_UD, pairs_U, None)
 
 
-class CpuGrads(NamedTuple):
-    """As `w2v.kernels.batch.Grads`, by thread."""
-
-    inputs: ThreadGrads
-    outputs: ThreadGrads
-    loss: Tensor
-    pairs: Tensor
-
-
 class CpuKernels:
-    """The operations of `w2v.kernels.Kernels` by numba."""
+    """The operations of `w2v.kernels.Kernels` by numba.
+
+    Until rows are stepped, `Grads` have `ThreadGrads` in place of `TableGrads`.
+    """
 
     rows_ahead = False
     steps_at_centers = False  # whether each center's gradients are at once subtracted, times lr
@@ -131,7 +125,7 @@ class CpuKernels:
     def __init__(self, shape: StepShape, threads: int):
         self.shape = shape
         self.threads = Threads(threads)
-        self._rows: tuple[ThreadGrads, ThreadGrads] | None = None
+        self._rows: Any = None  # `ThreadGrads` of both tables
         self._cdf_V = torch.empty(0)  # the distribution that `_starts` are of
         self._starts = np.empty(0, np.int32)
 
@@ -197,10 +191,9 @@ class CpuKernels:
         most = most_rows(batch, parts=self.threads.count)
         if not (self._rows and all(map(ThreadGrads.has_room, self._rows, most))):
             rows, dim = self.shape.rows, self.shape.dim
-            inputs, outputs = (ThreadGrads(rows, n, dim, self.threads.count) for n in most)
-            self._rows = inputs, outputs
+            self._rows = [ThreadGrads(rows, n, dim, self.threads.count) for n in most]
         inputs, outputs = self._rows
-        return CpuGrads(inputs, outputs, NOTHING, NOTHING)
+        return Grads(inputs, outputs, NOTHING, NOTHING)
 
     def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
         """Run the compiled loop, a part of the centers on each thread at a time."""
@@ -236,8 +229,7 @@ class CpuKernels:
             return
         optimizer, tables, lr = update
         if not optimizer.formula:  # only the torch.optim class has it
-            inputs, outputs, loss, pairs = grads
-            grads = Grads(inputs.take(), outputs.take(), loss, pairs)
+            grads = grads._replace(inputs=grads.inputs.take(), outputs=grads.outputs.take())
             ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
             return
         parts = zip(tables, page, grads[:2], strict=True)
@@ -264,8 +256,8 @@ class SequentialSgdKernels(CpuKernels):
     steps_at_centers = True
 
     def unique_rows(self, batch: Batch) -> Any:
-        no_rows = ThreadGrads(0, 0, self.shape.dim, 1)
-        return CpuGrads(no_rows, no_rows, NOTHING, NOTHING)
+        no_rows: Any = ThreadGrads(0, 0, self.shape.dim, 1)
+        return Grads(no_rows, no_rows, NOTHING, NOTHING)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))

@@ -139,8 +139,9 @@ def move_records(
     slots_U: Tensor | None = None,
     to_table: bool = False,
 ) -> None:
-    """Copy records[slots[u]] = table[rows[u]], or back; without slots, u is the slot.
+    """Copy records[slots[u]] = table[rows[u]], or back.
 
+    Without slots, u is the slot.
     The table may be in pinned CPU memory. Rows and slots are int64 on the GPU, inside their bounds;
     rows are unique, and best sorted; negative ones are skipped. A record is a multiple of 16 bytes.
     """

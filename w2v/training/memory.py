@@ -530,7 +530,7 @@ def _with(config: Config, key: str, value: Any) -> Config:
 
 
 def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """Return the largest number in [2, below) that fits, to three digits, or 0."""
+    """Return the largest number in [2, below) that fits, or 0; 3 digits."""
     count = bisect.bisect_left(range(2, below), True, key=lambda number: not fits(number))
     largest = count + 1 if count else 0
     unit = 10 ** max(0, len(str(largest)) - 3)

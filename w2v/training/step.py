@@ -27,9 +27,10 @@ from w2v.transfer.streams import current_stream, on_stream
 
 
 class StepResult(NamedTuple):
-    """What a step learned from, on the compute device; nobody waits for it."""
+    """What a step learned from; nobody waits for its numbers."""
 
-    loss: Tensor  # float64, summed over the positive pairs and their negatives
+    batch: Batch  # `sampler.position` is further on than `batch.after`: pages are drawn ahead
+    loss: Tensor  # float64 on the device, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, number of positive pairs
 
 
@@ -72,7 +73,7 @@ class TrainingStep:
         # alone has updated rows during `gradients`, so that bad values are already written.
         update = Update(self.optimizer, (self.inputs, self.outputs), lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
-        return StepResult(grads.loss, grads.pairs)
+        return StepResult(batch, grads.loss, grads.pairs)
 
     def prefetched(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
         """Yield the batches, each page planned while the one before computes."""

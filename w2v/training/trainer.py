@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.metrics import LinkUse, Metrics
-from w2v.training.step import TrainingStep
+from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import ASKED
 
@@ -59,15 +59,6 @@ class Diverged(ValueError):
     """Numbers are no longer finite; names the step, the place and remedies."""
 
 
-class TrainedBatch(NamedTuple):
-    """A batch, what its step learned from it, and the learning rate."""
-
-    batch: Batch  # `sampler.position` is further on than `batch.after`: pages are drawn ahead
-    loss: Tensor  # summed over the positive pairs and their negatives, on the device
-    pairs: Tensor  # number of positive pairs
-    lr: float
-
-
 class TrainingLoop:
     """Trains epoch by epoch; the caller acts between the steps."""
 
@@ -88,7 +79,7 @@ class TrainingLoop:
         """The learning rate of the next step."""
         return learning_rate(self.config.optimizer, self.progress)
 
-    def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[TrainedBatch]:
+    def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepResult]:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
         with deterministic_mode(self.config.train.deterministic):
             batches = self.sampler.epoch() if batches is None else batches
@@ -96,8 +87,8 @@ class TrainingLoop:
                 lr = self.lr
                 self._rates.append(lr)
                 result = self.step(planned, lr)
-                self.epochs_done = planned.batch.epochs_done
-                yield TrainedBatch(planned.batch, result.loss, result.pairs, lr)
+                self.epochs_done = result.batch.epochs_done
+                yield result
 
     def check_finite(self, remedy: Callable[[], str], steps_before: int = 0) -> None:
         """Raise `Diverged` if loss or rows are not finite; wait for the device.

@@ -22,7 +22,7 @@ BUFFER_BYTES = 16 << 20  # 16 MiB copies reach 97 % of the link's rate
 # Of the measurement of copies.
 MOVED_BYTES = 16 << 20  # at a time
 COPIES = 8  # each way, at a time
-SECONDS = 0.2
+SECONDS = 0.05
 
 
 class Records(Protocol):

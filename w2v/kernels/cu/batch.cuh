@@ -13,11 +13,9 @@ struct Batch {
     const int *words, *sentences;  // word and sentence id at each position of the text
     long long length, first, centers;
     const int *windows, *negatives;
-#if PATHS
-    const long long* path_begin;  // of each word
+    const long long* path_begin;  // of each word; null without a tree, as are those below
     const int* nodes;  // rows of the output table
     const unsigned char* codes;
-#endif
 
     // Return the word at window position o (offset -WINDOW..-1, 1..WINDOW); -1 if there is none.
     __device__ int context(long long center, int o) const {
@@ -45,21 +43,16 @@ struct Batch {
 
     // Return the path of a center; an empty one without a tree.
     __device__ Path path(long long center) const {
-#if PATHS
+        if (!PATHS) return {0, 0};
         const int word = words[first + center];
         const long long begin = path_begin[word];
         return {begin, (int)(path_begin[word + 1] - begin)};
-#else
-        return {0, 0};
-#endif
     }
 
     // Return target t: the center, its negatives, then the nodes of its path; -1 for a negative
     // that equals the center.
     __device__ int target(long long center, int t, Path path) const {
-#if PATHS
-        if (t >= TARGETS) return nodes[path.begin + t - TARGETS];
-#endif
+        if (PATHS && t >= TARGETS) return nodes[path.begin + t - TARGETS];
         const int word = words[first + center];
         if (t == 0) return word;
         const int negative = negatives[center * (TARGETS - 1) + t - 1];
@@ -68,10 +61,8 @@ struct Batch {
 
     // Return the label of target t: 1 for the center and where a path takes branch 0. Any t.
     __device__ bool label(int t, Path path) const {
-#if PATHS
-        if (t >= TARGETS) return t < TARGETS + path.length && !codes[path.begin + t - TARGETS];
-#endif
-        return t == 0;
+        if (!PATHS || t < TARGETS) return t == 0;
+        return t < TARGETS + path.length && !codes[path.begin + t - TARGETS];
     }
 
     // Return the row of a target that always counts.
@@ -88,14 +79,9 @@ struct Batch {
 };
 
 // Kernel parameters that make up a batch, and the batch.
-#if PATHS
-#define PATH_PARAMETERS , const long long *path_begin, const int *nodes, const unsigned char *codes
-#define PATH_MEMBERS , path_begin, nodes, codes
-#else
-#define PATH_PARAMETERS
-#define PATH_MEMBERS
-#endif
 #define BATCH                                                                                  \
     const int *words, const int *sentences, long long length, long long first,                 \
-        long long centers, const int *windows, const int *negatives PATH_PARAMETERS
-#define THE_BATCH {words, sentences, length, first, centers, windows, negatives PATH_MEMBERS}
+        long long centers, const int *windows, const int *negatives,                           \
+        const long long *path_begin, const int *nodes, const unsigned char *codes
+#define THE_BATCH                                                                              \
+    {words, sentences, length, first, centers, windows, negatives, path_begin, nodes, codes}

@@ -14,14 +14,9 @@
 #include "element.cuh"
 #include "unique.cuh"
 
-#if DIM % 4 == 0
-#define LANES_WIDE 4
-#else
-#define LANES_WIDE 1
-#endif
-
 #define WARPS 8  // of a block, as launch.py starts them
 
+constexpr int LANES_WIDE = DIM % 4 ? 1 : 4;    // elements of a pack
 constexpr int VECTORS = DIM / LANES_WIDE;      // packs of a row
 constexpr int PER_LANE = (VECTORS + 31) / 32;  // packs of a row in one lane
 constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in one lane
@@ -110,7 +105,7 @@ struct Row {  // one lane's elements of a row
             const int i = lane + 32 * v;
             if (i >= VECTORS) continue;
             const float* from = at + LANES_WIDE * v;
-#if LANES_WIDE == 4 && __CUDA_ARCH__ >= 900
+#if DIM % 4 == 0 && __CUDA_ARCH__ >= 900
             atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
 #else
 #pragma unroll

@@ -62,12 +62,9 @@ constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // finite 
 // every four elements.
 __device__ unsigned long long rounding(
     long long row, long long row_width, int i, unsigned long long seed) {
-#if ELEMENT == 1
+    if (ELEMENT != 1) return 0;
     const int first = i * WIDE;
     return splitmix64(row * (row_width / 4) + first / 4, seed) >> 16 * (first % 4);
-#else
-    return 0;
-#endif
 }
 
 // A table and the gradients of its unique rows, as in VIEW and GRADS.

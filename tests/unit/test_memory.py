@@ -141,6 +141,18 @@ def test_a_batch_takes_no_more_than_the_text_and_the_vocabulary_have():
         assert with_setting(task, "model.negative", 50)._batch_bytes() > task._batch_bytes()
 
 
+@pytest.mark.parametrize("words, pool", [(5_000, 0), (5_000, 3_000), (150_000, 0)])
+def test_expected_rows_are_those_of_drawn_words(words, pool):
+    counts_V = 1e9 / np.arange(1, words + 1)
+    task = make_task(f"model.negative_pool={pool}", counts=counts_V)
+    share_V = counts_V**0.75 / (counts_V**0.75).sum()
+    rng = np.random.default_rng(0)
+    centers, negatives = (rng.choice(words, size, p=share_V) for size in (2010, pool or 10_000))
+    inputs, outputs = task.touched(2000)
+    assert inputs == pytest.approx(len({*centers}), rel=0.03)
+    assert outputs == pytest.approx(len({*centers, *negatives}), rel=0.03)
+
+
 def test_nodes_take_rows_and_paths():
     alone, both = make_task("model.hs=true", "model.negative=0"), make_task("model.hs=true")
     assert (alone.rows, both.rows) == (1_000_000, 1_999_999)

@@ -328,15 +328,19 @@ class Task:
         every = -(-self.words // SAMPLED)
         counts_V = self.vocab.counts[: self.words : every].astype(np.float64)
 
-        def different(exponent: float, draws: int) -> int:
-            share_V = counts_V**exponent
-            return int(every * -np.expm1(-draws / every * share_V / share_V.sum()).sum())
-
         # Subsampling makes centers flatter, much as the exponent does negatives.
-        inputs = different(0.75, centers + 2 * reach(model.window, self.corpus.offsets))
+        kept_V = counts_V**0.75
+        uses_V = (centers + 2 * reach(model.window, self.corpus.offsets)) * kept_V / kept_V.sum()
+
+        def different(uses_V: np.ndarray) -> int:
+            return int(every * -np.expm1(-uses_V / every).sum())
+
+        inputs = different(uses_V)
         outputs = 0
-        if model.negative:
-            outputs = inputs + different(model.ns_exponent, model.distinct_negatives(centers))
+        if model.negative:  # a word that is a center and a negative has one row
+            noise_V = counts_V**model.ns_exponent
+            drawn_V = model.distinct_negatives(centers) * noise_V / noise_V.sum()
+            outputs = different(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))

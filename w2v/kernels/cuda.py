@@ -36,7 +36,6 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element
 SUMS = (torch.float64, ()), *[(torch.int64, ())] * 3
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
-NO_PATHS = None, None, None  # parameters of a batch without a tree
 MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
 
 
@@ -352,4 +351,5 @@ def _text(batch: Batch) -> tuple[Tensor | int | None, ...]:
     words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
     text = words_n, sentences_n, words_n.shape[0], first
     tree = batch.objective.tree
-    return *text, windows_B.shape[0], windows_B, negatives_BK, *(tree[:3] if tree else NO_PATHS)
+    path = tree[:3] if tree else (None, None, None)
+    return *text, windows_B.shape[0], windows_B, negatives_BK, *path

@@ -157,8 +157,8 @@ class RowOptimizer:
         self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float
     ) -> None:
         if weight_UD.device not in self._instances:
-            made = self._class([nn.Parameter(weight_UD)], **self._args)
-            self._instances[weight_UD.device] = made
+            parameters = [nn.Parameter(weight_UD)]
+            self._instances[weight_UD.device] = self._class(parameters, **self._args)
         optimizer = self._instances[weight_UD.device]
         (group,) = optimizer.param_groups
         (parameter,) = group["params"]

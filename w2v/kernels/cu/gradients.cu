@@ -330,10 +330,7 @@ extern "C" __global__ void cbow(
     const Batch batch = THE_BATCH;
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get
-#if COUNTED
-    __shared__ int targets_of[TILE];  // number of targets of each center
-    int counted = 0;
-#endif
+    __shared__ int targets_of[TILE];  // number of targets of each center, if COUNTED
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
     const bool leader = lane % (32 / GROUP) == 0;  // of the lanes with the same logit
@@ -393,9 +390,7 @@ extern "C" __global__ void cbow(
             if (MEAN) predicting.scale(1.0f / contexts);
             lane_pairs += lane == 0;
 
-#if COUNTED
-            counted = 0;
-#endif
+            int counted = 0;
             for (int start = 0;;) {
                 const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
                 float dots[GROUP];
@@ -417,19 +412,15 @@ extern "C" __global__ void cbow(
                     if (!hot.add(grad_target, row, lane))
                         grad_target.add_to(grads_out + index * DIM, lane);
                 }
-#if COUNTED
-                counted += __popc(__ballot_sync(ALL, my_index >= 0));
-                if (my_index >= 0) atomicAdd(pairs_out + my_index, 1);
-#endif
+                if (COUNTED) counted += __popc(__ballot_sync(ALL, my_index >= 0));
+                if (COUNTED && my_index >= 0) atomicAdd(pairs_out + my_index, 1);
                 start += GROUP;
                 if (start >= targets_here) break;
                 load_targets(start);
             }
             if (!MEAN) grad.scale(1.0f / contexts);  // see `Objective`
             grad.store(grad_of[n], lane);
-#if COUNTED
-            if (lane == 0) targets_of[n] = counted;
-#endif
+            if (COUNTED && lane == 0) targets_of[n] = counted;
         }
         __syncthreads();
 
@@ -455,9 +446,7 @@ extern "C" __global__ void cbow(
                     has_center && distance > 0 && distance <= window && its_sentence == sentence;
                 unsigned left = __ballot_sync(ALL, is_context);
                 if (!left) continue;
-#if COUNTED
-                if (is_context) atomicAdd(pairs_in + index, targets_of[lane]);
-#endif
+                if (COUNTED && is_context) atomicAdd(pairs_in + index, targets_of[lane]);
                 Row grad;
                 grad.clear();
                 for (; left; left &= left - 1) grad.add(grad_of[__ffs(left) - 1], lane);

@@ -168,15 +168,15 @@ __device__ void add_sums(
 #define HOT_FITTING (!PATHS ? 0 : (48896 - TILE * 4 * DIM) / (WARPS * 4 * DIM))
 #define HOT (HOT_FITTING > 7 ? 7 : HOT_FITTING)
 
-#if HOT > 0
-__shared__ SharedRow hot_sums[WARPS][HOT];
+__shared__ SharedRow hot_sums[WARPS][HOT ? HOT : 1];
 __shared__ unsigned hot_touched;  // bit n: row root - n
 
 struct HotRows {
     int root;
     unsigned touched;  // by this warp
 
-    __device__ HotRows(const Batch& batch) : touched(0) {
+    __device__ HotRows(const Batch& batch) : root(-1), touched(0) {
+        if (!HOT) return;
         const Path path = batch.centers ? batch.path(0) : Path{0, 0};
         root = path.length ? batch.target(0, TARGETS, path) : -1;  // where all paths begin
         if (threadIdx.x == 0) hot_touched = 0;
@@ -186,7 +186,7 @@ struct HotRows {
     // Add to a row, if it is one of these.
     __device__ bool add(const Row& grad, int row, int lane) {
         const int n = root - row;
-        if (n < 0 || n >= HOT) return false;
+        if (!HOT || n < 0 || n >= HOT) return false;
         SharedRow& shared = hot_sums[threadIdx.x / 32][n];
         Row sum = grad;
         if (touched >> n & 1) sum.add(shared, lane);
@@ -197,6 +197,7 @@ struct HotRows {
 
     // Add the sums to memory. All threads of the block call this.
     __device__ void flush(const int* index, float* grads, int lane) {
+        if (!HOT) return;
         const int warp = threadIdx.x / 32;
         Row zero;
         zero.clear();
@@ -213,13 +214,6 @@ struct HotRows {
         }
     }
 };
-#else
-struct HotRows {
-    __device__ HotRows(const Batch&) {}
-    __device__ bool add(const Row&, int, int) { return false; }
-    __device__ void flush(const int*, float*, int) {}
-};
-#endif
 
 #if !CBOW
 // A warp goes through the context words with each group of targets. So a context row is read once

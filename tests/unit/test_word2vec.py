@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.support.small_text import record_calls
 from w2v import Word2Vec
-from w2v.api.word2vec import TUNED
 from w2v.config import OPTIMIZERS, load_config
 from w2v.model import auto
 from w2v.model.optim import RowOptimizer
@@ -68,7 +67,7 @@ def test_arguments_have_gensims_order_and_defaults():
 
 def test_without_alpha_the_optimizer_has_its_tuned_settings():
     model = Word2Vec(optimizer="AdamW", seed=7)
-    tuned = load_config([TUNED / "adamw.yaml"])
+    tuned = load_config(["adamw"])
     config = model._config(vars(model), epochs=5, seed=7)
     assert config.optimizer == replace(tuned.optimizer, lr=auto.RATES["AdamW"])
     assert config.train == replace(tuned.train, seed=7, device="auto")
@@ -83,7 +82,7 @@ def test_sgd_on_the_cpu_steps_once_per_center_as_in_gensim():
     assert RowOptimizer(optimizer(alpha=0.025)).is_plain_sgd
     assert optimizer(alpha=0.025).lr == 0.025
     # These need batches, and so a cap on occurrences.
-    cap = load_config([TUNED / "sgd.yaml"]).optimizer.occurrence_cap
+    cap = load_config(["sgd"]).optimizer.occurrence_cap
     assert optimizer(optimizer_args={"momentum": 0.5}).occurrence_cap == cap != 0
     assert optimizer(settings=["train.kernels=reference"]).occurrence_cap == cap
 
@@ -188,21 +187,11 @@ def test_batch_size_and_alpha_are_those_given_or_suit_the_text(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, warned",
-    [
-        ({"alpha": 0.025, "batch_size": 64, "optimizer": "Adamax"}, True),
-        ({"alpha": 0.025}, False),
-        ({"alpha": 0.001}, False),  # gensim's rates are small, but no mistake
-        ({}, False),
-    ],
+    "arguments", [{"alpha": 0.025, "optimizer": "Adamax"}, {"alpha": 0.025}, {}]
 )
-def test_an_unsuitable_alpha_is_warned_of(arguments, warned, caplog):
-    model = Word2Vec(sentences(), epochs=1, **SMALL, **arguments)
-    # gensim's rates are those of SGD.
+def test_an_alpha_alone_is_one_of_sgd(arguments):
     expected = arguments.get("optimizer", "SGD" if arguments else "Adam")
-    assert model.optimizer == expected
-    assert warned == ("alpha=0.025 is Adamax's learning rate here, and " in caplog.text)
-    assert warned or "learning rate here" not in caplog.text
+    assert Word2Vec(**SMALL, **arguments).optimizer == expected
 
 
 def test_callbacks_see_each_epoch():
@@ -302,10 +291,6 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"sentences": [COLORS], **PAGED_ON_CPU}, "transfer.engine=mapped pages"),
         ({"negative": 0}, "^negative=0 .* 1 without hs=1"),
         ({"device": "gpu"}, "^device=gpu is not one of .* did you mean cuda?"),
-        (
-            {"sentences": [COLORS], "min_count": 1, "callbacks": [print]},
-            "derive it from gensim's CallbackAny2Vec",
-        ),
     ],
 )
 def test_unsupported_arguments_are_refused_on_one_line(arguments, key_words):

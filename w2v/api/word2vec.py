@@ -29,16 +29,7 @@ from gensim.models import word2vec
 from gensim.models.callbacks import CallbackAny2Vec
 from torch import Tensor
 
-from w2v.config import (
-    COMMAND_LINE,
-    CONFIGS,
-    TYPES,
-    Config,
-    ConfigError,
-    check_optimizer,
-    load_config,
-    require,
-)
+from w2v.config import COMMAND_LINE, CONFIGS, TYPES, Config, ConfigError, load_config, require
 from w2v.model import auto
 from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
@@ -53,9 +44,7 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 
 log = logging.getLogger("w2v")
-CHECK_SECONDS = 1.0  # between two checks for NaN and infinity, each of which waits for the device
-LR_TOLERANCE = 3  # warn if alpha is this many times larger or smaller than a suitable one
-TUNED = CONFIGS / "optimizers"  # the best settings of each optimizer
+_load_config = functools.cache(load_config)  # which takes as long as a tenth of a short text
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
 SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
     "model.negative_pool model.shrink_by optimizer.step optimizer.occurrence_cap "
@@ -216,10 +205,6 @@ class Word2Vec(word2vec.Word2Vec):
             The number of words trained on and the number of words read, over all epochs.
         """
         _check_supported(vars(self) | {"word_count": word_count})
-        for callback in callbacks:
-            if not isinstance(callback, CallbackAny2Vec):
-                remedy = "derive it from gensim's CallbackAny2Vec"
-                raise ConfigError(f"callback {callback!r} is not supported; {remedy}")
         totals = {"total_examples": total_examples, "total_words": total_words}
         self._check_training_sanity(epochs=epochs, **totals)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
@@ -256,8 +241,6 @@ class Word2Vec(word2vec.Word2Vec):
             vocab = GensimsVocab(words, counts, corpus.raw_words, len(words), sample_ints)
             if fit_lr:
                 config = replace(config, optimizer=replace(config.optimizer, lr=0.0))  # auto
-            else:
-                self._check_alpha(config, vocab)
             start = time.monotonic()
             with _threads(self.workers):
                 trained = self._train_on(config, vocab, corpus, callbacks)
@@ -277,11 +260,6 @@ class Word2Vec(word2vec.Word2Vec):
         for setting in self.settings:
             if not setting.startswith(tuple(SETTINGS.split())):
                 raise ConfigError(f"settings: {setting!r} cannot be set here, only {SETTINGS}")
-        tuned = self._tuned_file
-        with _naming_arguments():
-            check_optimizer(self.optimizer)
-        if alpha is None and self.optimizer not in auto.RATES:
-            raise ConfigError(f"optimizer={self.optimizer!r} has no tuned rate; give alpha")
         given = {**given, "sample": _share(given["sample"], words)}
         model = {name: _number(TYPES[f"model.{name}"], name, given[name]) for name in MODEL}
         epochs = _number(operator.index, "epochs", epochs)
@@ -289,20 +267,20 @@ class Word2Vec(word2vec.Word2Vec):
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
         architecture = "skipgram" if given["sg"] else "cbow"
         settings = [f"train.device={self.device}", f"model.architecture={architecture}"]
-        settings = [*self.settings, *settings]
+        settings = [*self.settings, *settings, f"optimizer.name={self.optimizer}"]
+        settings += [] if alpha is None else ["optimizer.lr=1"]  # until it is replaced
         with _naming_arguments():
-            file = tuned if tuned.exists() else None
-            is_plain_sgd = self.optimizer == "SGD" and not self.optimizer_args
-            on_cpu = "cpu", "sequential"
-            if is_plain_sgd and _kernels(_load_config(CPU_SGD, *settings)) in on_cpu:
-                file = CPU_SGD  # trains as gensim does
-            config = _load_config(file, *settings)
+            config = _load_config((), tuple(settings))
+            if self.optimizer == "SGD" and not self.optimizer_args:
+                like_gensims = _load_config((CPU_SGD,), tuple(settings))
+                if _kernels(like_gensims) in ("cpu", "sequential"):
+                    config = like_gensims
             lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
             require(lr != 0, "alpha", alpha, "above 0")  # which is the config's auto
             if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
                 lr = min_lr
             args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
-            optimizer = replace(config.optimizer, name=self.optimizer, args=args)
+            optimizer = replace(config.optimizer, args=args)
             return replace(
                 config,
                 model=replace(config.model, **model),
@@ -311,24 +289,6 @@ class Word2Vec(word2vec.Word2Vec):
                     config.train, epochs=epochs, seed=seed, batch_size=self.batch_size or 0
                 ),
             )
-
-    @property
-    def _tuned_file(self) -> Path:
-        return TUNED / f"{self.optimizer.lower()}.yaml"
-
-    def _check_alpha(self, config: Config, vocab: Vocab) -> None:
-        """Warn if the learning rate is far from a suitable one."""
-        name, lr = config.optimizer.name, config.optimizer.lr
-        if name not in auto.RATES:
-            return
-        use = auto.Use.of(config, vocab)
-        suitable = auto.learning_rate(config.optimizer, use, config.model.vector_size)
-        # gensim's own rates, of steps for each center, are small but no mistake.
-        lowest = 0.0 if _kernels(config) == "sequential" else suitable / LR_TOLERANCE
-        if not lowest <= lr <= suitable * LR_TOLERANCE:
-            other = "" if name == "SGD" else ", or take optimizer='SGD'"
-            advice = f"{suitable:.2g} would suit it; leave alpha out{other}"
-            log.warning(f"alpha={lr:g} is {name}'s learning rate here, and {advice}")
 
     def _train_on(
         self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]
@@ -351,10 +311,8 @@ class Word2Vec(word2vec.Word2Vec):
         for epoch in range(1, config.train.epochs + 1):
             for callback in callbacks:
                 callback.on_epoch_begin(self)
-            if epoch == 1:
-                self._copy_to(loop.step)
-            elif callbacks:
-                self._copy_changes_to(loop.step)
+            if epoch == 1 or callbacks:
+                self._copy_to(loop.step, is_first=epoch == 1)
             start = time.monotonic()
             trained += self._train_epoch(loop, self._lock(loop.step, planned.kernels))
             rate = corpus.raw_words / (time.monotonic() - start) / 1e6
@@ -394,50 +352,42 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _train_epoch(self, loop: TrainingLoop, lock: Lock | None) -> int:
         """Train one epoch and return the number of centers."""
-        remedy = f"give alpha={loop.config.optimizer.lr / 4:.3g}"
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
         centers = 0
-        checked = time.monotonic()
         for done in loop.epoch():
             if lock:
                 lock.apply()
             loss = loss + done.loss  # on the device, so that no step waits for it
             pairs = pairs + done.pairs
             centers += len(done.batch.windows_B)
-            if time.monotonic() - checked > CHECK_SECONDS:
-                loop.check_finite(lambda: remedy)
-                checked = time.monotonic()
-        loop.check_finite(lambda: remedy)
+        loop.check_finite(lambda: f"give alpha={loop.config.optimizer.lr / 4:.3g}")
         self.loss_per_pair = float(loss) / max(1.0, float(pairs))
         if self.compute_loss:
             self.running_training_loss += float(loss)
         self.min_alpha_yet_reached = loop.lr
         return centers
 
-    def _copy_to(self, step: TrainingStep) -> None:
-        """Copy vectors and optimizer state into the tables."""
+    def _copy_to(self, step: TrainingStep, is_first: bool) -> None:
+        """Copy the vectors into the tables, and the optimizer state at first.
+
+        Later there are only changes that a callback has made.
+        """
         for name, table, rows, vectors_VD in self._parts(step):
-            table["weight"][rows].copy_(torch.from_numpy(vectors_VD))
-            states = _states(table, rows)
-            saved = self._states.get(name, {})
-            # Another optimizer than before, or other arguments of it, begin with a new state.
-            if any(key not in saved or saved[key].ndim != states[key].ndim for key in states):
+            weight_VD = table["weight"][rows]
+            if not is_first and np.array_equal(vectors_VD, weight_VD.float().cpu().numpy()):
                 continue
-            for key, state in states.items():
+            if not is_first and step.engine.pages:  # the GPU keeps rows of its own
+                remedy = 'add "transfer.engine=resident" to settings'
+                raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
+            weight_VD.copy_(torch.from_numpy(vectors_VD))
+            saved, states = self._states.get(name, {}), _states(table, rows)
+            # Another optimizer than before, or other arguments of it, begin with a new state.
+            is_same = all(key in saved and saved[key].ndim == states[key].ndim for key in states)
+            for key, state in states.items() if is_first and is_same else ():
                 # Words that are new since the last call keep their initial state.
                 values = torch.from_numpy(saved[key])
                 (state[: len(values)] if values.ndim else state).copy_(values)
-
-    def _copy_changes_to(self, step: TrainingStep) -> None:
-        """Copy what callbacks have written into the vectors to the tables."""
-        for _, table, rows, vectors_VD in self._parts(step):
-            if np.array_equal(vectors_VD, table["weight"][rows].float().cpu().numpy()):
-                continue
-            if step.engine.pages:  # the GPU keeps rows of its own
-                remedy = 'add "transfer.engine=resident" to settings'
-                raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
-            table["weight"][rows].copy_(torch.from_numpy(vectors_VD))
 
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""
@@ -510,12 +460,6 @@ class Lock:
         """Scale what a step has changed in the locked rows."""
         self._before_LD.lerp_(self._weight_VD[self._rows], self._factors)
         self._weight_VD[self._rows] = self._before_LD
-
-
-@functools.cache
-def _load_config(file: Path | None, *settings: str) -> Config:
-    """Load a config once: it takes as long as a tenth of a short text."""
-    return load_config([file] if file else [], settings)
 
 
 def _states(table: Table, rows: slice) -> dict[str, Tensor]:

@@ -395,10 +395,8 @@ def test_another_number_of_ranks_reads_what_is_left(lengths, before, after, step
         assert sampler.position == other.position
     if not any(sampler.position.epoch for sampler in second):
         read += [centers(sampler.epoch()) for sampler in last]
-        counts = np.bincount(np.concatenate(read).astype(int), minlength=sum(lengths))
-        assert counts.min() == 1
-        if not blocks:  # with them, chunks are read again
-            assert counts.sum() <= sum(lengths) + (before + after) * max(lengths)
+        # Chunks that were being read are read again.
+        assert {*np.concatenate(read).astype(int)} == {*range(sum(lengths))}
 
 
 @settings(max_examples=40)

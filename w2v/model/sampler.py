@@ -161,7 +161,7 @@ class Sampler:
         """Continue where the samplers of all ranks were.
 
         As many ranks as before draw the same batches. With another number, the unread rest of the
-        epoch is divided anew, and sentences that were read in part are read again.
+        epoch is divided anew, and the chunks that were being read are read again.
         """
         epoch = states[0]["position"][0]
         if len(states) == self.world_size:
@@ -170,27 +170,14 @@ class Sampler:
             spans = [(first, last) for first, last in own["spans"]]
         else:
             self.position = Position(epoch)
-            unread = [self._unread(states, rank) for rank in range(len(states))]
-            spans = self._own_share([span for spans in unread for span in spans], epoch)
+            unread: list[Span] = []
+            for rank in range(len(states)):
+                former = copy.copy(self)
+                former._set_rank(rank, len(states))
+                former.load_state_dict(states)
+                unread += former._chunks(epoch)[former.position.chunk :]
+            spans = self._own_share(unread, epoch)
         self._resumed = {epoch: spans}
-
-    def _unread(self, states: Sequence[dict[str, Any]], rank: int) -> list[Span]:
-        """Return the spans that a former rank had not read."""
-        former = copy.copy(self)
-        former._set_rank(rank, len(states))
-        former.load_state_dict(states)
-        epoch, chunk, batch, _ = former.position
-        spans = former._chunks(epoch)[chunk:]
-        if batch:  # the first chunk was read in part
-            _, sentences_n = former._subsample(spans[0], epoch, chunk)
-            cuts = _even_cuts(len(sentences_n), former._batch_size)
-            first, last = spans[0]
-            if batch == len(cuts) - 1:
-                first = last
-            elif not self.block_words:  # else all sentences were read in part
-                first += int(sentences_n[cuts[batch]])
-            spans[0] = first, last
-        return [(first, last) for first, last in spans if first < last]
 
     def _set_rank(self, rank: int, world_size: int) -> None:
         self.rank = rank

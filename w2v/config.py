@@ -192,6 +192,8 @@ class OptimizerConfig(Section):
         must_be = f"from 0 to optimizer.lr={self.lr}"
         holds = 0 <= self.min_lr <= (self.lr or math.inf)  # 0: auto
         require(holds, "optimizer.min_lr", self.min_lr, must_be)
+        must_be = "names and values, with a space after each colon"
+        require(all(map(str.isidentifier, self.args)), "optimizer.args", self.args, must_be)
 
 
 @dataclass(frozen=True)
@@ -495,16 +497,12 @@ def _parse(assignment: str) -> tuple[str, Any]:
         return name, parsed["value"]
     except YAML_ERRORS as error:
         where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
-        reason = _missing_space(text) or _one_line(error)
+        reason = _one_line(error)
+        if found := re.search(r"[{,]\s*(\w+:)[^\s}]", text):  # {name:value} is a name alone
+            reason = f'a space is missing after "{found[1]}"'
         if text.count("{") + text.count("[") > text.count("}") + text.count("]"):
             reason = "a bracket is open; quote what has spaces: 'section.key={name: value}'"
         raise ConfigError(f"{where} cannot be read as YAML: {reason}") from None
-
-
-def _missing_space(text: str) -> str:
-    """Return what to say of {name:value}, which YAML reads as a name alone."""
-    found = re.search(r"[{,]\s*(\w+:)[^\s}]", text)
-    return f'a space is missing after "{found[1]}"' if found else ""
 
 
 def _set(merged: Any, name: str, value: Any, source: str) -> None:
@@ -517,10 +515,6 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
     parent, _, last = name.rpartition(".")
     if hint is None and not (parent == "optimizer.args" and last.isidentifier()):
         raise ConfigError(f"unknown key {_show(name)!r} (from {source}); {_suggestion(name)}")
-    if name == "optimizer.args" and isinstance(value, dict):
-        for key_name, entry in value.items():  # {momentum:0.9} is a key without a value
-            if entry is None and (space := _missing_space(f"{{{key_name}")):
-                raise ConfigError(f"{where}: {space}")
     if name in AUTO and value == AUTO[name]["auto"]:  # only `auto` itself may say so
         require(False, name, value, range_in_words(AUTO[name], value))
     try:

@@ -33,7 +33,7 @@ from w2v.training import plan
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import evaluate, export, plots, runs
-from w2v.vectors.datasets import Further
+from w2v.vectors.datasets import Further, set_name
 
 log = logging.getLogger("w2v")
 # The last two are for the curves.
@@ -122,7 +122,7 @@ def train(
     trained = []
     for name, config in configs.items():
         for seed in seeds:
-            seeded = replace(config, train=replace(config.train, seed=seed))
+            seeded = with_seed(config, seed)
             run = _run_folder(folder, f"{name}-seed{seed}", seeded)
             if not (run / "scores.json").exists():
                 run.mkdir(parents=True)
@@ -162,7 +162,7 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
 
     A folder that has runs of other configs is left alone, whatever their seeds.
     """
-    known = [without_seed(config) for config in planned]
+    known = [with_seed(config) for config in planned]
     newest = max(parent.glob("compare-*"), default=None, key=lambda folder: folder.stat().st_mtime)
     interrupted = [newest] if newest and not (newest / "runs.csv").exists() else []
     today = parent / f"compare-{time.strftime('%Y-%m-%d')}"
@@ -170,32 +170,29 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
 
     def is_ours(folder: Path) -> bool:
         found = [load_config([file]) for file in folder.glob("*/config.yaml")]
-        return all(without_seed(config) in known for config in found)
+        return all(with_seed(config) in known for config in found)
 
     return next(filter(is_ours, chain(interrupted, [today], numbered)))
 
 
-def without_seed(config: Config) -> Config:
-    """Return the config with the default seed."""
-    return replace(config, train=replace(config.train, seed=1))
+def with_seed(config: Config, seed: int = 1) -> Config:
+    """Return the config with this seed, or the default one."""
+    return replace(config, train=replace(config.train, seed=seed))
 
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the setting of each corpus by the suffix of its runs' names."""
-    corpora = by_name(options.corpora, "corpus")
-    found = {f"-{name}": [f"corpus.path={corpus}"] for name, corpus in corpora.items()}
-    return found or {"": []}
+    corpora = by_name(options.corpora).items()
+    return {f"-{name}": [f"corpus.path={path}"] for name, path in corpora} or {"": []}
 
 
-def by_name(paths: Iterable[str], kind: str) -> dict[str, str]:
+def by_name(paths: Iterable[str]) -> dict[str, str]:
     """Return paths by their short names, after which runs are named."""
     named: dict[str, str] = {}
     for path in paths:
-        name = Path(path).stem if kind == "config" else Path(path).name.split(".")[0]
-        if name in named:
-            called = f"{path}: another {kind} is called {name} too"
+        if named.setdefault(set_name(path), path) != path:
+            called = f"{path} and {named[set_name(path)]} have the same name"
             raise ConfigError(f"{called}; runs are named after it, so rename one")
-        named[name] = path
     return named
 
 
@@ -207,7 +204,7 @@ def load_configs(options: argparse.Namespace) -> dict[str, Config]:
     return {
         f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
         for ending, corpus in by_corpus(options).items()
-        for name, path in by_name(files, "config").items()
+        for name, path in by_name(files).items()
     }
 
 

@@ -16,7 +16,6 @@ from w2v.vectors import runs as run_folders
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
-FASTTEXT = (793712314).to_bytes(4, "little")  # the first bytes of its models
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
 SUMS = "vectors.sha256"  # in the format of `sha256sum -c`
 PICKLED = {  # all names in a pickle of KeyedVectors
@@ -41,12 +40,9 @@ def find(run: str | Path, runs: str | Path = "runs") -> Path:
     if path.suffix not in READABLE:
         suffixes = f"the suffixes are {' '.join(READABLE)}; of a Word2Vec model, save model.wv"
         raise VectorsError(f"{run} is no vectors file; {suffixes}")
-    with open(path, "rb") as file:
-        line = file.readline(1000)
-    if line.startswith(FASTTEXT):
-        raise VectorsError(f"{run} is a model of fastText; name its .vec file")
     if path.suffix in (".txt", ".vec"):  # a text to train on is a common mistake
-        first = line.split()
+        with open(path, "rb") as file:
+            first = file.readline(1000).split()
         if len(first) != 2 or not all(number.isdigit() for number in first):
             remedy = "name a run or a vectors file, or train on it: w2v train"
             raise VectorsError(f"{run} is text, not vectors; {remedy} {run}")

@@ -20,12 +20,10 @@ from typing import Any
 import yaml
 
 from w2v.system.files import nearest, refused
-from w2v.vectors.datasets import PAIR_SETS, title
+from w2v.vectors.datasets import title
 
 log = logging.getLogger("w2v")
 VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
-# What w2v writes into a folder of runs: `runs/*` names it, but it is left out without a warning.
-OWN = "pictures curves.png env.txt table.md runs.csv".split()
 SHOWN = {
     "optimizer.name": "optimizer",
     "optimizer.lr": "lr",
@@ -98,8 +96,7 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
     """Return the run folders that paths name.
 
     A path is a run folder, a folder of run folders, or "latest". Folders without any
-    `file` are left out, as are files, with a warning unless w2v wrote them; it is an error if
-    none has one.
+    `file` are left out with a warning, as are files; it is an error if none has one.
     """
     found: list[Path] = []
     without: list[str] = []
@@ -112,7 +109,6 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
             without.append(str(path))
     if not found:
         raise RunError(f"no {file} in {', '.join(without)} or a folder there; name run folders")
-    without = [path for path in without if Path(path).name not in OWN]
     if without:
         log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
     return list(dict.fromkeys(found))  # each once
@@ -179,9 +175,8 @@ def figures(run: Run) -> dict[str, float | None]:
         "questions": google.get("total", {}).get("counted"),
         "semantic %": percent(google, "semantic"),
         "syntactic %": percent(google, "syntactic"),
-        **{title(name): pairs.get(name, {}).get("spearman") for name in PAIR_SETS},
-        **{f"{name} %": percent(own, "total") for name, own in scores.get("questions", {}).items()},
         **{title(name): own.get("spearman") for name, own in pairs.items()},
+        **{f"{name} %": percent(own, "total") for name, own in scores.get("questions", {}).items()},
         "M words/s": words / seconds / 1e6 if words and seconds else None,
         "seconds": seconds,
         "host MiB": bytes_host / 2**20 if bytes_host else None,

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -237,8 +237,7 @@ class Word2Vec(word2vec.Word2Vec):
             except NoKnownWords as error:  # gensim does not raise here either
                 log.warning(f"{error}; nothing is trained")
                 return 0, error.raw_words * epochs
-            sample_ints = self.wv.expandos["sample_int"][:size]
-            vocab = GensimsVocab(words, counts, corpus.raw_words, len(words), sample_ints)
+            vocab = Vocab(words, counts, corpus.raw_words, len(words))
             if fit_lr:
                 config = replace(config, optimizer=replace(config.optimizer, lr=0.0))  # auto
             start = time.monotonic()
@@ -416,20 +415,6 @@ class Word2Vec(word2vec.Word2Vec):
             syn1 = self.syn1[: nodes.stop - nodes.start]
             parts.append(Part("nodes", step.outputs, nodes, syn1))
         return parts
-
-
-@dataclass(frozen=True, eq=False)
-class GensimsVocab(Vocab):
-    """Words that are subsampled as gensim has decided when it counted them.
-
-    After `build_vocab(update=True)`, its probabilities are those of the counts in the last text.
-    """
-
-    sample_ints: np.ndarray  # uint32, shares of 2 ** 32 - 1
-
-    def keep_probabilities(self, sample: float) -> np.ndarray:
-        """Return the probability that an occurrence of each word is kept."""
-        return self.sample_ints / (2**32 - 1) if sample else np.ones(len(self.words))
 
 
 class Part(NamedTuple):

@@ -146,8 +146,8 @@ def test_wrong_type_is_named_with_what_is_expected(assignment, expected):
         ("optimizer.args.eps=${nope}", "optimizer.args.eps: Interpolation key 'nope' not found; "),
         ("model=3", f"model=3 {CLI}: 'model' is a section; write model.<key>"),
         ("train=x", f"train=x {CLI}: 'train' is a section; write train.<key>"),
-        ("foo", "'foo' is neither an existing .yaml file nor section.key=value"),
-        ("=3", "'=3' has no key; write section.key=value without spaces"),
+        ("foo", "'foo' is not section.key=value, without spaces"),
+        ("=3", "'=3' is not section.key=value, without spaces"),
     ],
 )
 def test_unusable_assignment_is_named(assignment, start):

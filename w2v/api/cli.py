@@ -37,6 +37,7 @@ FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and what one tries
     **dict.fromkeys(("most-similar", "distance", "neighbors", "neighbours", "similar"), "nn"),
     **dict.fromkeys(("print-word-vectors", "convert"), "export"),
     **dict.fromkeys(("version", "-v", "-V"), "--version"),
+    **{name: f"train FILE model.architecture={name}" for name in ("skipgram", "cbow")},
     "word-analogy": "analogies",
     "resume": "train --resume",
     "visualize": "map",
@@ -173,12 +174,8 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     if name not in COMMANDS:
         near = FOREIGN_COMMANDS.get(name) or nearest(name, [*COMMANDS, "--help", "--version"])
         hint = f"did you mean w2v {near}?" if near else f"one of {', '.join(COMMANDS)}"
-        if name == "supervised":
-            hint = "it trains word vectors and no classifiers"
-        elif Path(name).exists() or "." in name:
+        if Path(name).exists() or "." in name:
             hint = f"did you mean w2v train {name}?"
-        elif name in ("skipgram", "cbow"):  # as in fastText
-            hint = f"write w2v train FILE model.architecture={name}"
         raise ValueError(f"{name!r} is not a command of w2v; {hint}")
     parser = make_parser(name)
     refuse_unknown_options(parser, name, arguments)

@@ -130,12 +130,10 @@ def open_npy(
         ValueError: The file holds something else, or not rows of this shape and dtype.
     """
     try:
-        rows_VD = np.load(path, mmap_mode=mode)
+        rows_VD = np.lib.format.open_memmap(path, mode)
     except (ValueError, EOFError) as error:
         reason = one_line(error)
         raise ValueError(f"{path} cannot be read as an .npy file of numbers: {reason}") from None
-    if not isinstance(rows_VD, np.memmap):
-        raise ValueError(f"{path} is an archive; save one array with numpy.save")
     holds = f"{path} holds {rows_VD.shape} {rows_VD.dtype}"
     if rows_VD.ndim != 2 or 0 in rows_VD.shape or rows_VD.dtype not in NPY_TYPES.values():
         raise ValueError(f"{holds}; rows are [V, D] in floating point: array.astype('float32')")

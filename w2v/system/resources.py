@@ -16,7 +16,10 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     The least of what the system has available, what its control groups (v1 or v2) allow and what
     its own limit (ulimit -v) allows. `root` stands for the file system's, in tests.
     """
-    free = [_available_bytes(root), *_control_groups_free(root)]
+    # Each line is such as "MemAvailable:   1234 kB".
+    words = (root / "proc/meminfo").read_text().split()
+    available = int(words[words.index("MemAvailable:") + 1]) << 10
+    free = [available, *_control_groups_free(root)]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         used_pages = int((root / "proc/self/statm").read_text().split()[0])
@@ -44,12 +47,6 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def _available_bytes(root: Path) -> int:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    line = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) << 10
 
 
 def _control_groups_free(root: Path) -> Iterator[int]:

@@ -122,15 +122,12 @@ def _load_kv(path: Path) -> Words:
         # Copied where it is written: torch warns of arrays that cannot be written.
         setattr(kv, name, np.load(f"{path}.{name}.npy", mmap_mode="c"))
     kv.norms = None  # computed on demand
-    # Damage may leave words, vectors and counts that do not match.
     words = kv.index_to_key
-    shape = (len(words), kv.vector_size)
-    if not np.issubdtype(kv.vectors.dtype, np.floating) or kv.vectors.shape != shape:
-        raise ValueError(f"{len(words)} words, vectors {kv.vectors.dtype}{list(kv.vectors.shape)}")
-    if kv.key_to_index != {word: row for row, word in enumerate(words)}:
-        raise ValueError("words and rows do not match")
-    if any(len(column) != len(words) for column in kv.expandos.values()):
-        raise ValueError("words and counts do not match")
+    matches = np.issubdtype(kv.vectors.dtype, np.floating)
+    matches &= kv.vectors.shape == (len(words), kv.vector_size)
+    matches &= kv.key_to_index == {word: row for row, word in enumerate(words)}
+    if not matches or any(len(column) != len(words) for column in kv.expandos.values()):
+        raise ValueError("words, vectors and counts do not match")
     "".join(words).encode()  # raises if a word is no valid text
     return kv
 

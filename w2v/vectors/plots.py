@@ -141,18 +141,15 @@ def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
     colors = [COLORS[group] for group in group_N]
     axis.scatter(*places_N2.T, s=8, color=colors)
     axis.set(xticks=[], yticks=[])
-    # matplotlib warns twice of each letter that the font lacks: log one of the warnings.
+    # matplotlib warns of each letter that the font lacks: log one of the warnings.
     with warnings.catch_warnings(record=True) as caught:
         named = _name_dots(axis, places_N2, kv.index_to_key[:words], colors)
         shown = f"the {len(places_N2):,} most frequent words by t-SNE of cosines"
         axis.set_title(f"{shown}; {named:,} named")
         file = _save(figure, file)
-    messages = list(dict.fromkeys(str(warning.message) for warning in caught))
-    if messages:
-        log.warning(
-            f"matplotlib: {messages[0]} ({len(messages):,} such warnings; a line such as "
-            "'font.family: Noto Sans CJK JP' in a file matplotlibrc sets another font)"
-        )
+    if caught:
+        another = "'font.family: Noto Sans CJK JP' in a file matplotlibrc sets another font"
+        log.warning(f"matplotlib: {caught[0].message}; a line such as {another}")
     return file
 
 

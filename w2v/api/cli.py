@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import w2v
 from w2v.distributed import launcher
-from w2v.system.files import error_message, nearest
+from w2v.system.files import error_message, naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast
 from w2v.vectors.datasets import ASKED
 
@@ -56,14 +56,6 @@ def count(text: str) -> int:
     """Return a whole number of at least 1 from an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """Return a seed from an argument."""
-    if not text.isdecimal():
-        remedy = "write --seeds 1 2 3 after all else"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; {remedy}")
     return int(text)
 
 
@@ -153,8 +145,8 @@ def make_parser(name: str) -> Parser:
     if name in ("compare", "sweep"):
         base = "config with the settings that the others do not have (default: text8)"
         add("--base", default="text8", metavar="CONFIG", help=base)
-        seeds = "train with each of these seeds (default: 1)"
-        add("--seeds", nargs="+", type=seed, default=[1], metavar="N", help=seeds)
+        seeds = "train with each of these seeds, written after all else (default: 1)"
+        add("--seeds", nargs="+", type=int, default=[1], metavar="N", help=seeds)
         add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
         corpora = "train on each of several texts, and rank by the mean over all"
         add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
@@ -244,21 +236,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"w2v {w2v.__version__}")
             return 0
         options = parse(name, rest)
-        require_working_directory()
+        with naming_file("the working directory"):
+            os.getcwd()  # where it was deleted, libraries of torch do not load
         module, _, function = COMMANDS[name][1].partition(":")
         return getattr(importlib.import_module(f"w2v.api.{module}"), function)(options) or 0
     except (ValueError, MemoryError, OSError) as error:
         # User errors are one line. Anything else is a bug and keeps its traceback.
         launcher.report_error(error, error_message(error))
         return 3 if isinstance(error, MemoryError) else 2
-
-
-def require_working_directory() -> None:
-    """Raise ValueError if it was deleted: libraries of torch do not load then."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ValueError("the working directory was deleted; change to another one") from None
 
 
 def start(*command: str) -> NoReturn:

@@ -46,6 +46,7 @@ from w2v.training.trainer import TrainingLoop
 log = logging.getLogger("w2v")
 _load_config = functools.cache(load_config)  # which takes as long as a tenth of a short text
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
+ON_CPU = "cpu", "sequential"  # compiled kernels
 SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
     "model.negative_pool model.shrink_by optimizer.step optimizer.occurrence_cap "
     "optimizer.schedule optimizer.warmup train.block_words train.kernels train.precision "
@@ -241,8 +242,12 @@ class Word2Vec(word2vec.Word2Vec):
             if fit_lr:
                 config = replace(config, optimizer=replace(config.optimizer, lr=0.0))  # auto
             start = time.monotonic()
-            with _threads(self.workers):
+            threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, min(self.workers, cores())))
+            try:
                 trained = self._train_on(config, vocab, corpus, callbacks)
+            finally:
+                torch.set_num_threads(threads)
             self.total_train_time += time.monotonic() - start
         self.train_count += 1
         for callback in callbacks:
@@ -272,7 +277,10 @@ class Word2Vec(word2vec.Word2Vec):
             config = _load_config((), tuple(settings))
             if self.optimizer == "SGD" and not self.optimizer_args:
                 like_gensims = _load_config((CPU_SGD,), tuple(settings))
-                if _kernels(like_gensims) in ("cpu", "sequential"):
+                machine = Machine.here()
+                device = choose_device(like_gensims, machine)
+                plain_sgd = RowOptimizer(like_gensims.optimizer)
+                if choose_kernels(like_gensims, machine, device, plain_sgd) in ON_CPU:
                     config = like_gensims
             lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
             require(lr != 0, "alpha", alpha, "above 0")  # which is the config's auto
@@ -298,7 +306,7 @@ class Word2Vec(word2vec.Word2Vec):
             # Nothing is written to disk, so its free space does not matter.
             free = {**planned.budget.free, "disk": float("inf")}
             replace(planned.budget, free=free).check()
-            if planned.kernels in ("cpu", "sequential"):
+            if planned.kernels in ON_CPU:
                 # More threads would only wait for small batches, which costs CPU time too.
                 torch.set_num_threads(plan.useful_threads(planned.config))
             with planned.budget.explained():
@@ -328,9 +336,7 @@ class Word2Vec(word2vec.Word2Vec):
         factors = np.asarray(self.wv.vectors_lockf, np.float32)
         if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
             takes = f"give a finite number for each of the {len(self.wv)} words, or one for all"
-            finite = "finite" if np.isfinite(factors).all() else "not finite"
-            shape = f"has shape {factors.shape} and is {finite}"
-            raise ConfigError(f"wv.vectors_lockf {shape}; {takes}")
+            raise ConfigError(f"wv.vectors_lockf has shape {factors.shape}; {takes}")
         return np.resize(factors, self._trained_words)  # repeated, as gensim does
 
     def _lock(self, step: TrainingStep, kernels: str) -> Lock | None:
@@ -452,13 +458,6 @@ def _states(table: Table, rows: slice) -> dict[str, Tensor]:
     return {name: table[name][rows] for name in table.columns if name != "weight"} | table.scalars
 
 
-def _kernels(config: Config) -> str:
-    """Return the kernels that will train: see `Plan.kernels`."""
-    machine = Machine.here()
-    device = choose_device(config, machine)
-    return choose_kernels(config, machine, device, RowOptimizer(config.optimizer))
-
-
 def _check_supported(given: dict[str, Any]) -> None:
     for name in SUPPORTED.keys() & given:
         supported, why = SUPPORTED[name]
@@ -473,17 +472,6 @@ def _share(sample: float | None, words: float) -> float:
         return sample
     share = int(sample * (3 + 5**0.5) / 2) / words
     return share if share < 1 else 0.0  # no word is more frequent than that
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let torch, and so the CPU kernels, use this many threads in the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(count, cores())))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 from collections.abc import Iterator
@@ -68,17 +69,11 @@ def _control_groups_free(root: Path) -> Iterator[int]:
         # Every group above this one limits it as well.
         group = mount / path.lstrip("/")
         for folder in [group, *group.parents]:
-            if folder.is_relative_to(mount):
-                yield from _group_free(folder, *names)
-
-
-def _group_free(folder: Path, limit_name: str, used_name: str, cached_name: str) -> Iterator[int]:
-    try:
-        limit = int((folder / limit_name).read_text())
-        used = int((folder / used_name).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group here, or its limit is "max"
-        return
-    if limit < UNLIMITED:
-        # The kernel gives cached file pages back when memory runs short.
-        yield limit - used + int(stat.get(cached_name, 0))
+            # There may be no such group here, or its limit be "max".
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+                lines = (folder / "memory.stat").read_text().splitlines()
+                stat = dict(line.split() for line in lines)
+                if limit < UNLIMITED:
+                    # The kernel gives cached file pages back when memory runs short.
+                    yield limit - used + int(stat.get(names[2], 0))

@@ -278,7 +278,7 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
         ({"window": "wide"}, "^window='wide' is not such a number as gensim takes"),
         ({"sample": -1}, "^sample=-1.0 is out of range"),
         ({"seed": 1.5}, "^seed=1.5 is not such a number as gensim takes"),
-        ({"batch_size": 0}, "batch_size=0 is out of range; it must be None or at least 1"),
+        ({"batch_size": -1}, "^batch_size=-1 is out of range; it must be at least 1"),
         ({"alpha": -1.0}, "^alpha=-1.0 is out of range"),
         ({"alpha": 0}, "^alpha=0 is out of range; it must be above 0"),
         ({"optimizer": "Adamaxx", "alpha": 0.1}, "^optimizer=Adamaxx .* did you mean Adamax?"),

@@ -135,8 +135,6 @@ class Word2Vec(word2vec.Word2Vec):
     ):
         given = dict(locals())  # all arguments by name
         _check_supported(given)
-        valid = batch_size is None or batch_size >= 1
-        require(valid, "batch_size", batch_size, "None or at least 1")
         if optimizer is None:
             optimizer = Config().optimizer.name if alpha is None else "SGD"
         self.optimizer = optimizer_name(optimizer)

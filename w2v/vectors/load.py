@@ -114,8 +114,6 @@ def _load_kv(path: Path) -> Words:
         unpickler = _Unpickler(file, encoding="latin1")
         unpickler.path = path
         kv: Any = unpickler.load()
-    if type(kv) is not Words:
-        raise ValueError(f"it holds a {type(kv).__name__}")
     if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
     for name in vars(kv).get("__numpys", ()):  # gensim's name for arrays in files of their own

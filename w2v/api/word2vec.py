@@ -148,8 +148,8 @@ class Word2Vec(word2vec.Word2Vec):
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
         # While alpha has this value, a text gets one that suits it.
-        self._default_alpha = config.optimizer.lr if alpha is None else None
-        given["alpha"] = config.optimizer.lr
+        self._default_alpha = auto.RATES[self.optimizer] if alpha is None else None
+        given["alpha"] = self._default_alpha or config.optimizer.lr
         given["min_alpha"] = config.optimizer.min_lr
         given["workers"] = workers or torch.get_num_threads()
         # gensim's constructor calls `train` where it is given a text, so it comes last.
@@ -211,8 +211,7 @@ class Word2Vec(word2vec.Word2Vec):
         alpha = start_alpha or self.alpha
         min_alpha = end_alpha or self.min_alpha
         # The learning rate suits the text unless the user has chosen one, here or before.
-        fit_lr = alpha == self._default_alpha
-        chosen = None if fit_lr else alpha
+        chosen = None if alpha == self._default_alpha else alpha
         seed = None if self.seed is None else self.seed + self.train_count
         # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
         size = self._trained_words
@@ -237,8 +236,6 @@ class Word2Vec(word2vec.Word2Vec):
                 log.warning(f"{error}; nothing is trained")
                 return 0, error.raw_words * epochs
             vocab = Vocab(words, counts, corpus.raw_words, len(words))
-            if fit_lr:
-                config = replace(config, optimizer=replace(config.optimizer, lr=0.0))  # auto
             start = time.monotonic()
             threads = torch.get_num_threads()
             torch.set_num_threads(max(1, min(self.workers, cores())))
@@ -255,7 +252,7 @@ class Word2Vec(word2vec.Word2Vec):
     def _config(
         self, given: Mapping[str, Any], epochs, seed, alpha=None, min_alpha=None, words=np.inf
     ) -> Config:
-        """Return the config of a run, with the tuned alpha by default.
+        """Return the config of a run, in which alpha is auto by default.
 
         `given` has the arguments of MODEL; a `sample` of 1 or more is a count, out of `words`.
         """
@@ -280,10 +277,11 @@ class Word2Vec(word2vec.Word2Vec):
                 plain_sgd = RowOptimizer(like_gensims.optimizer)
                 if choose_kernels(like_gensims, machine, device, plain_sgd) in ON_CPU:
                     config = like_gensims
-            lr = auto.RATES[self.optimizer] if alpha is None else _number(float, "alpha", alpha)
-            require(lr != 0, "alpha", alpha, "above 0")  # which is the config's auto
-            if 0 < lr < min_lr:  # as in gensim, which never goes below min_alpha
-                lr = min_lr
+            lr = 0.0  # auto
+            if alpha is not None:
+                lr = _number(float, "alpha", alpha)
+                require(lr != 0, "alpha", alpha, "above 0")
+                lr = max(lr, min_lr) if lr > 0 else lr  # gensim never goes below min_alpha
             args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
             optimizer = replace(config.optimizer, args=args)
             return replace(

@@ -307,7 +307,9 @@ TYPE_NAMES = {
 }
 # What word2vec.c, fastText, gensim (before and after 4.0) and torch.optim call these keys.
 FOREIGN_NAMES = {
-    "corpus.path": ("input", "sentences", "corpus_file"),
+    "corpus.path": ("input", "text", "sentences", "corpus_file"),
+    "model.architecture": ("cbow", "sg"),
+    "model.hs": ("hs",),
     "model.vector_size": ("size", "dim", "dims", "dimension", "embedding_dim"),
     "model.window": ("ws",),
     "model.negative": ("neg",),
@@ -514,7 +516,7 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
         require(False, name, value, range_in_words(AUTO[name], value))
     try:
         # OmegaConf would take "???" as its mark of a missing value, and any number as a bool.
-        if value == "???" or (hint is bool and type(value) is int):
+        if value == "???" or (hint is bool and type(value) is int and value not in (0, 1)):
             raise ValueError
         if value == "auto" and name in AUTO:
             value = AUTO[name]["auto"]
@@ -563,6 +565,8 @@ def nearest_key(unknown: str) -> str:
     for name, foreign_names in FOREIGN_NAMES.items():
         if last in foreign_names:
             return name
+    if unknown in SECTIONS:  # --optimizer Adam
+        return next(name for name in TYPES if name.startswith(f"{unknown}."))
     if not section and nearest(last, SECTIONS, cutoff=0.7):
         return ""
     # Compare the last parts first: a key in the wrong section is the most common mistake.

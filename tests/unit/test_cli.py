@@ -49,7 +49,7 @@ MISTAKES = [
     ("train my.txt -iter 5", "write train.epochs=5"),
     (
         "train -input my.txt -output o -dim 50 -thread 2 -epoch 3",
-        "-epoch are not options .* write w2v train my.txt run.dir=o model.vector_size=50 "
+        "-epoch are not options .* write corpus.path=my.txt run.dir=o model.vector_size=50 "
         "train.epochs=3; did you mean --threads",
     ),
     ("train my.txt --seed 7", "write train.seed=7"),
@@ -57,13 +57,13 @@ MISTAKES = [
     ("train my.txt --batch-size 512", "write train.batch_size=512"),
     ("train my.txt --output vectors", "write run.dir=vectors"),
     ("train my.txt --optimizer Adam", "write optimizer.name=Adam"),
-    ("train --corpus my.txt", "write w2v train my.txt"),
+    ("train --corpus my.txt", "write corpus.path=my.txt"),
     ("train my.txt -minn 3", "only whole words are trained"),
-    ("train my.txt -loss hs", "write model.hs=true"),
-    ("train my.txt -hs 1", "write model.hs=true"),
+    ("train my.txt -loss hs", "or model.hs=true"),
+    ("train my.txt -hs 1", "write model.hs=1"),
     ("train my.txt -loss softmax", "only whole words are trained"),
     ("nn latest -k 5 king", "did you mean --topn"),
-    ("train -input my.txt", "write w2v train my.txt"),
+    ("train -input my.txt", "write corpus.path=my.txt"),
     ("train my.txt -thread 4", "did you mean --threads"),
     ("train my.txt --workers 4", "did you mean --threads"),
     ("train my.txt --dryrun", "did you mean --dry-run"),

@@ -120,7 +120,7 @@ def test_section_without_keys_changes_nothing(write):
         ("run.name=\udcff", "text"),
         ("vocab.max_final_vocab=many", "a whole number or null"),
         ("train.deterministic=maybe", "true or false"),
-        ("train.deterministic=7", "true or false"),
+        ("train.deterministic=2", "true or false"),
         ("train.device=null", "one of auto, cpu, cuda"),
         ("transfer.engine=map", "one of auto, resident, mapped, staged; did you mean mapped?"),
         ("optimizer.args=3", "a mapping such as {betas: [0.5, 0.99]}"),

@@ -185,41 +185,25 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         is_known = any(name.startswith(option) for name in known)  # argparse takes abbreviations
         if is_known or not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
             continue
+        from w2v.config import nearest_key  # only here, as help would wait for it
+
         unknown.append(option)
         plain = option.lstrip("-").replace("-", "_")
         foreign = f"--{FOREIGN_OPTIONS.get(plain, '')}"
         near = foreign if foreign in known else nearest(option, known, cutoff=0.75)
-        setting = ""
-        if command == "train" and (not near or plain == "hs"):
-            setting = setting_for(plain, value or following)
-        if setting:
-            settings.append(setting)
+        is_setting = command == "train" and (not near or plain == "hs")
+        if is_setting and plain.lower() in UNSUPPORTED:
+            hints.append("only whole words are trained, by negative sampling or model.hs=true")
+        elif is_setting and (key := nearest_key(plain)):
+            settings.append(f"{key}={value or following}")
         elif near:
             hints.append(f"did you mean {near}?")
-        elif command == "train" and plain.lower() in UNSUPPORTED:
-            hints.append("only whole words are trained, by negative sampling or model.hs=true")
     if unknown:
         are = "is not an option" if len(unknown) == 1 else "are not options"
         if settings:
             hints.insert(0, f"write {' '.join(settings)}")
         remedy = "; ".join(hints) or f"see {parser.prog} --help"
         raise ValueError(f"{', '.join(unknown)} {are} of {parser.prog}; {remedy}")
-
-
-def setting_for(option: str, value: str) -> str:
-    """Return what `w2v train` takes in place of another program's option."""
-    from w2v.config import nearest_key
-
-    if option == "hs" or (option, value) == ("loss", "hs"):
-        return "model.hs=true"
-    if option in ("cbow", "sg"):
-        return "model.architecture=cbow or model.architecture=skipgram"
-    if option in ("input", "train", "corpus", "text", "data"):
-        return f"w2v train {value}"
-    if option.lower() in UNSUPPORTED:
-        return ""
-    key = nearest_key("optim" if option == "optimizer" else option)
-    return f"{key}={value}" if key else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -32,12 +31,16 @@ def load(table: Table, path: Path) -> None:
     except SafetensorError as error:
         reason = one_line(error)
         raise ValueError(f"{path} is not a safetensors file of a table: {reason}") from None
-    expected = _tensors(table)
-    if _describe(found) != _describe(expected):
-        differs = f"holds {_describe(found)}, but the table has {_describe(expected)}"
+    fields = _tensors(table)
+    holds, expected = (
+        {name: [*tensors[name].shape, str(tensors[name].dtype)] for name in sorted(tensors)}
+        for tensors in (found, fields)
+    )
+    if holds != expected:
+        differs = f"holds {holds}, but the table has {expected}"
         raise ValueError(f"{path} {differs}; make one like the file")
     # Nothing has been written so far, so a file that is refused changes nothing.
-    for name, value in expected.items():
+    for name, value in fields.items():
         value.copy_(found[name])
 
 
@@ -45,12 +48,3 @@ def _tensors(table: Table) -> dict[str, Tensor]:
     """Return views of all fields and scalars, by their names in the file."""
     fields = {name: table[name] for name in table.columns}
     return fields | {f"scalar.{name}": value for name, value in table.scalars.items()}
-
-
-def _describe(tensors: Mapping[str, Tensor]) -> str:
-    """Return names, shapes and dtypes, such as "weight 9x5 float32"."""
-    parts = []
-    for name, value in sorted(tensors.items()):
-        shape = "x".join(map(str, value.shape))
-        parts.append(f"{name} {shape} {value.dtype}" if shape else name)
-    return ", ".join(parts).replace("torch.", "")

@@ -96,24 +96,18 @@ def load_words(run: str | Path, runs: str | Path = "runs") -> KeyedVectors | Wor
 
 
 class _Unpickler(pickle.Unpickler):
-    path: Path
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PICKLED:
             return Words if name == "KeyedVectors" else super().find_class(module, name)
         # A whole model is a common mistake.
-        raise VectorsError(
-            f"{self.path} is no plain KeyedVectors file: it names {module}.{name}, which could run "
-            "any code; export it again from its source, or save the .wv of a gensim model"
-        )
+        code = f"it names {module}.{name}, which could run any code; save the .wv of a gensim model"
+        raise pickle.UnpicklingError(code)
 
 
 def _load_kv(path: Path) -> Words:
     """Do what KeyedVectors.load does, with a restricted unpickler."""
     with open(path, "rb") as file:
-        unpickler = _Unpickler(file, encoding="latin1")
-        unpickler.path = path
-        kv: Any = unpickler.load()
+        kv: Any = _Unpickler(file, encoding="latin1").load()
     if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
     for name in vars(kv).get("__numpys", ()):  # gensim's name for arrays in files of their own

@@ -292,10 +292,6 @@ def in_120_columns(columns: Columns) -> str:
     notes = [f"{name} {lr}: {other}" for name, lr, other in settings if other]
     for name in ONLY_IN_FILES & columns.keys():
         del columns[name]
-    # What is the same in all rows needs no column.
-    for name in ("batch", "epochs"):
-        if len(set(columns[name])) == 1 < len(columns[name]):
-            notes.append(f"all: {name} {columns.pop(name)[0]}")
     aligned = []
     for name, cells in columns.items():
         parts = [cell.split(" +- ") for cell in cells]

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
-from w2v.system.files import atomic_write, nearest, one_line
+from w2v.system.files import atomic_write, nearest, one_line, refused
 
 # configs/ of a checkout, which an installed package holds as w2v/configs.
 PACKAGE = Path(str(package_files("w2v")))
@@ -464,11 +464,9 @@ def _spelled(name: str, value: Any) -> Any:
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of a YAML file."""
-    try:
+    problem = f"config file {path} cannot be read as YAML"
+    with refused(ConfigError, problem, "see --help-config"):
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except YAML_ERRORS as error:
-        reason = _one_line(error)
-        raise ConfigError(f"config file {path} cannot be read as YAML: {reason}") from None
     if not isinstance(loaded, dict) or not loaded:
         sections = "sections such as 'model:' with keys below them; see --help-config"
         raise ConfigError(f"config file {path} holds no keys; write {sections}")

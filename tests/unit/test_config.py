@@ -300,7 +300,7 @@ def test_error_in_a_file_names_the_file(write, text, start):
 def test_file_that_is_not_yaml_is_refused(tmp_path, content):
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
-    assert config_error(files=[path]).startswith(f"config file {path} cannot be read as YAML: ")
+    assert config_error(files=[path]).startswith(f"config file {path} cannot be read as YAML (")
 
 
 def test_missing_file_comes_with_the_nearest(write, tmp_path):

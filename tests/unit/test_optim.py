@@ -156,7 +156,7 @@ def test_known_optimizers_are_all_that_torch_has():
 @pytest.mark.parametrize("name", NOT_ROWWISE)
 def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
     if hasattr(torch.optim, name):  # by trying it, too
-        with pytest.raises(ConfigError, match="is not row-separable: .*; choose one of ASGD"):
+        with pytest.raises(ConfigError, match="is not row-separable .*; choose one of ASGD"):
             RowOptimizer(OptimizerConfig(name=f"torch.optim.{name}"))
     with pytest.raises(ConfigError, match=f"optimizer.name={name} .*Adamax.*RMSprop"):
         RowOptimizer(OptimizerConfig(name=name))
@@ -174,7 +174,7 @@ def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
         ("Adam", {"beta": 0.5}, "optimizer.args.beta .*Adam; did you mean betas"),
         ("Adam", {"lr": 0.5}, "optimizer.args.lr is not an argument of Adam"),
         ("RMSprop", {"betas": (0.5, 0.9)}, "optimizer.args.betas .*optimizer.args={} clears"),
-        ("Adam", {"betas": [2, 3]}, "refused by Adam: Invalid beta"),
+        ("Adam", {"betas": [2, 3]}, "refused by Adam .*Invalid beta"),
         ("SGD", {"momentum": 0.9, "dampening": 0.5}, "depends on .*first step"),
     ],
 )

@@ -21,13 +21,9 @@ from torch import Tensor, nn
 from w2v.config import OPTIMIZERS, ConfigError, OptimizerConfig, check_optimizer
 from w2v.kernels.batch import Hyper, TableLike
 from w2v.model.table import RowState
-from w2v.system.files import nearest, one_line
+from w2v.system.files import nearest, refused
 
 Optimizer = torch.optim.Optimizer
-
-
-class NotRowwise(Exception):
-    """A row's step depends on other rows."""
 
 
 class RowOptimizer:
@@ -49,13 +45,10 @@ class RowOptimizer:
         self._class = _without_compiler(found)
         self._args = _arguments(self._class, config)
         self.formula, self._hyper = _fused_formula(found, self._args)
-        try:
+        given = f"optimizer.name={config.name} with optimizer.args={config.args}"
+        remedy = f"choose one of {' '.join(OPTIMIZERS)}"
+        with refused(ConfigError, f"{given} is not row-separable", remedy):
             first = _find_state(self._class, self._args)
-        except NotRowwise as reason:
-            raise ConfigError(
-                f"optimizer.name={config.name} with optimizer.args={config.args} is not "
-                f"row-separable: {reason}; choose one of {' '.join(OPTIMIZERS)}"
-            ) from None
         # What begins as the learning rate is 0 until a row's first step, which has its own rate.
         doubled = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
         self.rates = [key for key in first if not torch.equal(first[key], doubled[key])]
@@ -229,17 +222,14 @@ class _FirstValues(dict):
 
 
 def _find_state(cls: type[Optimizer], args: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the first values of the state, by a step; raise `NotRowwise`."""
-    try:
-        first = _first_state(cls, args)
-    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
-        raise NotRowwise(one_line(error)) from None
+    """Return the first values of the state, by a step; raise if it mixes rows."""
+    first = _first_state(cls, args)
     for key, value in first.items():
         is_row_aligned = value.shape == SHAPE and bool((value == value[0, 0]).all())
         if value.dim() and not is_row_aligned:
-            raise NotRowwise(f"its state {key!r} is not aligned with the rows")
+            raise RuntimeError(f"its state {key!r} is not aligned with the rows")
     if not _rows_are_separable(cls, args, first):
-        raise NotRowwise("the step of a row depends on other rows or on the first step")
+        raise RuntimeError("the step of a row depends on other rows or on the first step")
     return first
 
 
@@ -288,10 +278,9 @@ def _find_class(name: str) -> type[Optimizer]:
     """Return the class of torch.optim, or the one that package.Class names."""
     check_optimizer(name)
     package, _, last = name.rpartition(".")
-    try:
+    remedy = "name a class as package.Class"
+    with refused(ConfigError, f"optimizer.name={name} cannot be imported", remedy):
         found = getattr(importlib.import_module(package or "torch.optim"), last)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"optimizer.name={name} cannot be imported: {error}") from None
     if not (inspect.isclass(found) and issubclass(found, Optimizer)):
         raise ConfigError(f"optimizer.name={name} is no class that derives from torch's Optimizer")
     return found
@@ -326,9 +315,7 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     if "foreach" in accepted:
         # There is one parameter at a time: grouping would only copy strided views.
         args.setdefault("foreach", False)
-    try:
+    given = f"optimizer.args={config.args} or optimizer.lr={config.lr}"
+    with refused(ConfigError, f"{given} is refused by {config.name}", "change or omit it"):
         cls([nn.Parameter(torch.zeros(1, 1))], **args)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        given = f"optimizer.args={config.args} or optimizer.lr={config.lr}"
-        raise ConfigError(f"{given} is refused by {config.name}: {error}") from None
     return args

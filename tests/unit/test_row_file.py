@@ -88,7 +88,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", disk_is_full)
-    with pytest.raises(OSError, match="No space left on device: .*input needs [0-9,]+ bytes"):
+    with pytest.raises(OSError, match="No space left on device: .*input"):
         file_table(tmp_path / "input")
     gc.collect()
     assert not list(tmp_path.iterdir())

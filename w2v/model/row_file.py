@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.system.files import atomic_path, atomic_write, one_line, sync
+from w2v.system.files import atomic_path, atomic_write, naming_file, one_line, sync
 
 CHUNK_ROWS = 1 << 14  # of a table, written at a time
 NPY_TYPES: dict[torch.dtype, np.dtype] = {
@@ -109,13 +109,8 @@ class RowFile:
     def _reserve(self) -> None:
         """Allocate the blocks of a new file, or raise `OSError`."""
         # Later, a write to mapped memory on a full disk would kill the process.
-        nbytes = self._temporary.stat().st_size
-        try:
-            with open(self._temporary, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            message = f"{error.strerror}: {self.path} needs {nbytes:,} bytes"
-            raise OSError(error.errno, message) from None
+        with open(self._temporary, "r+b") as file, naming_file(self.path):
+            os.posix_fallocate(file.fileno(), 0, self._temporary.stat().st_size)
 
 
 def open_npy(

@@ -79,10 +79,7 @@ class RowOptimizer:
     @property
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments that have a value, with defaults."""
-        made = self._class([nn.Parameter(torch.zeros(1, 1))], **self._args)
-        accepted = inspect.signature(self._class).parameters
-        found = {key: value for key, value in made.defaults.items() if value is not None}
-        return {key: value for key, value in found.items() if key in accepted}
+        return {key: value for key, value in self._args.items() if value is not None}
 
     @property
     def is_plain_sgd(self) -> bool:
@@ -179,15 +176,12 @@ IGNORED_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
 
 def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyper]:
     """Return the formula of a step, or "", and its constants."""
-    accepted = inspect.signature(cls).parameters
-    defaults = {key: parameter.default for key, parameter in accepted.items() if key != "params"}
-    given = defaults | args
-    others = given.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
-    if cls not in FUSED_BETAS or any(given[key] for key in others):
-        return "", Hyper(given["lr"])
-    betas = [given[key] for key in FUSED_BETAS[cls]]
+    others = args.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
+    if cls not in FUSED_BETAS or any(args[key] for key in others):
+        return "", Hyper(args["lr"])
+    betas = [args[key] for key in FUSED_BETAS[cls]]
     betas = betas[0] if FUSED_BETAS[cls] == ("betas",) else betas
-    constants = {key: float(given[key]) for key in Hyper._fields if key in given}
+    constants = {key: float(args[key]) for key in Hyper._fields if key in args}
     for number, beta in enumerate(map(float, betas), start=1):
         constants[f"beta{number}"] = beta
         constants[f"rest{number}"] = 1 - beta
@@ -295,8 +289,8 @@ def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Return the constructor's arguments, checked by constructing it."""
-    accepted = inspect.signature(cls).parameters
+    """Return the constructor's arguments, with defaults, checked by a call."""
+    accepted = {key: its.default for key, its in inspect.signature(cls).parameters.items()}
     own = set(accepted) - {"params", "lr"}
     for key in config.args:
         if key not in own:
@@ -304,17 +298,20 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
             clears = "optimizer.args={} clears what a config file has set"
             hint = f"did you mean {near}?" if near else clears
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
-        pair = accepted[key].default
+        pair = accepted[key]
         if isinstance(pair, tuple):
             value = config.args[key]
             numbers = "[" + ",".join(f"{number:g}" for number in pair) + "]"
             if not isinstance(value, (list, tuple)) or len(value) != len(pair):
                 expected = f"must be {len(pair)} numbers, such as {numbers}"
                 raise ConfigError(f"optimizer.args.{key}={value} {expected}")
-    args = dict(config.args, lr=config.lr or 0.1)  # any rate will do while it is auto
     if "foreach" in accepted:
         # There is one parameter at a time: grouping would only copy strided views.
-        args.setdefault("foreach", False)
+        accepted["foreach"] = False
+    defaults = {
+        key: value for key, value in accepted.items() if value is not inspect.Parameter.empty
+    }
+    args = defaults | config.args | {"lr": config.lr or 0.1}  # any rate will do while it is auto
     given = f"optimizer.args={config.args} or optimizer.lr={config.lr}"
     with refused(ConfigError, f"{given} is refused by {config.name}", "change or omit it"):
         cls([nn.Parameter(torch.zeros(1, 1))], **args)

@@ -13,10 +13,11 @@ from w2v.vectors.load import VectorsError
 from w2v.vectors.runs import RunError
 
 
-def test_find_takes_a_folder_a_file_or_latest(tmp_path):
+def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "one"
     export.save(kv_of(["the", "paris"], np.eye(2)), folder)
-    assert load.find(folder) == load.find("latest", tmp_path / "runs") == folder / "vectors.kv"
+    monkeypatch.chdir(tmp_path)
+    assert load.find(folder) == load.find("latest").resolve() == folder / "vectors.kv"
     assert load.find(folder / "vectors.bin") == folder / "vectors.bin"
     with pytest.raises(RunError, match="runs is a folder of runs; .* such as .*one"):
         load.find(tmp_path / "runs")

@@ -58,6 +58,13 @@ class RowOptimizer:
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
         self._instances: dict[torch.device, Optimizer] = {}
+        # The constructor's arguments that have a value, with defaults.
+        self.arguments = {key: value for key, value in self._args.items() if value is not None}
+        self.scalars = {} if self._per_row else self._scalars  # that a table holds once
+        self.state_count = len(self._wide)  # of states that are as wide as the weight
+        # Whether a step is w -= lr * gradient and no more, which needs no batch.
+        is_scaled = self._hyper.weight_decay or self.occurrence_cap
+        self.is_plain_sgd = self.formula == "sgd" and not is_scaled
 
     def states(self, dim: int) -> dict[str, RowState]:
         """Return what a record holds besides its D weights, in order."""
@@ -65,26 +72,6 @@ class RowOptimizer:
         if self._per_row:
             states |= {key: RowState(1, float(value)) for key, value in self._scalars.items()}
         return states
-
-    @property
-    def scalars(self) -> dict[str, Tensor]:
-        """The state that a table holds once, with its first values."""
-        return {} if self._per_row else self._scalars
-
-    @property
-    def state_count(self) -> int:
-        """Number of states that are as wide as the weight."""
-        return len(self._wide)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments that have a value, with defaults."""
-        return {key: value for key, value in self._args.items() if value is not None}
-
-    @property
-    def is_plain_sgd(self) -> bool:
-        """Whether a step is w -= lr * gradient and no more, which needs no batch."""
-        return self.formula == "sgd" and not self._hyper.weight_decay and not self.occurrence_cap
 
     def hyper(self, lr: float) -> Hyper:
         """Return the constants of the formula for a step."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from w2v.system.files import hash_file, refused
-from w2v.vectors import runs as run_folders
+from w2v.vectors import runs
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
@@ -32,11 +32,11 @@ class VectorsError(ValueError):
     """Vectors that cannot be saved or loaded; one line with the remedy."""
 
 
-def find(run: str | Path, runs: str | Path = "runs") -> Path:
+def find(run: str | Path) -> Path:
     """Return the vectors file of a run folder, of "latest", or `run` itself."""
     path = Path(run)
     if not path.is_file():
-        return run_folders.find(run, "vectors.kv", runs) / "vectors.kv"
+        return runs.find(run, "vectors.kv") / "vectors.kv"
     if path.suffix not in READABLE:
         suffixes = f"the suffixes are {' '.join(READABLE)}; of a Word2Vec model, save model.wv"
         raise VectorsError(f"{run} is no vectors file; {suffixes}")
@@ -65,7 +65,7 @@ class Words:
         self.key_to_index = {word: row for row, word in enumerate(words)}
 
 
-def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
+def load(run: str | Path) -> KeyedVectors:
     """Load the vectors that `run` names, see `find`.
 
     gensim's own `load` runs any code that a .kv file, a pickle, names. Here, a pickle that
@@ -73,7 +73,7 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     """
     from gensim.models import KeyedVectors
 
-    words = load_words(run, runs)
+    words = load_words(run)
     if isinstance(words, KeyedVectors):
         return words
     kv = KeyedVectors(words.vector_size)
@@ -82,9 +82,9 @@ def load(run: str | Path, runs: str | Path = "runs") -> KeyedVectors:
     return kv
 
 
-def load_words(run: str | Path, runs: str | Path = "runs") -> KeyedVectors | Words:
+def load_words(run: str | Path) -> KeyedVectors | Words:
     """Load the vectors that `run` names as `load` does, but .kv as `Words`."""
-    path = find(run, runs)
+    path = find(run)
     _check_sums(path)  # before anything is unpickled
     problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
     with refused(VectorsError, problem, "export it again"):

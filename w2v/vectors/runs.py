@@ -41,17 +41,15 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has written; scores are empty for an unfinished run."""
+    """What a run has written.
+
+    Scores are empty for an unfinished run, and have the reason "diverged" for one that did.
+    """
 
     folder: Path
     settings: dict[str, Any]  # the config by dotted name, such as "optimizer.lr"
     scores: dict[str, Any]
     metrics: list[dict[str, Any]]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the loss became NaN or infinite."""
-        return "diverged" in self.scores
 
     def curve(self, name: str, x: str = "words") -> list[tuple[float, float]]:
         """Return the points (x, metric), with the final score as the last one.
@@ -197,7 +195,7 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
 
     The loss decides between equal scores. Both are -inf if a run diverged.
     """
-    if any(run.diverged for run in runs):
+    if any("diverged" in run.scores for run in runs):
         return -math.inf, -math.inf
     means, losses = [], []
     for scores in (run.scores for run in runs):
@@ -254,7 +252,7 @@ def table(compared: Sequence[Row]) -> Columns:
         others = [f"{key.partition('.')[2]}={text}" for key, text in own.items()]
         line[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
         # A seed whose run diverged counts as one, but has no scores.
-        seeds = {run.settings["train.seed"]: run.diverged for run in row.runs}
+        seeds = {run.settings["train.seed"]: "diverged" in run.scores for run in row.runs}
         finished = len(seeds) - sum(seeds.values())
         line["seeds"] = str(finished) if finished == len(seeds) else f"{finished} of {len(seeds)}"
         measured = [*map(figures, row.runs)]

@@ -108,8 +108,8 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        """Size of all records."""
-        return self.rows * self.width * self.dtype.itemsize
+        """Size of all records, those of the states included."""
+        return sum(part.records_VR.nbytes for part in self.parts)
 
     def initialise(
         self,
@@ -228,11 +228,6 @@ class SplitTable(Table):
     @property
     def parts(self) -> list[Table]:
         return [self, self.states]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the records of both tables."""
-        return super().bytes + self.states.bytes
 
 
 def record_columns(dim: int, states: Mapping[str, RowState]) -> dict[str, slice]:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
+from w2v.text.vocab import Vocab
 from w2v.vectors import export, plots, report
-from w2v.vectors.runs import RunError
 
 ATTACK = "</script><script>alert(1)</script>"
 BROWSER = shutil.which("chromium")
@@ -200,14 +200,13 @@ def test_a_narrow_browser_searches_clicks_and_zooms(page, tmp_path, scheme, back
 
 @pytest.fixture
 def finished(tmp_path):
-    folder = write_run(tmp_path / "one", scores_of(0.25), "corpus.path=wiki.txt", "train.epochs=3")
-    (folder / "vocab.tsv").write_text("# words 2 raw_words 9 raw_types 4\nthe\t5\nof\t2\n")
-    return folder
+    return write_run(tmp_path / "one", scores_of(0.25), "corpus.path=wiki.txt", "train.epochs=3")
 
 
 def test_card_tells_what_the_run_is(finished):
     (finished / "env.txt").write_text("machine 8 cores | 1 GPU\ntorch 2.10\n")
-    text = report.write_card(finished).read_text()
+    report.write_card(finished, Vocab(["the", "of"], np.array([5, 2]), 9, 4))
+    text = (finished / "README.md").read_text()
     for part in (
         "# Word vectors of wiki.txt",
         "most_similar('the')",
@@ -231,14 +230,6 @@ def test_card_of_baskets_has_no_empty_tables(tmp_path):
     for pairs in scores["similarity"].values():
         pairs["spearman"] = None
     folder = write_run(tmp_path / "one", scores)
-    (folder / "vocab.tsv").write_text("# words 1 raw_words 9 raw_types 4\nmilk\t5\n")
-    text = report.write_card(folder).read_text()
+    report.write_card(folder, Vocab(["milk"], np.array([5]), 9, 4))
+    text = (folder / "README.md").read_text()
     assert not any(name in text for name in ("analogies %", "semantic %", "SimLex", "WordSim"))
-
-
-@pytest.mark.parametrize("missing", ["config.yaml", "scores.json", "vocab.tsv"])
-def test_an_unfinished_run_is_refused(finished, missing):
-    (finished / missing).unlink()
-    with pytest.raises(RunError, match=str(finished)):
-        report.write_card(finished)
-    assert not (finished / "README.md").exists()

@@ -409,7 +409,7 @@ class Trainer:
         self.metrics.send(held_out_loss=took["held_out_loss"], **last)
         content = as_json(evaluate.as_dict(scores) | took, indent=1)
         atomic_write(folder / "scores.json", content)
-        report.write_card(folder)
+        report.write_card(folder, self.vocab)
         held_out = ""
         if self.held_out:
             held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from w2v.system.files import atomic_write, printable, refused
-from w2v.text.vocab import HEADER
+from w2v.system.files import atomic_write, printable
+from w2v.text.vocab import Vocab
 from w2v.vectors import load, plots, query, runs
 from w2v.vectors.datasets import ASKED
-from w2v.vectors.runs import Run, RunError
+from w2v.vectors.runs import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 Runs = Mapping[str, Run]  # by the name that is shown
@@ -194,22 +194,11 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def write_card(folder: Path) -> Path:
+def write_card(folder: Path, vocab: Vocab) -> None:
     """Write README.md, the model card, into the folder of a finished run."""
     run = runs.read(folder)
-    with refused(RunError, f"{folder} is not the folder of a finished run", "train it to the end"):
-        text = _card(run)
-    atomic_write(folder / "README.md", text)
-    return folder / "README.md"
-
-
-def _card(run: Run) -> str:
-    """Return the model card as Markdown."""
     settings = run.settings
-    with (run.folder / "vocab.tsv").open(encoding="utf-8", newline="\n") as file:
-        header = HEADER.fullmatch(file.readline().rstrip("\n"))
-        words, raw_words, raw_types = map(int, header.groups())
-        example = file.readline().rpartition("\t")[0]
+    words = len(vocab.words)
     environment = dict.fromkeys(("machine", "w2v", "commit", "python", "torch"), "unknown")
     if (run.folder / "env.txt").exists():
         lines = (run.folder / "env.txt").read_text(encoding="utf-8").splitlines()
@@ -219,11 +208,10 @@ def _card(run: Run) -> str:
     columns = runs.table(runs.rows([run])).items()
     figures = "\n".join(f"| {name} | {cell} |" for name, [cell] in columns)
     path = printable(settings["corpus.path"]).translate(MARKUP)
-    # A run of an older version has no architecture.
-    model = "CBOW" if settings.get("model.architecture") == "cbow" else "skip-gram"
+    model = "CBOW" if settings["model.architecture"] == "cbow" else "skip-gram"
     by = ["negative sampling"] if settings["model.negative"] else []
-    by += ["hierarchical softmax"] if settings.get("model.hs") else []
-    return f"""# Word vectors of {path}
+    by += ["hierarchical softmax"] if settings["model.hs"] else []
+    card = f"""# Word vectors of {path}
 
 {words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
 {", ".join(by)} and {settings["optimizer.name"]}.
@@ -232,12 +220,12 @@ def _card(run: Run) -> str:
 from gensim.models import KeyedVectors
 
 vectors = KeyedVectors.load("vectors.kv")
-vectors.most_similar({example!r})
+vectors.most_similar({vocab.words[0]!r})
 ```
 
 | | |
 |---|---|
-| text | {path}: {raw_words:,} words, {raw_types:,} distinct |
+| text | {path}: {vocab.raw_words:,} words, {vocab.raw_types:,} distinct |
 | vocabulary | {words:,} words; min_count {settings["vocab.min_count"]} |
 | training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
 | hardware | {environment["machine"].replace(" |", ",")} |
@@ -257,3 +245,4 @@ judgement. The loss is that of a positive pair.
 {(run.folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
 ```
 """
+    atomic_write(folder / "README.md", card)

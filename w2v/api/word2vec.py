@@ -335,30 +335,38 @@ class Word2Vec(word2vec.Word2Vec):
             raise ConfigError(f"wv.vectors_lockf has shape {factors.shape}; {takes}")
         return np.resize(factors, self._trained_words)  # repeated, as gensim does
 
-    def _lock(self, step: TrainingStep, kernels: str) -> Lock | None:
-        """Return the lock of the vectors, if there is anything to do.
+    def _lock(self, step: TrainingStep, kernels: str) -> Callable[[], object]:
+        """Return what scales the updates of locked words, after each step.
 
         Sequential SGD scales its updates itself, as gensim does.
         """
         factors_V = self._lock_factors()
         if kernels == "sequential":
             step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
-            return None
-        if (factors_V == 1).all():
-            return None
+        if kernels == "sequential" or (factors_V == 1).all():
+            return lambda: None
         if step.engine.pages:  # the GPU keeps rows of its own
             remedy = 'add "transfer.engine=resident" to settings'
             raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {remedy}")
-        return Lock(step.inputs["weight"], factors_V)
+        weight_VD = step.inputs["weight"]
+        locked = np.flatnonzero(factors_V != 1)
+        rows_L = torch.from_numpy(locked).to(weight_VD.device)
+        factors_L1 = torch.from_numpy(factors_V[locked, None]).to(weight_VD)
+        before_LD = weight_VD[rows_L]  # as they are before the next step
 
-    def _train_epoch(self, loop: TrainingLoop, lock: Lock | None) -> int:
+        def scale() -> None:
+            before_LD.lerp_(weight_VD[rows_L], factors_L1)
+            weight_VD[rows_L] = before_LD
+
+        return scale
+
+    def _train_epoch(self, loop: TrainingLoop, lock: Callable[[], object]) -> int:
         """Train one epoch and return the number of centers."""
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
         centers = 0
         for done in loop.epoch():
-            if lock:
-                lock.apply()
+            lock()
             loss = loss + done.loss  # on the device, so that no step waits for it
             pairs = pairs + done.pairs
             centers += len(done.batch.windows_B)
@@ -426,27 +434,6 @@ class Part(NamedTuple):
     table: Table
     rows: slice
     vectors_VD: np.ndarray
-
-
-class Lock:
-    """gensim's lock: after a step, the updates of some rows are scaled.
-
-    Args:
-        weight_VD: The weights, where steps write them.
-        factors_V: Factors of the updates; rows of 0 are not trained.
-    """
-
-    def __init__(self, weight_VD: Tensor, factors_V: np.ndarray):
-        rows = np.flatnonzero(factors_V != 1)
-        self._weight_VD = weight_VD
-        self._rows = torch.from_numpy(rows).to(weight_VD.device)
-        self._factors = torch.from_numpy(factors_V[rows, None]).to(weight_VD)
-        self._before_LD = weight_VD[self._rows]  # as they are before the next step
-
-    def apply(self) -> None:
-        """Scale what a step has changed in the locked rows."""
-        self._before_LD.lerp_(self._weight_VD[self._rows], self._factors)
-        self._weight_VD[self._rows] = self._before_LD
 
 
 def _states(table: Table, rows: slice) -> dict[str, Tensor]:

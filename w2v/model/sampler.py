@@ -14,13 +14,12 @@ rank's own (Zheng et al. 2020, arXiv 2004.08532), which lowers the scores of eig
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, count, pairwise, repeat
 from typing import Any
 
@@ -88,7 +87,9 @@ class Sampler:
         noise_cdf_V = np.cumsum(noise_V) / np.sum(noise_V)
         self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if others
-        self._set_rank(self.rank, self.world_size)
+        self._batch_size = -(-self.batch_size // self.world_size)
+        ranks = 1 if model.negative_pool_centers else self.world_size  # that share a pool
+        self._pool = -(-max(0, model.negative_pool) // ranks)
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
@@ -172,19 +173,11 @@ class Sampler:
             self.position = Position(epoch)
             unread: list[Span] = []
             for rank in range(len(states)):
-                former = copy.copy(self)
-                former._set_rank(rank, len(states))
+                former = replace(self, rank=rank, world_size=len(states))
                 former.load_state_dict(states)
                 unread += former._chunks(epoch)[former.position.chunk :]
             spans = self._own_share(unread, epoch)
         self._resumed = {epoch: spans}
-
-    def _set_rank(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._batch_size = -(-self.batch_size // world_size)
-        ranks = 1 if self.model.negative_pool_centers else world_size  # that share a pool
-        self._pool = -(-max(0, self.model.negative_pool) // ranks)
 
     def _own_share(self, spans: Sequence[Span], epoch: int) -> list[Span]:
         """Return this rank's part of the spans: about as many words as others.

@@ -73,7 +73,6 @@ class Section:
     """Base of the sections; refuses values out of range."""
 
     def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").lower()
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
             limits = entry.metadata["limits"].items()
@@ -81,10 +80,14 @@ class Section:
             holds = holds or all(LIMITS[name](value, limit) for name, limit in limits)
             if isinstance(value, float):
                 holds = holds and math.isfinite(value)
-            must_be = range_in_words(entry.metadata, value)
-            require(holds, f"{section}.{entry.name}", value, must_be)
+            self.check(entry.name, holds, range_in_words(entry.metadata, value))
             if type(value) is int and "below" not in entry.metadata["limits"]:
-                require(value < LARGEST, f"{section}.{entry.name}", value, f"below {LARGEST}")
+                self.check(entry.name, value < LARGEST, f"below {LARGEST}")
+
+    def check(self, name: str, holds: bool, must_be: str) -> None:
+        """Raise a `ConfigError` about the value of a key, unless `holds`."""
+        section = type(self).__name__.removesuffix("Config").lower()
+        require(holds, f"{section}.{name}", getattr(self, name), must_be)
 
 
 @dataclass(frozen=True)
@@ -145,17 +148,14 @@ class ModelConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps = self.negative_pool_steps
-        must_be = "1 without a pool to share; set model.negative_pool=65536"
-        require(steps == 1 or self.negative_pool != 0, "model.negative_pool_steps", steps, must_be)
-        valid = self.negative_pool_centers == 0 or self.negative_pool > 0
-        must_be = "0 without a pool to share; set model.negative_pool=256"
-        require(valid, "model.negative_pool_centers", self.negative_pool_centers, must_be)
-        must_be = "draw or auto with model.architecture=cbow"
-        is_pairs = self.architecture == "skipgram" or self.shrink_by != "weigh"
-        require(is_pairs, "model.shrink_by", self.shrink_by, must_be)
-        must_be = "at least 1 without model.hs=true"
-        require(self.hs or self.negative > 0, "model.negative", self.negative, must_be)
+        without = "without a pool to share; set model.negative_pool"
+        holds = self.negative_pool_steps == 1 or self.negative_pool != 0
+        self.check("negative_pool_steps", holds, f"1 {without}=65536")
+        holds = self.negative_pool_centers == 0 or self.negative_pool > 0
+        self.check("negative_pool_centers", holds, f"0 {without}=256")
+        holds = self.architecture == "skipgram" or self.shrink_by != "weigh"
+        self.check("shrink_by", holds, "draw or auto with model.architecture=cbow")
+        self.check("negative", self.hs or self.negative > 0, "at least 1 without model.hs=true")
 
     def pools(self, centers: int) -> int:
         """Return how many pools of negatives so many centers of a step have."""
@@ -189,11 +189,10 @@ class OptimizerConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        must_be = f"from 0 to optimizer.lr={self.lr}"
         holds = 0 <= self.min_lr <= (self.lr or math.inf)  # 0: auto
-        require(holds, "optimizer.min_lr", self.min_lr, must_be)
+        self.check("min_lr", holds, f"from 0 to optimizer.lr={self.lr}")
         must_be = "names and values, with a space after each colon"
-        require(all(map(str.isidentifier, self.args)), "optimizer.args", self.args, must_be)
+        self.check("args", all(map(str.isidentifier, self.args)), must_be)
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ class TransferConfig(Section):
         super().__post_init__()
         valid = self.gpu_bytes == "auto" or SIZE.fullmatch(self.gpu_bytes) is not None
         must_be = "auto, 0, a size such as 20GiB, or a share of the tables such as 50%"
-        require(valid, "transfer.gpu_bytes", self.gpu_bytes, must_be)
+        self.check("gpu_bytes", valid, must_be)
 
     def gpu_bytes_of(self, table_bytes: int) -> int | None:
         """Return `gpu_bytes` as a number, for tables of this size; None for auto."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from w2v.system.files import atomic_write, nearest, one_line, refused
@@ -300,7 +300,7 @@ TYPE_NAMES = {
     int | None: "a whole number or null",
     float: "a number",
     bool: "true or false",
-    str: "text",
+    str: "text without ${",
     dict[str, Any]: "a mapping such as {betas: [0.5, 0.99]}",
     None: "a plain YAML value",  # of an entry of optimizer.args
 }
@@ -324,7 +324,6 @@ FOREIGN_NAMES = {
 }
 FOREIGN_VALUES = {"gpu": "cuda", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16"}
 YAML_SUFFIXES = (".yaml", ".yml")
-YAML_ERRORS = (YAMLError, OmegaConfBaseException, ValueError, OSError, RecursionError)
 
 
 # Reading and writing: YAML files, assignments, names of shipped files.
@@ -348,17 +347,13 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
         given = dict(entries)
         name = given.get("optimizer.name", optimizer)
-        if name != optimizer and isinstance(name, str) and "$" not in name:
+        if name != optimizer and isinstance(name, str):
             entries = [*_shipped(name, given), *entries]
             optimizer = name
         for key_name, value in entries:
             _set(merged, key_name, value, source)
-    try:
-        config: Any = OmegaConf.to_object(merged)  # resolves ${...} and checks ranges
-        return config
-    except OmegaConfBaseException as error:
-        remedy = "write a plain value, or a key's full name in ${...}"
-        raise ConfigError(f"{error.full_key}: {_one_line(error)}; {remedy}") from None
+    config: Any = OmegaConf.to_object(merged)  # which checks ranges
+    return config
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -489,9 +484,9 @@ def _parse(assignment: str) -> tuple[str, Any]:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         return name, parsed["value"]
-    except YAML_ERRORS as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
-        reason = _one_line(error)
+        reason = one_line(error)
         if found := re.search(r"[{,]\s*(\w+:)[^\s}]", text):  # {name:value} is a name alone
             reason = f'a space is missing after "{found[1]}"'
         if text.count("{") + text.count("[") > text.count("}") + text.count("]"):
@@ -512,15 +507,15 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
     if name in AUTO and value == AUTO[name]["auto"]:  # only `auto` itself may say so
         require(False, name, value, range_in_words(AUTO[name], value))
     try:
-        # OmegaConf would take "???" as its mark of a missing value, and any number as a bool.
-        if value == "???" or (hint is bool and type(value) is int and value not in (0, 1)):
+        # OmegaConf would take "???" as a missing value, ${...} as another key's, and any number as
+        # a bool.
+        is_other = value == "???" or "${" in str(value)
+        if is_other or (hint is bool and type(value) is int and value not in (0, 1)):
             raise ValueError
         if value == "auto" and name in AUTO:
             value = AUTO[name]["auto"]
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
         OmegaConf.update(merged, name, value, merge=False)
-    except GrammarParseError as error:
-        raise ConfigError(f"{where} is not a valid ${{...}}: {_one_line(error)}") from None
     except (OmegaConfBaseException, ValueError, OverflowError):
         raise ConfigError(f"{where} is not {_expected(name, value)}") from None
 
@@ -582,8 +577,3 @@ def _show(value: Any) -> str:
         return json.dumps(value)
     text = one_line(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
-
-
-def _one_line(error: Exception) -> str:
-    """Return the message of an error without OmegaConf's appendix."""
-    return one_line(str(error).split("\n    full_key")[0])

@@ -89,19 +89,12 @@ def test_text_on_the_command_line_is_not_parsed(text):
 def test_values_are_converted_to_the_type_of_the_key():
     config = load_config(
         [],
-        [
-            "vocab.max_final_vocab=null",
-            "train.deterministic=yes",
-            "optimizer.lr=1",
-            "run.name='a'",
-            "model.window=${model.negative}",
-        ],
+        ["vocab.max_final_vocab=null", "train.deterministic=yes", "optimizer.lr=1", "run.name='a'"],
     )
     assert config.vocab.max_final_vocab is None
     assert config.train.deterministic is True
     assert type(config.optimizer.lr) is float
     assert config.run.name == "a"
-    assert config.model.window == 5
 
 
 def test_section_without_keys_changes_nothing(write):
@@ -116,8 +109,8 @@ def test_section_without_keys_changes_nothing(write):
         ("model.window=null", "a whole number"),
         ("model.window=true", "a whole number"),
         ("train.epochs=???", "a whole number"),
-        ("run.name=???", "text"),
-        ("run.name=\udcff", "text"),
+        ("run.name=???", "text without ${"),
+        ("run.name=\udcff", "text without ${"),
         ("vocab.max_final_vocab=many", "a whole number or null"),
         ("train.deterministic=maybe", "true or false"),
         ("train.deterministic=2", "true or false"),
@@ -125,7 +118,7 @@ def test_section_without_keys_changes_nothing(write):
         ("transfer.engine=map", "one of auto, resident, mapped, staged; did you mean mapped?"),
         ("optimizer.args=3", "a mapping such as {betas: [0.5, 0.99]}"),
         ("optimizer.args.eps=???", "a plain YAML value"),
-        ("corpus.path=${", "a valid ${...}: no viable alternative at input '${'"),
+        ("corpus.path=${", "text without ${"),
     ],
 )
 def test_wrong_type_is_named_with_what_is_expected(assignment, expected):
@@ -140,10 +133,11 @@ def test_wrong_type_is_named_with_what_is_expected(assignment, expected):
         ("optimizer.args={1: 2}", f"optimizer.args={{1: 2}} {CLI} is not a mapping"),
         ("model.window={a: 1}", f"model.window={{'a': 1}} {CLI} is not a whole number"),
         ("model.window=[", f"model.window=[ {CLI} cannot be read as YAML: "),
-        ("model.window=${nope}", "model.window: Interpolation key 'nope' not found; "),
-        ("model.window=${model.window}", "model.window: Recursive interpolation detected; "),
-        ("optimizer.lr=${run.name}", "optimizer.lr: While dereferencing interpolation"),
-        ("optimizer.args.eps=${nope}", "optimizer.args.eps: Interpolation key 'nope' not found; "),
+        (
+            "model.window=${model.negative}",
+            f"model.window=${{model.negative}} {CLI} is not a whole",
+        ),
+        ("optimizer.args.eps=${nope}", f"optimizer.args.eps=${{nope}} {CLI} is not a plain YAML"),
         ("model=3", f"model=3 {CLI}: 'model' is a section; write model.<key>"),
         ("train=x", f"train=x {CLI}: 'train' is a section; write train.<key>"),
         ("foo", "'foo' is not section.key=value, without spaces"),
@@ -314,13 +308,7 @@ def test_missing_file_comes_with_the_nearest(write, tmp_path):
 
 def test_saved_config_loads_back(tmp_path):
     config = load_config(
-        [],
-        [
-            "optimizer.args.betas=[0.5, 0.99]",
-            "optimizer.lr=1e-7",
-            "run.name=é: 'x' #1",
-            "model.window=${model.negative}",
-        ],
+        [], ["optimizer.args.betas=[0.5, 0.99]", "optimizer.lr=1e-7", "run.name=é: 'x' #1"]
     )
     save_config(config, tmp_path / "config.yaml")
     assert load_config([tmp_path / "config.yaml"]) == config

@@ -272,8 +272,6 @@ PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_co
 @pytest.mark.parametrize(
     "arguments, key_words",
     [
-        ({"hashfxn": len}, "hashfxn=.* is not supported: .* set seed"),
-        ({"null_word": 1}, "null_word=1 is not supported"),
         ({"vector_size": 0}, "^vector_size=0 is out of range"),
         ({"window": "wide"}, "^window='wide' is not such a number as gensim takes"),
         ({"sample": -1}, "^sample=-1.0 is out of range"),
@@ -563,10 +561,28 @@ def test_a_model_of_gensims_trains_on_with_sgd(tmp_path, sg):
     model.device = "cpu"
     model.train(sentences(), total_examples=400, epochs=20)
     assert type(model) is Word2Vec and model.loss_per_pair < 0.9 * UNTRAINED_LOSS
-    theirs.null_word = 1
-    theirs.save(str(tmp_path / "model"))
-    with pytest.raises(ValueError, match="null_word=1 is not supported"):
-        Word2Vec.load(str(tmp_path / "model")).train(sentences(), total_examples=400, epochs=1)
+
+
+@pytest.mark.parametrize("hs", [0, 1])
+def test_null_word_is_the_last_of_the_vocabulary(hs):
+    model = Word2Vec(sentences(), null_word=1, hs=hs, negative=5 * (1 - hs), epochs=5, **SMALL)
+    assert model.wv.index_to_key[-1] == "\0" and len(model.wv) == 11
+    assert nearest(model, "red", 3) < {*COLORS}
+
+
+def test_what_has_no_effect_in_gensim_has_none_here(model):
+    again = Word2Vec(hashfxn=len, **SMALL)
+    again.build_vocab(sentences())
+    again.train(sentences(), total_examples=400, epochs=5, word_count=100)
+    assert np.array_equal(again.wv.vectors, model.wv.vectors)
+    assert again.lifecycle_events[-1]["event"] == "train"
+
+
+def test_a_model_borrows_the_words_of_another(model):
+    other = Word2Vec(**SMALL)
+    other.reset_from(model)
+    other.train(sentences(), total_examples=400, epochs=5)
+    assert np.array_equal(other.wv.vectors, model.wv.vectors)
 
 
 def test_torchs_default_dtype_changes_nothing(model):

@@ -65,11 +65,6 @@ ARGUMENTS = {  # which argument sets a key of the config
 }
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
 GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
-SUPPORTED = {  # gensim's arguments of which one value is supported, and why
-    "null_word": (0, "it is for concatenated word sums, which are not trained; leave it out"),
-    "hashfxn": (hash, "initial vectors depend on the seed alone; set seed"),
-    "word_count": (0, "each call begins with no words done; leave it out"),
-}
 
 
 class Word2Vec(word2vec.Word2Vec):
@@ -84,6 +79,7 @@ class Word2Vec(word2vec.Word2Vec):
         hs: 1 for hierarchical softmax; beside negative sampling, unless negative is 0.
         workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
         batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
+        hashfxn: Has no effect, as in gensim 4.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. By default
             that of `w2v train`, Adam; or SGD if `alpha` is given, as gensim's rates are for SGD.
         optimizer_args: Arguments of that class, by default those in configs/optimizers/.
@@ -92,7 +88,7 @@ class Word2Vec(word2vec.Word2Vec):
         settings: More settings as `section.key=value`, such as "train.precision=bf16".
 
     Raises:
-        ValueError: If an argument is out of range, or not supported, such as null_word=1.
+        ValueError: If an argument is out of range.
     """
 
     loss_per_pair = math.nan  # mean over the positive pairs of the last epoch
@@ -134,7 +130,6 @@ class Word2Vec(word2vec.Word2Vec):
         settings: Sequence[str] = (),
     ):
         given = dict(locals())  # all arguments by name
-        _check_supported(given)
         if optimizer is None:
             optimizer = Config().optimizer.name if alpha is None else "SGD"
         self.optimizer = optimizer_name(optimizer)
@@ -203,7 +198,6 @@ class Word2Vec(word2vec.Word2Vec):
         Returns:
             The number of words trained on and the number of words read, over all epochs.
         """
-        _check_supported(vars(self) | {"word_count": word_count})
         totals = {"total_examples": total_examples, "total_words": total_words}
         self._check_training_sanity(epochs=epochs, **totals)
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
@@ -243,7 +237,9 @@ class Word2Vec(word2vec.Word2Vec):
                 trained = self._train_on(config, vocab, corpus, callbacks)
             finally:
                 torch.set_num_threads(threads)
-            self.total_train_time += time.monotonic() - start
+            seconds = time.monotonic() - start
+        self._log_train_end(corpus.raw_words * epochs, trained, seconds, job_tally=0)
+        self.total_train_time += seconds
         self.train_count += 1
         for callback in callbacks:
             callback.on_train_end(self)
@@ -329,7 +325,8 @@ class Word2Vec(word2vec.Word2Vec):
 
     def _lock_factors(self) -> np.ndarray:
         """Return a factor of the updates of each word from `wv.vectors_lockf`."""
-        factors = np.asarray(self.wv.vectors_lockf, np.float32)
+        # gensim's `reset_from` leaves none.
+        factors = np.asarray(getattr(self.wv, "vectors_lockf", [1]), np.float32)
         if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
             takes = f"give a finite number for each of the {len(self.wv)} words, or one for all"
             raise ConfigError(f"wv.vectors_lockf has shape {factors.shape}; {takes}")
@@ -439,13 +436,6 @@ class Part(NamedTuple):
 def _states(table: Table, rows: slice) -> dict[str, Tensor]:
     """Return views of the optimizer's state: of rows [V, n], and scalars []."""
     return {name: table[name][rows] for name in table.columns if name != "weight"} | table.scalars
-
-
-def _check_supported(given: dict[str, Any]) -> None:
-    for name in SUPPORTED.keys() & given:
-        supported, why = SUPPORTED[name]
-        if given[name] != supported:
-            raise ConfigError(f"{name}={given[name]!r} is not supported: {why}")
 
 
 def _share(sample: float | None, words: float) -> float:

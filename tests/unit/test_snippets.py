@@ -626,3 +626,13 @@ def test_only_the_normed_vectors_are_kept(sentences):
     np.testing.assert_allclose(np.linalg.norm(normed, axis=1), 1, rtol=1e-5)
     model.wv.fill_norms(force=True)
     assert model.wv.get_vecattr("red", "count") == sum(line.count("red") for line in sentences)
+
+
+def test_same_vectors_in_each_run(sentences):
+    # https://stackoverflow.com/q/34831551, with a hash of its own
+    def hash(astring):
+        return ord(astring[0])
+
+    given = {"min_count": 1, "vector_size": 16, "workers": 1, "seed": 1, "hashfxn": hash}
+    first, second = Word2Vec(sentences, **given), Word2Vec(sentences, **given)
+    assert np.array_equal(first.wv.vectors, second.wv.vectors)

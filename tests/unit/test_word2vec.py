@@ -227,6 +227,19 @@ class Writer(CallbackAny2Vec):
         model.wv.vectors[model.wv.key_to_index["one"]] += 1
 
 
+def test_callbacks_are_of_any_class_with_gensims_methods():
+    class Log:
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, name):
+            return lambda model: self.calls.append(name)
+
+    log = Log()
+    Word2Vec(sentences(20), epochs=1, callbacks=[log], **SMALL)
+    assert log.calls == ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end"]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_a_callback_writes_is_trained_on(reloaded, device):
     reloaded.device = device

@@ -98,8 +98,9 @@ TABLES = {
         [SPEED, SECONDS, *SCORES, Column("rows read of used", "rows read [% of used]", ".1f %")],
     ),
     "whole": Table(
-        ["train-2026-11-22-5"],
+        [*numbered("train-2026-11-23", 1, 2), "train-2026-11-22-5"],
         {
+            r"wiki100 (\S+) (\S+) float32": r"skip-gram, \1, `\2`",
             r"wiki100 (\S+) (\S+) float32 model.architecture=cbow": r"CBOW, \1, `\2`",
             r"wiki100 (\S+) (\S+) float32 .*negative=0": r"skip-gram with a tree, \1, `\2`",
             r"wiki100 (\S+) (\S+) .* model.architecture=cbow": r"CBOW with a tree, \1, `\2`",

@@ -1,7 +1,8 @@
 """train.py under torchrun: ranks that finish, fail or are killed.
 
 A job never hangs and never loses a checkpoint. Each test runs on two CPUs with Gloo and on two GPUs
-with NCCL. `make test-faults` kills 20 ranks, and runs the torchrun command.
+with NCCL. `make test-faults` kills 20 ranks, and runs the torchrun command. With W2V_RANKS=4 and
+W2V_SHARED_GPUS=1 four ranks run, on two GPUs as well.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from w2v.distributed import launcher
 from w2v.training.checkpoint import Checkpoint
 
 KILLS = int(os.environ.get("W2V_RANK_KILLS", "1"))
+RANKS = int(os.environ.get("W2V_RANKS", "2"))
 FUSED = ["train.deterministic=false"]  # on GPUs with the kernels made for several ranks
 
 
@@ -56,18 +58,18 @@ def vectors(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(programs, arguments, tmp_path_factory):
-    """The vectors of a run of two ranks without faults, and its seconds."""
+    """The vectors of a run of some ranks without faults, and its seconds."""
     for _ in range(2):  # the first may compile kernels, which takes a minute
         folder, begun = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
         more = f"run.dir={folder}", "run.score_epochs=true", "train.held_out_words=0"
-        status, output = programs.run(*arguments, *more, ranks=2)
+        status, output = programs.run(*arguments, *more, ranks=RANKS)
     assert status == 0, output
     assert output.count("run folder") == 1, output  # rank 0 alone writes to the console
     assert "destroy_process_group" not in output  # NCCL's warning when nobody called it
     return vectors(folder), time.monotonic() - begun
 
 
-def start(programs, *arguments, ranks=2, **more):
+def start(programs, *arguments, ranks=RANKS, **more):
     """Start a job; return its process and those of its ranks."""
     job = programs.start(*arguments, ranks=ranks, **more)
     programs.wait_for(lambda: len(programs.ranks()) == ranks)
@@ -136,7 +138,7 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
     run = run_folder(tmp_path)
     (saved,) = map(Checkpoint, (run / "checkpoints").iterdir())
     done = saved.state["epochs_done"]
-    assert 0 < done < 500 and len(saved.state["samplers"]) == 2
+    assert 0 < done < 500 and len(saved.state["samplers"]) == RANKS
     epochs = f"train.epochs={math.floor(done) + 1}"
     status, output = programs.run("--resume", run, epochs, ranks=ranks)
     assert status == 0 and str(saved.path) in output and (run / "vectors.bin").exists(), output
@@ -156,7 +158,7 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
 def test_error_ends_all_ranks_and_is_printed_once(
     programs, arguments, tmp_path, setting, message, times
 ):
-    status, output = programs.run(*arguments, f"run.dir={tmp_path}", setting, ranks=2)
+    status, output = programs.run(*arguments, f"run.dir={tmp_path}", setting, ranks=RANKS)
     assert status == 1 and "exitcode  : 2" in output and "host  " in output, output
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len([line for line in errors if message in line]) in times, output
@@ -169,7 +171,7 @@ def test_torchrun_command_gives_the_same_vectors(
 ):
     if device == "cuda":
         pytest.skip("the other tests start ranks by torchrun there")
-    status, output = programs.run(*arguments, f"run.dir={tmp_path}", ranks=2, forked=False)
+    status, output = programs.run(*arguments, f"run.dir={tmp_path}", ranks=RANKS, forked=False)
     assert status == 0 and vectors(tmp_path) == undisturbed[0], output
 
 

@@ -159,12 +159,12 @@ def in_deterministic_mode(ranks, body):
     return body(ranks)
 
 
-@pytest.fixture(scope="module")
-def pool(device):
-    """Two processes on the device."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(device, request):
+    """Two processes with a GPU each, or four, which share what GPUs there are."""
+    if device == "cuda" and torch.cuda.device_count() < request.param == 2:
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
-    with contextlib.closing(Pool(2, device)) as processes:
+    with contextlib.closing(Pool(request.param, device)) as processes:
         yield processes
 
 
@@ -175,18 +175,18 @@ def test_ranks_in_processes(pool, kernels, device, engine, room):
     check(partial(pool.run, in_deterministic_mode), device, **how)
 
 
-PEERS = [
-    {},
-    {"dim": 5, "steps_per_page": 5},
-    {"cap": 8, "steps_per_page": 4, "engine": "cache", "room": 0.95},
-    {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9},
-    {"objective": Objective(True, tree=TREE), "name": "RMSprop"},
-]
+PEERS = {
+    "resident": {},
+    "5 dimensions and pages": {"dim": 5, "steps_per_page": 5},
+    "cap, cache and pages": {"cap": 8, "steps_per_page": 4, "engine": "cache", "room": 0.95},
+    "bfloat16 and cache": {"dtype": torch.bfloat16, "engine": "cache", "room": 0.9},
+    "tree and cbow": {"objective": Objective(True, tree=TREE), "name": "RMSprop"},
+}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], scope="module")
-@pytest.mark.parametrize("how", PEERS, ids=str)
+@pytest.mark.parametrize("how", PEERS.values(), ids=PEERS)
 def test_ranks_that_read_the_memory_of_peers(pool, device, how):
     check(partial(pool.run, in_deterministic_mode), device, kernels="cuda", peers=True, **how)
 

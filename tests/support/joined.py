@@ -74,7 +74,7 @@ def _serve(pipe, rank, size, port, device):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic algorithms
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     ranks = ProcessGroup(device)
     while call := pipe.recv():
         function, arguments = call

@@ -69,14 +69,15 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     console.log.info("start     loading torch")  # seconds
     # A new text is encoded while torch is imported: 0.5 s less for 45 MB, and 3 s in the first run
     # of an installation, as numba compiles meanwhile. A thread would wait for the importing one.
-    is_new = not (options.resume or launcher.started() or "torch" in sys.modules)
+    is_new = not (options.resume or launcher.number("RANK") or "torch" in sys.modules)
     encoding = forked(partial(encode, config, level)) if is_new else contextlib.nullcontext()
     starting = timeline.phase("starting")
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
-        if config.train.device != "cpu" and not launcher.started():
-            open_gpu()
+        if config.train.device != "cpu":
+            open_gpu(launcher.number("LOCAL_RANK"))
         from w2v.training import plan, run_folder, trainer
-    ranks = plan.join_ranks(config)
+
+        ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
     folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
     if folder:

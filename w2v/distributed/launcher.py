@@ -29,6 +29,12 @@ def started() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
+def number(name: str) -> int:
+    """Return one of torchrun's numbers; 0 where it is not set."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
 def require_environment() -> None:
     """Raise ValueError unless torchrun's variables are all set and numbers."""
     wrong = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
@@ -92,28 +98,33 @@ def report_error(error: Exception, message: str) -> None:
         # torchrun ends rank 0 as soon as this rank exits. Let rank 0 print the error first.
         time.sleep(PAUSE_SECONDS)
     if started():
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        record(error)
 
-        get_error_handler().record_exception(error)
+
+def record(error: Exception) -> None:
+    """Record an error for torchrun's summary."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
 
 
 def run(main: Callable[..., int], *arguments: Sequence[str]) -> int:
     """Return the exit status of `main`; exit at once if a rank fails."""
     if not started():
         return main(*arguments)
-    from torch.distributed.elastic.multiprocessing.errors import record
-
+    status: Any
     try:
-        status: Any = record(main)(*arguments)  # which records a bug for torchrun's summary
+        status = main(*arguments)
     except SystemExit as stop:
         status = stop.code
     except RankLost as error:
         status = 2
         report_error(error, str(error))
         time.sleep(PAUSE_SECONDS)  # torchrun should see the lost rank fail first
-    except Exception:
+    except Exception as bug:
         status = 1
         traceback.print_exc()
+        record(bug)
     if status:
         exit_now(status)
     return 0

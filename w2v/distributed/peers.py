@@ -88,12 +88,13 @@ class PeerMemory:
     def obstacle(self, device: torch.device) -> str:
         """Return why ranks cannot read each other's memory; empty if they can."""
         ranks, own = self._ranks, ""
-        others = set(range(ranks.local_size)) - {ranks.local_rank}
+        gpu, gpus = torch.cuda.current_device(), torch.cuda.device_count()
+        others = set(range(min(gpus, ranks.local_size))) - {gpu}
         if ranks.local_size < ranks.size:
             own = "the ranks are on several hosts"
         elif os.environ.get("NCCL_P2P_DISABLE") == "1":
             own = "NCCL_P2P_DISABLE=1 forbids it"
-        elif not all(torch.cuda.can_device_access_peer(ranks.local_rank, peer) for peer in others):
+        elif not all(torch.cuda.can_device_access_peer(gpu, peer) for peer in others):
             own = "not all GPUs can access each other's memory"
         if found := next(filter(None, ranks.all_gather(own)), ""):
             return found

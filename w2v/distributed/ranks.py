@@ -2,7 +2,7 @@
 
 Row `v` of a table is row `v // size` of the shard of rank `v % size`.
 Python objects and numbers travel through Gloo; tensors on a GPU through NCCL, on torch's current
-stream.
+stream, or through Gloo where ranks share a GPU, which NCCL does not do.
 """
 
 from __future__ import annotations
@@ -171,8 +171,9 @@ class ProcessGroup(Ranks):
             store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
             # torchrun's store outlives a restart: keep the addresses of lost ranks apart.
             store = dist.PrefixStore(f"start {launcher.restarts()}", store)
+            by_nccl = device == "cuda" and self.local_size <= torch.cuda.device_count()
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,

@@ -39,7 +39,23 @@ from w2v.kernels.launch import blocks_for, launch
 ROOM = 1 << 15  # rows by which buffers for requested rows grow
 
 
-class CudaShardKernels(CudaKernels, ShardKernels):
+class RankKernels(CudaKernels):
+    """CUDA kernels of a rank, which launches those of shard.cu as well."""
+
+    def __init__(self, shape: StepShape):
+        super().__init__(shape)
+        self._macros: dict[str, int | str] = {
+            "RANKS": shape.world_size,
+            "HEADER_ROWS": shape.header_rows,
+            "ELEMENT": ELEMENTS[shape.dtype],
+            "WIDE": 1 if shape.dim % 4 else 4,
+        }
+
+    def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
+        launch("shard.cu", kernel, self._macros, blocks_for(threads), *args)
+
+
+class CudaShardKernels(RankKernels, ShardKernels):
     """The operations of `w2v.kernels.ShardKernels` by CUDA kernels."""
 
     def __init__(self, shape: StepShape):
@@ -52,7 +68,6 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
-        self._macros = _macros(shape)
 
     def list_requests(
         self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
@@ -137,9 +152,6 @@ class CudaShardKernels(CudaKernels, ShardKernels):
         """Return the parameters REQUESTS of shard.cu."""
         return ids_M, ids_M.shape[0], self.shape.stride
 
-    def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
-        launch("shard.cu", kernel, self._macros, blocks_for(threads), *args)
-
 
 class Window(NamedTuple):
     """Memory of a rank that the others read, as struct Peer in unique.cuh.
@@ -159,7 +171,7 @@ class Window(NamedTuple):
     marks: Tensor | None  # bool [2, N, 2, V], the rows of each rank that this rank's page needs
 
 
-class CudaPeerKernels(CudaKernels):
+class CudaPeerKernels(RankKernels):
     """Kernels of a rank on whose GPU the memory of the others is mapped.
 
     The CPU never knows how many rows a batch has.
@@ -174,7 +186,6 @@ class CudaPeerKernels(CudaKernels):
     def __init__(self, shape: StepShape, most: tuple[int, int], batches: int, pages: bool):
         super().__init__(shape)
         size, device = shape.world_size, shape.device
-        self._macros = _macros(shape)
         inputs, outputs = with_room(None, most, shape.rows, shape)
         self._most = inputs.rows_U.shape[0], outputs.rows_U.shape[0]
         # While a page is listed, lists of the two pages before it may be read; and the count of the
@@ -300,16 +311,3 @@ class CudaPeerKernels(CudaKernels):
 
     def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
         return self.shape.world_size, (self._peers, *self._places)
-
-    def _launch(self, kernel: str, threads: int, *args: Tensor | float | None) -> None:
-        launch("shard.cu", kernel, self._macros, blocks_for(threads), *args)
-
-
-def _macros(shape: StepShape) -> dict[str, int | str]:
-    """Return the macros of shard.cu."""
-    return {
-        "RANKS": shape.world_size,
-        "HEADER_ROWS": shape.header_rows,
-        "ELEMENT": ELEMENTS[shape.dtype],
-        "WIDE": 1 if shape.dim % 4 else 4,
-    }

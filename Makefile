@@ -65,9 +65,8 @@ $(VENV)/.tools: $(INSTALLED)
 	@touch $@
 
 train: $(INSTALLED) ## train, export and score: CORPUS, CONFIG, ARGS, GPUS=4
-	$(if $(GPUS),OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone \
-	  --nproc-per-node $(GPUS),$(PY)) train.py $(CONFIG) \
-	  $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS)
+	$(PY) train.py $(CONFIG) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS) \
+	  $(if $(GPUS),--gpus $(GPUS))
 
 evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)

@@ -164,6 +164,28 @@ def test_error_ends_all_ranks_and_is_printed_once(
     assert len([line for line in errors if message in line]) in times, output
 
 
+def test_option_gpus_starts_ranks(programs, arguments, tmp_path, undisturbed):
+    its = *arguments, "--gpus", RANKS
+    status, output = programs.run(*its, "train.epochs=0", forked=True)
+    assert status == 2 and output.count("error: ") == 1, output
+    programs.start(*its, f"run.dir={tmp_path}", forked=True)
+    saved = f"20*/checkpoints/{'step-' + '?' * 8}"
+    programs.wait_for(lambda: list(tmp_path.glob(saved)))
+    os.kill(programs.ranks()[-1], signal.SIGKILL)
+    status, output = programs.wait()
+    assert status == 2 and "a rank was ended by signal 9" in output, output
+    resumed = "--resume", run_folder(tmp_path), "--gpus", RANKS
+    status, output = programs.run(*resumed, forked=True)
+    assert status == 0 and vectors(tmp_path) == undisturbed[0], output
+    stopped = tmp_path / "stopped"
+    job = programs.start(*its, "train.epochs=500", f"run.dir={stopped}", forked=True)
+    programs.wait_for(lambda: list(stopped.glob("20*/metrics.jsonl")))
+    time.sleep(0.5)
+    os.kill(job, signal.SIGTERM)
+    status, output = programs.wait()
+    assert status == 143 and output.count("--resume") == 1 and "rror" not in output, output
+
+
 # The other tests start ranks by torchrun's own agent, which forks them.
 @pytest.mark.skipif("W2V_SLOW" not in os.environ, reason="make test-faults runs it")
 def test_torchrun_command_gives_the_same_vectors(

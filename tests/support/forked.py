@@ -85,7 +85,8 @@ for line in sys.stdin:
         try:
             if ranks:
                 (forked_ranks if forked else spawned_ranks)(ranks, restarts, arguments)
-            status = 0 if ranks else {"train": train, "evaluate": evaluate}[program].main(arguments)
+            main = {"train": train, "evaluate": evaluate}[program].main
+            status = 0 if ranks else torchrun.run(main, arguments)
         except ChildFailedError as failed:
             print(failed)
             status = 1

@@ -315,7 +315,7 @@ def test_machine_is_shared_by_its_ranks(monkeypatch):
     assert half.cores == max(1, alone.cores // 2) and half.host_bytes == alone.host_bytes
     assert half.host_free_bytes == pytest.approx(alone.host_free_bytes / 2, rel=0.2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="2 ranks on a machine of 1 GPUs; .*--nproc-per-node 1"):
+    with pytest.raises(ConfigError, match="2 ranks on a machine of 1 GPUs; .*--gpus 1"):
         Machine.here(ranks)
 
 

@@ -99,6 +99,7 @@ def make_parser(name: str) -> Parser:
         needs = "print what the run needs; exit with 3 if too much"
         add("--dry-run", action="store_true", help=needs)
         add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
+        add("--gpus", type=count, default=1, metavar="N", help="GPUs of this machine (default: 1)")
         add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
         add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
         add("--help-config", action="store_true", help="print every key, its default and meaning")

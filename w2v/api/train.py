@@ -35,15 +35,19 @@ STDIN = "-"
 LONGEST_NAME = 255  # of a file
 
 
-def run(options: argparse.Namespace) -> None:
-    """Train as the command line says."""
+def run(options: argparse.Namespace) -> int | None:
+    """Train as the command line says; return the exit status of ranks."""
     if options.help_config:
         print(describe_config(), end="")
-        return
+        return None
     if options.threads:
         use_cores(options.threads)
+    if options.gpus > 1 and not launcher.started():
+        if (status := launcher.fork_ranks(options.gpus)) is not None:
+            return status
     with Signals() as signals:
         train(options, signals)
+    return None
 
 
 def train(options: argparse.Namespace, signals: Signals) -> None:

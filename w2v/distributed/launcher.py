@@ -1,4 +1,4 @@
-"""The torchrun job of this process, and how a rank reports an error to it.
+"""Ranks of this host, or a torchrun job: their start, and how they report errors.
 
 An error that every rank raises has an attribute `failed_rank`, the rank where it came up, and is
 printed once. This module imports torch only in jobs of several ranks.
@@ -16,6 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from w2v.system.process import terminate_with_parent
+
+TERMINATED_SECONDS = 30.0  # from a signal to the end of a rank, as torchrun has it
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, whose error comes first then
 
@@ -25,7 +28,7 @@ class RankLost(RuntimeError):
 
 
 def started() -> bool:
-    """Return whether torchrun has started several ranks."""
+    """Return whether this process is one of several ranks."""
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
@@ -33,6 +36,55 @@ def number(name: str) -> int:
     """Return one of torchrun's numbers; 0 where it is not set."""
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else 0
+
+
+def fork_ranks(count: int) -> int | None:
+    """Fork the ranks of a job on this host, and wait for them.
+
+    Ranks import torch side by side, where torchrun imports it before it starts them. Signals go to
+    all ranks; one that fails ends the others.
+
+    Returns:
+        None in each rank; the exit status in the process that has started them.
+    """
+    parent, ranks, failed, signaled = os.getpid(), set[int](), 0, False
+
+    def send(number: int, frame: object = None) -> None:
+        for rank in ranks:
+            os.kill(rank, number)
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal signaled
+        signaled = True
+        send(number)
+
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    for rank in range(count):
+        if not (process := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.setpgid(0, 0)  # or the terminal would send Ctrl-C as well, and two end a run at once
+            terminate_with_parent(parent)
+            return None
+        ranks.add(process)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    signal.signal(signal.SIGALRM, lambda number, frame: send(signal.SIGKILL))
+    while ranks:
+        process, status = os.wait()
+        ranks.discard(process)
+        if status and not failed:
+            failed = os.waitstatus_to_exitcode(status)
+            if failed < 0:
+                print(f"error: a rank was ended by signal {-failed}", file=sys.stderr, flush=True)
+            if not signaled:  # they are stopping by themselves
+                send(signal.SIGTERM)
+                signal.setitimer(signal.ITIMER_REAL, TERMINATED_SECONDS)
+    return 2 if failed < 0 else failed
 
 
 def require_environment() -> None:
@@ -95,14 +147,15 @@ def report_error(error: Exception, message: str) -> None:
     if rank == 0 or failed_rank is None:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends rank 0 as soon as this rank exits. Let rank 0 print the error first.
+        # Rank 0 is ended as soon as this rank exits. Let it print the error first.
         time.sleep(PAUSE_SECONDS)
-    if started():
-        record(error)
+    record(error)
 
 
-def record(error: Exception) -> None:
-    """Record an error for torchrun's summary."""
+def record(error: BaseException) -> None:
+    """Record an error for torchrun's summary, if torchrun has started this rank."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -110,24 +163,25 @@ def record(error: Exception) -> None:
 
 def run(main: Callable[..., int], *arguments: Sequence[str]) -> int:
     """Return the exit status of `main`; exit at once if a rank fails."""
-    if not started():
-        return main(*arguments)
     status: Any
     try:
         status = main(*arguments)
-    except SystemExit as stop:
-        status = stop.code
-    except RankLost as error:
-        status = 2
-        report_error(error, str(error))
-        time.sleep(PAUSE_SECONDS)  # torchrun should see the lost rank fail first
-    except Exception as bug:
+    except BaseException as error:
+        if not started():
+            raise
         status = 1
-        traceback.print_exc()
-        record(bug)
-    if status:
+        if isinstance(error, SystemExit):
+            status = error.code
+        elif isinstance(error, RankLost):
+            status = 2
+            report_error(error, str(error))
+            time.sleep(PAUSE_SECONDS)  # the lost rank should be seen to fail first
+        else:
+            traceback.print_exc()
+            record(error)
+    if status and started():
         exit_now(status)
-    return 0
+    return status
 
 
 def exit_now(status: int) -> NoReturn:

@@ -101,7 +101,7 @@ class Machine:
         """Return this computer, or a rank's share of it."""
         gpus, share = torch.cuda.device_count(), ranks.local_size
         if 0 < gpus < share and "W2V_SHARED_GPUS" not in os.environ:  # set by tests alone
-            remedy = f"start one a GPU: --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES="
+            remedy = f"start one a GPU: --gpus {gpus}, or set CUDA_VISIBLE_DEVICES="
             raise ConfigError(f"{share} ranks on a machine of {gpus} GPUs; {remedy}")
         gpu, gpu_free, cupy = "", 0, ""
         if torch.cuda.is_available():

@@ -151,6 +151,7 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
     [
         ("train.seed=${local_rank}", "train.seed is 0 for rank 0, but 1 for rank 1", {1}),
         ("train.epochs=0", "train.epochs=0", {1}),
+        ("--gpus=2", "--gpus and torchrun both start ranks", {1}),
         ("corpus.path=none.txt", "'none.txt'", {1}),
         ("optimizer.lr=1e30", "diverged at step", {1, 2}),  # ranks may notice on their own
     ],

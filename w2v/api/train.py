@@ -42,7 +42,10 @@ def run(options: argparse.Namespace) -> int | None:
         return None
     if options.threads:
         use_cores(options.threads)
-    if options.gpus > 1 and not launcher.started():
+    if options.gpus > 1:
+        with launcher.on_all_ranks():
+            if launcher.started():
+                raise ConfigError("--gpus and torchrun both start ranks; leave one of them out")
         if (status := launcher.fork_ranks(options.gpus)) is not None:
             return status
     with Signals() as signals:

@@ -1,4 +1,4 @@
-"""Ranks of this host, or a torchrun job: their start, and how they report errors.
+"""Start ranks on this host, know torchrun's job, and report errors.
 
 An error that every rank raises has an attribute `failed_rank`, the rank where it came up, and is
 printed once. This module imports torch only in jobs of several ranks.
@@ -153,7 +153,7 @@ def report_error(error: Exception, message: str) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Record an error for torchrun's summary, if torchrun has started this rank."""
+    """Record an error for torchrun's summary, if there is torchrun."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -167,8 +167,8 @@ TABLES = {
         ],
     ),
     "cores": Table(
-        ["cpu-2026-11-22", "cpu-2026-11-22-2", "cpu-2026-11-23-2"],
-        {r"(.* cores?)": r"\1"},
+        ["cpu-2026-11-22", "cpu-2026-11-22-2", "cpu-2026-11-23-2", "cpu-2026-11-23-4"],
+        {r"(.* cores?.*)": r"\1"},
         [
             Column("gensim, M words/s", "gensim [words/s]", ".2f", 1e-6),
             Column("w2v SGD", "SGD [words/s]", ".2f", 1e-6),
@@ -255,7 +255,7 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        ["ranks-2026-11-22", "ranks-2026-11-22-2", "ranks-2026-11-23"],
+        ["ranks-2026-11-22", "ranks-2026-11-22-2", "ranks-2026-11-23", "ranks-2026-11-23-2"],
         {r"(.*)": r"\1"},
         [
             Column("one GPU, M words/s", "one [words/s]", ".0f", 1e-6),
@@ -333,7 +333,24 @@ FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
 SCORES_OF_RANKS = "wiki100 adam mapped:50% float32 {} GPUs seed={}".format
 BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
 PERFORMANCE = "docs/performance.md"
+STARTS = "ranks-2026-11-23-3"
 CITED = [
+    Cited(
+        "docs/gpus.md",
+        "ends after {:.1f} s, with one GPU after {:.1f} and with torchrun after {:.1f}",
+        [
+            (STARTS, "first step", f"{how} [s]")
+            for how in ("two by --gpus", "one GPU", "two by torchrun")
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "one alone exchanges {:.1f} GB/s each way, both at once {:.1f} each",
+        [
+            (STARTS, "exchange of 1,536-byte rows, each way", f"{how} [GB/s]")
+            for how in ("one GPU alone", "both")
+        ],
+    ),
     Cited(
         "README.md",
         "took {:.1f} s on an H200, and {:.1f} s the second time",

@@ -175,7 +175,7 @@ class Plan(Task):
         """Return what one GPU would do, where it is measured to be about as fast."""
         alone = replace(self.budget.task, engine="resident", ranks=SINGLE)
         lacks = "gpu" in self.budget.lacking(alone)
-        # Two H200 at batches of 16,384 are .84 times as fast as one, at 65,536 1.4 times.
+        # Two H200 at batches of 16,384 are .8 times as fast as one, at 65,536 1.5 times.
         if not self.on_gpu or lacks or self.config.train.batch_size > auto.LARGEST // 2:
             return ""
         return (

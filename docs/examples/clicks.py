@@ -37,9 +37,7 @@ class ClickModel(nn.Module):
             for seed, rows in enumerate(sizes)
         )
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
-        features = len(sizes) + 1
-        self.pairs = torch.triu_indices(features, features, offset=1).unbind()
-        inputs = dim + len(self.pairs[0])
+        inputs = dim + len(sizes) * (len(sizes) + 1) // 2
         self.top = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, numbers, ids, offsets):
@@ -48,8 +46,11 @@ class ClickModel(nn.Module):
         offsets = offsets.to(dense.device, non_blocking=True)  # once for all tables
         vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
         features = torch.stack([dense, *vectors], dim=1)  # [B, F, D]
-        left, right = self.pairs
-        dots = (features @ features.transpose(1, 2))[:, left, right]
+        dots = (features @ features.transpose(1, 2)).flatten(1)
+        # Of each pair once; dots[:, left, right] would sort its indices in the backward pass.
+        count = features.shape[1]
+        left, right = torch.triu_indices(count, count, offset=1, device=dots.device)
+        dots = dots.index_select(1, left * count + right)
         return self.top(torch.cat([dense, dots], dim=1)).squeeze(1)
 
 

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Ids, LookUp, UniqueRows, look_up_together, name_of
+from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together, name_of
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -47,51 +47,6 @@ from w2v.training.checkpoint import Checkpoints, latest
 MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
 
 
-class _Page:
-    """Rows on the compute device.
-
-    Args:
-        store: Their table.
-        found: The look-up that they are of; None for those of several.
-        rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
-        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which has them
-            where they are.
-
-    Attributes:
-        version: Version of the table that they were read from.
-        route: Among several ranks, to those who asked for the rows.
-    """
-
-    route: sharded.Route | None = None
-
-    def __init__(
-        self,
-        store: Rows,
-        found: UniqueRows | None,
-        rows: Tensor | None = None,
-        records: Tensor | None = None,
-    ):
-        self.found = found
-        self.records = records
-        self.version = store.version
-        self._rows = rows
-        self._first_row = store.first_row
-
-    @property
-    def asked(self) -> UniqueRows:
-        """The look-up of the ids, among the rows of all ranks."""
-        return self.route or self.found
-
-    def rows_of(self, store: Rows) -> Tensor:
-        """Return the rows as numbered now: the table may have left its group."""
-        if self._rows is None:
-            self._rows = self.found.rows
-        if self._first_row != store.first_row:
-            self._rows = self._rows + (store.first_row - self._first_row)
-            self._first_row = store.first_row
-        return self._rows
-
-
 class _Waiting:
     """State of a table between calls.
 
@@ -101,14 +56,14 @@ class _Waiting:
         page: Rows whose gradients wait for the step.
         ahead: The look-up of the current batch of `PagedOptimizer.pages`.
         beside: All tables of this look-up, if they read vectors and sum gradients by kernels.
-        unsent: Pages whose gradients are for other ranks.
+        unsent: Pages whose gradients are for other ranks, with sums, by look-up.
     """
 
     def __init__(self) -> None:
-        self.page: _Page | None = None
+        self.page: RowPage | None = None
         self.ahead: Any = None
-        self.unsent: list[tuple[_Page, Tensor]] = []
-        self.beside: list[tuple[PagedEmbedding, UniqueRows]] = []
+        self.unsent: dict[sharded.RoutedLookUp, tuple[RowPage, Tensor]] = {}
+        self.beside: list[tuple[PagedEmbedding, RowsOfIds]] = []
         self._zero: Tensor | None = None
 
     def zero(self, grad_UD: Tensor) -> Tensor:
@@ -327,14 +282,14 @@ class PagedEmbedding(nn.Module):
     def _own_rows(self) -> int:
         return self._ranks.shard_rows(self.num_embeddings)
 
-    def _find(self, ids: Ids) -> UniqueRows:
+    def _find(self, ids: Ids) -> RowsOfIds:
         """Look up ids, and begin to bring their rows."""
         if self._trains and self._ranks.size == 1:
             _refuse_ranks()
         found = self._waiting.ahead  # whose rows are there, unless other uses have evicted them
         if found is None or not found.is_of(ids):
             if self._ranks.size > 1:
-                found = sharded.route_of(self, ids)
+                found = sharded.look_up_alone(self, ids)
             else:
                 found = self.store._look_up(ids, self.padding_idx)
             self.store._prefetch(found.owned)
@@ -373,9 +328,10 @@ class PagedEmbedding(nn.Module):
                 look_up.waiting[its.index] = its_made_of, its_vectors
             return look_up.waiting.pop(found.index)[1]
 
-    def _page_of(self, found: UniqueRows) -> _Page:
+    def _page_of(self, found: RowsOfIds) -> RowPage:
         """Return a page whose look-up reads the vectors."""
-        return found.borrow() if isinstance(found, sharded.Route) else _Page(self.store, found)
+        is_sharded = self._ranks.size > 1
+        return found.look_up.borrow(found) if is_sharded else RowPage(self.store, found)
 
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
@@ -387,18 +343,20 @@ class PagedEmbedding(nn.Module):
         store = self.store
         with store.lock:
             found = self._find(ids)
-            if isinstance(found, sharded.Route):
-                page, weight_UD = found.borrow(), found.look_up.weights(found.index)
+            if self._ranks.size > 1:
+                page = found.look_up.borrow(found)
+                weight_UD, places_N, padding = found.look_up.part(found.index)
             else:
                 page, weight_UD = self._read(found)
+                places_N, padding = found.places_N, found.padding
         if self._trains:
             weight_UD = nn.Parameter(weight_UD)
             # The graph keeps the page; without a backward pass it goes, and nothing has changed.
             weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
-        return weight_UD, found.places_N.view(found.shape), found.padding
+        return weight_UD, places_N.view(found.shape), padding
 
     @torch.no_grad()
-    def _read(self, found: UniqueRows) -> tuple[_Page, Tensor]:
+    def _read(self, found: UniqueRows) -> tuple[RowPage, Tensor]:
         """Read rows; return the page and its weights [U, D]."""
         store, rows_U = self.store, found.rows
         records_UR = store._read(rows_U)
@@ -412,16 +370,25 @@ class PagedEmbedding(nn.Module):
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store._write(rows_U, records_UR)
-        return _Page(store, found, rows_U, None if self._fused else records_UR), weight_UD
+        return RowPage(store, found, rows_U, None if self._fused else records_UR), weight_UD
 
-    def _collect(self, page: _Page, weight_UD: Tensor) -> None:
+    def _collect(self, page: RowPage, weight_UD: Tensor) -> None:
         """Take the gradient from the weights of a page."""
         grad_UD = weight_UD.grad.detach()
         weight_UD.grad = None
         with self.store.lock:
+            if page.asked is not page.found:
+                asked = page.asked
+                grad_UD = asked.look_up.add_rows(asked.index, grad_UD, self._waiting_at(page))
             self._add_grad(page, grad_UD)
 
-    def _add_grad(self, page: _Page, grad_UD: Tensor, is_owned: bool = False) -> None:
+    def _waiting_at(self, page: RowPage) -> Tensor | None:
+        """Return the gradients of this table that wait for the step, or to be sent."""
+        if page.asked is page.found:
+            return self._parameter.grad
+        return self._waiting.unsent.get(page.asked.look_up, (None, None))[1]
+
+    def _add_grad(self, page: RowPage, grad_UD: Tensor, is_owned: bool = False) -> None:
         """Add the gradient of a page to those that wait for the step.
 
         Of several ranks, those of rows of other ranks wait to be sent.
@@ -429,8 +396,10 @@ class PagedEmbedding(nn.Module):
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
-        if page.route and not is_owned:
-            self._waiting.unsent.append((page, grad_UD))
+        if page.asked is not page.found and not is_owned:
+            self._waiting.unsent[page.asked.look_up] = page, grad_UD
+            return
+        if grad_UD is self._parameter.grad:  # it was added up in place
             return
         if self._parameter.grad is not None:
             # A row of several pages has one gradient, their sum, as it is stepped once.
@@ -444,7 +413,7 @@ class PagedEmbedding(nn.Module):
             self._parameter.data = page.records[:, : self.embedding_dim]
         self._parameter.grad = grad_UD
 
-    def _merged(self, page: _Page, grad_UD: Tensor) -> tuple[_Page, Tensor]:
+    def _merged(self, page: RowPage, grad_UD: Tensor) -> tuple[RowPage, Tensor]:
         """Return the rows and gradients of this page and the waiting one."""
         rows = [its.rows_of(self.store) for its in (self._waiting.page, page)]
         rows_U = torch.unique(torch.cat(rows))
@@ -452,9 +421,9 @@ class PagedEmbedding(nn.Module):
         for its_rows, its_grad in zip(rows, (self._parameter.grad, grad_UD), strict=True):
             sum_UD.index_add_(0, torch.searchsorted(rows_U, its_rows), its_grad)
         records_UR = None if self._fused else self.store._read(rows_U)
-        return _Page(self.store, None, rows_U, records_UR), sum_UD
+        return RowPage(self.store, None, rows_U, records_UR), sum_UD
 
-    def _refresh(self, page: _Page) -> None:
+    def _refresh(self, page: RowPage) -> None:
         """Read the rows again if the table has changed since."""
         if page.version != self.store.version:
             page.records = self.store._read(page.rows_of(self.store))
@@ -479,17 +448,22 @@ class PagedEmbedding(nn.Module):
 
     @outside_inference  # the table is trained later
     def _open(
-        self, layout: _Layout | None, group: RowGroup | None = None, first_row: int = 0
+        self,
+        layout: _Layout | None,
+        group: RowGroup | None = None,
+        first_rows: tuple[int, ...] | None = None,
     ) -> None:
         """Make the table, or open its file, and set the first weights.
 
-        In a group, the table is a part of the group's, from `first_row` on.
+        In a group, the table is a part of the group's, from its rank's `first_rows` on.
         """
-        memory_VR = None
+        memory_VR, rank = None, self._ranks.rank
+        first_rows = first_rows or (0,) * self._ranks.size
         if group:
+            first_row = first_rows[rank]
             memory_VR = group.table.records_VR[first_row : first_row + self._own_rows]
         table = self._new_table(self.num_embeddings, layout, memory_VR)
-        store = Rows(table, self.device, group=group, first_row=first_row)
+        store = Rows(table, self.device, group=group, first_rows=first_rows, rank=rank)
         if not table.continued:
             self._initialise(table, self._init)
             if self._zero_padding and self.padding_idx % self._ranks.size == self._ranks.rank:
@@ -631,7 +605,7 @@ class _Vectors(torch.autograd.Function):
     def forward(
         ctx: Any,
         trained: Tensor,
-        pages: list[tuple[PagedEmbedding, _Page]],
+        pages: list[tuple[PagedEmbedding, RowPage]],
         bags: Bags | None,
         offsets: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -660,22 +634,22 @@ class _Vectors(torch.autograd.Function):
         ((table, page), *others), bags = ctx.pages, ctx.bags
         look_up, dim = page.asked.look_up, table.embedding_dim
         flat = [None if grad is None else grad.detach().reshape(-1, dim) for grad in grads]
-        has_gaps = any(grad is None for grad in grads) or any(
-            padding is not None for padding in look_up.paddings
-        )
+        parts = [
+            (page.asked.index, grad, [(table, page)])
+            for (table, page), grad in zip(ctx.pages, flat, strict=True)
+            if grad is not None
+        ]
+        if others and len(parts) == len(flat) and look_up.paddings.count(None) == len(flat):
+            parts = [(None, torch.cat(flat), ctx.pages)]
+        elif bags:
+            bags = bags._replace(tables=1)
         with table.store.lock:
-            if others and not has_gaps:
-                whole_ND = torch.cat(flat).float()
-                tables = range(len(flat))
-                sums = look_up.add_at(tables, whole_ND, look_up.places_N, bags)
-                for (table, page), sum_UD in zip(ctx.pages, sums.values(), strict=True):
+            for index, grad_ND, pages in parts:
+                waiting = {page.asked.index: table._waiting_at(page) for table, page in pages}
+                grad_ND = grad_ND.float().contiguous()
+                sums = look_up.add_gradients(index, grad_ND, bags, waiting)
+                for (table, page), sum_UD in zip(pages, sums, strict=True):
                     table._add_grad(page, sum_UD)
-                return (None,) * 4
-            bags = bags and bags._replace(tables=1)
-            for (table, page), grad in zip(ctx.pages, flat, strict=True):
-                if grad is not None:
-                    grad_ND = grad.float().contiguous()
-                    table._add_grad(page, look_up.add_gradients(page.asked.index, grad_ND, bags))
         return (None,) * 4
 
 
@@ -904,7 +878,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         batches = ((batch, _look_up(tables, batch, key)) for batch in loader)
         if self._ranks.size > 1:
             batches = sharded.sent_ahead(tables, batches)
-        waiting: deque[tuple[Any, list[UniqueRows]]] = deque()
+        waiting: deque[tuple[Any, list[RowsOfIds]]] = deque()
         error: Exception | None = None
         try:
             while True:
@@ -1044,7 +1018,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return known[1]
 
 
-def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueRows]:
+def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfIds]:
     """Begin to look up the rows of a batch in each table."""
     if callable(key):
         ids = key(batch)
@@ -1053,23 +1027,23 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[UniqueR
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
     if tables[0]._ranks.size > 1:
-        return [*sharded.look_up(tables, ids)]
+        return sharded.look_up(tables, ids)
     found = [
-        UniqueRows(table.store, its_ids, table.padding_idx, alone=False)
+        RowsOfIds(table.store, its_ids, table.padding_idx)
         for table, its_ids in zip(tables, ids, strict=True)
     ]
     look_up_together(found)
     return found
 
 
-def _one_of_each(page: list[UniqueRows]) -> list[UniqueRows]:
+def _one_of_each(page: Sequence[UniqueRows]) -> list[UniqueRows]:
     """Return one table's part of each look-up."""
     return list({found.look_up: found for found in page}.values())
 
 
-def _give(tables: list[PagedEmbedding], page: list[UniqueRows]) -> None:
+def _give(tables: list[PagedEmbedding], page: list[RowsOfIds]) -> None:
     """Give tables the look-ups of the current batch."""
-    by_look_up: dict[LookUp, list[tuple[PagedEmbedding, UniqueRows]]] = {}
+    by_look_up: dict[LookUp, list[tuple[PagedEmbedding, RowsOfIds]]] = {}
     for table, found in zip(tables, page, strict=True):
         by_look_up.setdefault(found.look_up, []).append((table, found))
         table._waiting.ahead = found
@@ -1133,10 +1107,12 @@ def _open_together(tables: list[PagedEmbedding], optimizer: RowOptimizer) -> set
             layout = _Layout(optimizer.states(dim), optimizer.scalars)
             whole = Table("embeddings", rows, dim, layout.states, {}, storage, dtype)
             group = RowGroup(whole, device)
-            first_row = 0
+            first_rows = (0,) * its_tables[0]._ranks.size
             for table in its_tables:
-                table._open(layout, group, first_row)
-                first_row += table._own_rows
+                table._open(layout, group, first_rows)
+                ranks, count = len(first_rows), table.num_embeddings
+                shards = (len(range(rank, count, ranks)) for rank in range(ranks))
+                first_rows = tuple(map(operator.add, first_rows, shards))
             opened.update(its_tables)
     return opened
 

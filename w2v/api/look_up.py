@@ -20,7 +20,7 @@ from w2v.transfer.cache import RowUses
 from w2v.transfer.streams import current_stream
 
 if TYPE_CHECKING:
-    pass
+    from w2v.api.row_store import RowGroup, Rows
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
@@ -63,23 +63,24 @@ class Later:
 class LookUp:
     """Unique rows of the ids of tables of one group, which are found together.
 
-    The CPU waits for them when it asks for `rows`.
+    The CPU waits for them when it asks for `rows`. With a span for each of several ranks they are
+    sorted by rank, then by table.
 
     Args:
-        parts: The ids of each table, which get their places. On a GPU all tables take one launch.
+        group: The group that the tables are in.
+        spans: The tables.
+        ids: The ids of each; with `are_rows` numbers of rows of all tables, in any order.
         number: Number of the page, 0 for ids that were not announced.
         is_filled: Whether -1 stands behind the rows on a GPU, and for all if an id is no row.
 
     Attributes:
-        group: The group that the tables were in.
-        stores: The tables.
         places_N: The place of each id among the rows.
         rows_N: The rows of all tables, on a GPU in a buffer as long as the ids.
         narrow_N: They in 32 bits, on a GPU.
         count: Their number, first of some on the GPU.
-        begins: Where the rows of each table begin, and where the last end; known with `rows`.
-        paddings: The place of each padding row among those of its table; known with `rows`.
-        sums_UD: The sums of gradients, once there are some.
+        begins: Where the rows of each span begin, and where the last end; known with `rows`.
+        paddings: The place of each table's padding row; known with `rows`.
+        owned: Of several ranks, for each table the rows that are requested of this one.
         is_given: Whether vectors of all tables were made together.
         waiting: Those that were not asked for yet, by the index of their table, with what they were
             made of.
@@ -87,64 +88,81 @@ class LookUp:
 
     narrow_N: Tensor | None = None
     count: Tensor | None = None
-    sums_UD: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
+    owned: list[UniqueRows] | None = None
 
     # It must not know its parts, which know it: memory of a cycle is freed late.
-    def __init__(self, parts: Sequence[UniqueRows], number: int = 0, is_filled: bool = False):
-        self.number = number
-        self.group = parts[0].store.group
-        self.stores = [part.store for part in parts]
-        self._later: Later | None = None
-        self._buffer_UD: Tensor | None = None  # of the sums
+    def __init__(
+        self,
+        group: RowGroup,
+        spans: Sequence[cuda_cache.Span],
+        ids: Sequence[Tensor],
+        number: int = 0,
+        is_filled: bool = False,
+        are_rows: bool = False,
+    ):
+        self.group, self.spans, self.number = group, spans, number
         self.is_given = False
         self.waiting: dict[int, tuple[Any, Tensor]] = {}
-        self._sums: dict[int, Tensor] = {}  # of each table, in `sums_UD`
-        sizes = [part.shape.numel() for part in parts]
-        store = parts[0].store
-        uses = store.uses
-        if store.device.type == "cuda" and any(sizes):
-            ids_N = _joined([part.ids for part in parts], store.device)
-            spans = tuple(
-                cuda_cache.Span(size, len(part.store), part.store.first_row, part.padding_row)
-                for size, part in zip(sizes, parts, strict=True)
-            )
-            self._later = Later(cuda_cache.numbers_of(len(parts)))
+        self._later: Later | None = None
+        self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
+        self._sums: dict[int, Tensor] = {}  # of each table
+        self._ends = list(itertools.accumulate(span.ids for span in spans))  # of ids
+        size = len(spans), len(spans[0].first_rows)
+        uses = group.uses if size[1] == 1 else RowUses(0, group.device)
+        if group.device.type == "cuda" and any(its.numel() for its in ids):
+            its_spans = _spans_of(tuple(spans), group.device)
+            self._later = Later(cuda_cache.numbers_of(size[0] * size[1]))
             counted = uses.count_V, uses.page_of_V if number else None, number
+            how = self._later.numbers, is_filled, are_rows
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
-                ids_N, _spans_of(spans, store.device), *counted, self._later.numbers, is_filled
+                _joined(ids, group.device), its_spans, *counted, *how
             )
             self._later.launched()
         else:
-            self._look_up_on_cpu(parts, uses)
-        self._ends = list(itertools.accumulate(sizes))  # of ids
-        for index, part in enumerate(parts):
-            part.look_up, part.index = self, index
+            self._look_up_on_cpu([its.to(group.device).long().flatten() for its in ids], are_rows)
+            if not self._numbers[1]:
+                uses.note(self.rows_N, number)
         if number:
             uses.announced = number
 
-    def _look_up_on_cpu(self, parts: Sequence[UniqueRows], uses: RowUses) -> None:
-        """Find the rows by torch."""
-        found, places, self._numbers = [], [], [0, 0]
-        for part in parts:
-            rows = len(part.store)
-            rows_U, its_places = torch.unique(
-                part.ids.to(part.store.device, torch.int64).flatten(), return_inverse=True
-            )
-            first, last = (int(rows_U[0]), int(rows_U[-1])) if len(rows_U) else (0, 0)
-            last = last if last >= rows else 0
-            padding = -1 if part.padding_row is None else part.padding_row
-            place = torch.nonzero(rows_U == padding)
-            found.append(rows_U + part.store.first_row)
-            places.append(its_places + self._numbers[0])
-            its = self._numbers[0], min(0, first), last, int(place) + 1 if len(place) else 0
-            self._numbers += its
-            self._numbers[0] += len(rows_U)
-            self._numbers[1] |= first < 0 or last > 0
-        self.rows_N, self.places_N = torch.cat(found), torch.cat(places)
-        if not self._numbers[1]:
-            uses.note(self.rows_N, self.number)
+    def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
+        """Find the rows by torch, sorted by keys of span and row."""
+        spans, tables, ranks = self.spans, len(self.spans), len(self.spans[0].first_rows)
+        firsts_S = torch.tensor([its.first_rows for its in spans], device=ids[0].device).T.flatten()
+        limits = [(0, 0)] * tables  # ids that are no rows
+        if are_rows:
+            span_N = torch.bucketize(ids[0], firsts_S, right=True) - 1
+            keys = [(span_N << 32) + ids[0] - firsts_S[span_N]]
+        else:
+            for table, (its, span) in enumerate(zip(ids, spans, strict=True)):
+                least, greatest = map(int, its.aminmax()) if its.numel() else (0, 0)
+                limits[table] = min(0, least), greatest if greatest >= span.rows else 0
+            keys = [
+                (its % ranks * tables + table << 32) + its // ranks for table, its in enumerate(ids)
+            ]
+        is_wrong = any(least or greatest for least, greatest in limits)
+        keys_N = torch.cat(keys)
+        keys_U, self.places_N = torch.unique(
+            keys_N[:0] if is_wrong else keys_N, return_inverse=True
+        )
+        self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
+        paddings = [span.padding for span in spans]
+        padding_keys = [
+            -1 if row is None else (row % ranks * tables + table << 32) + row // ranks
+            for table, row in enumerate(paddings)
+        ]
+        edges = [span << 32 for span in range(tables * ranks)]
+        places = torch.searchsorted(keys_U, keys_U.new_tensor(edges + padding_keys)).tolist()
+        found = dict.fromkeys(padding_keys, 0)
+        for key, place in zip(padding_keys, places[len(edges) :], strict=True):
+            if place < len(keys_U) and keys_U[place] == key:
+                found[key] = place + 1
+        self._numbers = [len(keys_U), int(is_wrong)]
+        for at, begin in enumerate(places[: len(edges)]):
+            key = padding_keys[at % tables]
+            self._numbers += begin, *limits[at % tables], found[key]
 
     @property
     def is_known(self) -> bool:
@@ -162,126 +180,100 @@ class LookUp:
             self._numbers = self._later.read()
             self._later = None
         count, is_wrong, *numbers = self._numbers
-        for store, least, greatest in zip(self.stores, numbers[1::4], numbers[2::4], strict=True):
-            if is_wrong and (least or greatest):
-                last = len(store) - 1
-                raise IndexError(f"id {least or greatest} is not a row; rows are 0 to {last}")
+        if is_wrong:
+            # Of several ranks, the spans of the first tell of ids.
+            limits = zip(self.spans, numbers[1::4], numbers[2::4], strict=False)
+            for span, least, greatest in limits:
+                if wrong := least or greatest:
+                    last = span.rows - 1
+                    raise IndexError(f"id {wrong} is not a row; rows are 0 to {last}")
         self.begins = [*numbers[::4], count]
-        self.paddings = [place - 1 if place else None for place in numbers[3::4]]
+        tables = len(self.spans)
+        places = [max(numbers[3 + 4 * table :: 4 * tables]) for table in range(tables)]
+        self.paddings = [place - 1 if place else None for place in places]
         return self.rows_N[:count]
 
-    def places_of(self, index: int) -> Tensor:
-        """Return the places of a table's ids."""
-        if len(self._ends) == 1:
+    def places_of(self, index: int | None) -> Tensor:
+        """Return the places of a table's ids; None: of all."""
+        if index is None or len(self._ends) == 1:
             return self.places_N
         return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags; None: of the ids of all tables."""
-        which = self._places(index)
-        return self.group.read_weights(self.rows, self.narrow_N, which[0], bags, which[1])
+        ids = self.places_of(index), bags, None if index is None else self.paddings[index]
+        return self.group.read_weights(self.rows, self.narrow_N, *ids)
 
-    def _places(self, index: int | None) -> tuple[Tensor, int | None]:
-        """Return the place of each id of a table, and that of its padding row."""
-        if index is None:
-            return self.places_N, None
-        padding = self.paddings[index] if len(self.rows) else None
-        its_padding = None if padding is None else self.begins[index] + padding
-        return self.places_of(index), its_padding
+    def add_gradients(
+        self,
+        index: int | None,
+        grad_ND: Tensor,
+        bags: Bags | None,
+        waiting: dict[int, Tensor | None],
+    ) -> list[Tensor]:
+        """Add gradients of a table's ids or bags, or with None of all tables.
 
-    def add_gradients(self, index: int, grad_ND: Tensor, bags: Bags | None = None) -> Tensor:
-        """Return sums [U, D] of a table's gradients, beside other tables'."""
-        places_N, padding = self._places(index)
-        (sums_UD,) = self.add_at([index], grad_ND, places_N, bags, padding).values()
+        Args:
+            index: The table.
+            grad_ND: The gradients.
+            bags: The bags.
+            waiting: The tables, with what waits for their step: sums of an earlier pass may.
+
+        Returns:
+            The sums [U, D] of these tables.
+        """
+        sums_UD = self._sums_for(waiting)
+        padding = None if index is None else self.paddings[index]
+        cuda.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
+        return [self._sums[its] for its in waiting]
+
+    def _sums_for(self, waiting: dict[int, Tensor | None]) -> Tensor:
+        """Return the sums of all tables, which are 0 where nothing waits."""
+        if self._buffer_UD is None:
+            self._buffer_UD = self._zeros()
+        sums_UD, begins, tables = self.sums_UD, self.begins, len(self.spans)
+        for its, sum_UD in waiting.items():
+            if its in self._sums and sum_UD is not self._sums[its]:  # it was dropped
+                for span in range(its, len(begins) - 1, tables):
+                    sums_UD[begins[span] : begins[span + 1]].zero_()
+            elif its not in self._sums:
+                self._sums[its] = sums_UD[begins[its] : begins[its + 1]]
         return sums_UD
 
-    def add_at(
-        self,
-        tables: Sequence[int],
-        grad_ND: Tensor,
-        places_N: Tensor,
-        bags: Bags | None = None,
-        padding: int | None = None,
-    ) -> dict[int, Tensor]:
-        """Add gradients at places among all rows; return the sums of tables."""
-        rows = self.rows.shape[0]
-        if self.sums_UD is None:
-            self._buffer_UD = self._new_sums(rows)
-            self.sums_UD = self._buffer_UD[:rows]
-        is_first = self._sums.keys().isdisjoint(tables)  # else an earlier pass's wait there
-        all_UD = self.sums_UD if is_first else torch.zeros_like(self.sums_UD)
-        cuda.sum_gradients(grad_ND, places_N, all_UD, bags, padding)
-        sums = {its: all_UD[self.begins[its] : self.begins[its + 1]] for its in tables}
-        if is_first:
-            self._sums |= sums
-        return sums
+    @property
+    def sums_UD(self) -> Tensor:
+        """The sums of gradients of all tables, once there are some."""
+        return self._buffer_UD[: self.rows.shape[0]]
 
-    def _new_sums(self, rows: int) -> Tensor:
-        return self.group.zeros(rows)
+    def _zeros(self) -> Tensor:
+        return self.group.zeros(self.rows.shape[0])
 
     def has_all(self, grads: dict[int, Tensor]) -> bool:
         """Whether these gradients, by table, are the sums of all tables."""
         # Gradients are scaled and clipped in place: they are the same tensors.
-        tables = range(len(self.stores))
+        tables = range(len(self.spans))
         return all(grads.get(index) is self._sums.get(index, self) for index in tables)
 
     def drop_sums(self) -> None:
         """Begin anew once the sums were stepped, which has made them 0."""
         self.group.keep_zeros(self._buffer_UD)
-        self.sums_UD = self._buffer_UD = None
+        self._buffer_UD = None
         self._sums.clear()
 
 
 class UniqueRows:
-    """The unique rows of ids, for which the CPU waits when it asks for them.
+    """The rows of one table of a look-up, for which the CPU waits when it asks.
 
     Rows are numbered through the tables that share their memory, from `store.first_row` on.
-
-    Args:
-        store: The table.
-        given: The ids.
-        padding: A row whose place is wanted.
-        is_filled: As for a `LookUp`.
-        alone: Whether to look them up now; else a `LookUp` with others does.
-
-    Attributes:
-        shape: Shape of the ids.
-        look_up: The rows of all tables that were looked up together.
-        index: Which of these tables it is.
     """
 
     look_up: LookUp
     index: int
 
-    def __init__(
-        self,
-        store: Any,  # Rows, or what stands for them
-        given: Ids,
-        padding: int | None = None,
-        is_filled: bool = False,
-        alone: bool = True,
-    ):
+    def __init__(self, store: Rows, look_up: LookUp | None = None, index: int = 0):
         self.store = store
-        self._given = given  # keeps its memory from becoming that of others
-        self._name = name_of(given)
-        self.padding_row = padding
-        self.ids = torch.as_tensor(given)
-        if not self.ids.numel():
-            self.ids = self.ids.long()  # an empty list has become float32
-        if self.ids.dtype not in (torch.int32, torch.int64) or self.ids.is_meta:
-            raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
-        self.shape = self.ids.shape
-        if alone:
-            LookUp([self], is_filled=is_filled)
-
-    @property
-    def owned(self) -> UniqueRows:
-        """The rows that this process reads and steps."""
-        return self
-
-    def is_of(self, ids: Ids) -> bool:
-        """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.group is self.store.group and self._name == name_of(ids)
+        if look_up:  # else one with other tables follows
+            self.look_up, self.index = look_up, index
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -293,9 +285,88 @@ class UniqueRows:
         rows_U, begins = self.look_up.rows, self.look_up.begins
         return rows_U[begins[self.index] : begins[self.index + 1]]
 
+
+class RowPage:
+    """Rows on the compute device.
+
+    Args:
+        store: Their table.
+        found: The look-up that they are of; None for those of several.
+        rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
+        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which has them
+            where they are.
+
+    Attributes:
+        asked: The look-up of the ids, among the rows of all ranks.
+        version: Version of the table that they were read from.
+    """
+
+    def __init__(
+        self,
+        store: Rows,
+        found: UniqueRows | None,
+        rows: Tensor | None = None,
+        records: Tensor | None = None,
+    ):
+        self.asked: Any = found
+        self.found = found
+        self.records = records
+        self.version = store.version
+        self._rows = rows
+        self._first_row = store.first_row
+
+    def rows_of(self, store: Rows) -> Tensor:
+        """Return the rows as numbered now: the table may have left its group."""
+        if self._rows is None:
+            self._rows = self.found.rows
+        if self._first_row != store.first_row:
+            self._rows = self._rows + (store.first_row - self._first_row)
+            self._first_row = store.first_row
+        return self._rows
+
+
+class RowsOfIds(UniqueRows):
+    """The unique rows of a table's ids.
+
+    Args:
+        store: The table.
+        given: The ids.
+        padding: A row whose place is wanted.
+        rows: Number of rows of all ranks; by default those of the store.
+
+    Attributes:
+        shape: Shape of the ids.
+    """
+
+    look_up: Any  # a LookUp
+
+    def __init__(
+        self, store: Rows, given: Ids, padding: int | None = None, rows: int | None = None
+    ):
+        super().__init__(store)
+        self._given = given  # keeps its memory from becoming that of others
+        self._name = name_of(given)
+        self.ids = torch.as_tensor(given)
+        if not self.ids.numel():
+            self.ids = self.ids.long()  # an empty list has become float32
+        if self.ids.dtype not in (torch.int32, torch.int64) or self.ids.is_meta:
+            raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
+        self.shape = self.ids.shape
+        rows = len(store) if rows is None else rows
+        self.span = cuda_cache.Span(self.shape.numel(), rows, padding, store.first_rows)
+
+    @property
+    def owned(self) -> UniqueRows:
+        """The rows that this process reads and steps."""
+        return self if self.look_up.owned is None else self.look_up.owned[self.index]
+
+    def is_of(self, ids: Ids) -> bool:
+        """Whether these are the ids, and rows are numbered as they were."""
+        return self.look_up.group is self.store.group and self._name == name_of(ids)
+
     @property
     def places_N(self) -> Tensor:
-        """The place of each id among the rows."""
+        """The place of each id among the table's rows."""
         places_N = self.look_up.places_of(self.index)
         # The first table's need not wait for the rows.
         begin = self.look_up.begins[self.index] if self.index and len(self.rows) else 0
@@ -303,21 +374,31 @@ class UniqueRows:
 
     @property
     def padding(self) -> int | None:
-        """The place of the padding row among the rows, if it is there."""
-        return self.look_up.paddings[self.index] if len(self.rows) else None
+        """The place of the padding row among the table's, if it is there."""
+        place = self.look_up.paddings[self.index] if len(self.rows) else None
+        return None if place is None else place - self.look_up.begins[self.index]
 
 
-def look_up_together(found: Sequence[UniqueRows], is_ahead: bool = True) -> None:
+def look_up_together(
+    found: Sequence[RowsOfIds],
+    is_ahead: bool = True,
+    is_filled: bool = False,
+    kind: type[LookUp] = LookUp,
+) -> None:
     """Begin to look up rows, in all tables of a group at once.
 
     Those of a page, whose ids are read ahead, are evicted last.
     """
-    by_group: dict[Any, list[UniqueRows]] = {}
+    by_group: dict[Any, list[RowsOfIds]] = {}
     for its in found:
         by_group.setdefault(its.store.group, []).append(its)
     for group, parts in by_group.items():
         with group.lock:
-            LookUp(parts, group.uses.announced + 1 if is_ahead else 0)
+            number = group.uses.announced + 1 if is_ahead else 0
+            ids = [part.ids for part in parts]
+            look_up = kind(group, [part.span for part in parts], ids, number, is_filled)
+        for index, part in enumerate(parts):
+            part.look_up, part.index = look_up, index
 
 
 @functools.lru_cache(maxsize=64)

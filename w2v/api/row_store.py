@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.api.look_up import Ids, UniqueRows, to_device
+from w2v.api.look_up import Ids, RowsOfIds, UniqueRows, look_up_together, to_device
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
@@ -192,7 +192,8 @@ class Rows:
     Attributes:
         table: The records; its fields are "weight" and the states of the optimizer.
         group: Tables whose records lie beside, and share a cache.
-        first_row: Rows are numbered from here on in the group.
+        first_rows: In the groups of all ranks, the table's rows are numbered from here on.
+        first_row: The same in this process.
         device: Where rows come to.
         lock: Buffers and records serve one thread at a time.
         version: Number of changes of the table so far: rows read before one may be out of date.
@@ -209,32 +210,31 @@ class Rows:
         device: torch.device,
         cache_bytes: int = 0,
         group: RowGroup | None = None,
-        first_row: int = 0,
+        first_rows: tuple[int, ...] = (0,),
+        rank: int = 0,
     ):
         self.device = device
+        self._rank = rank
         self.lock = group.lock if group else threading.RLock()
         self.version = 0
         self.cache_bytes = cache_bytes
         self._unchecked: deque[UniqueRows] = deque()
-        self._join(table, group or RowGroup(table, device, self.lock), first_row)
+        self._join(table, group or RowGroup(table, device, self.lock), first_rows)
 
     def _replace_table(self, table: Table) -> None:
         """Read and write another table from now on, in a group of its own."""
         self.group.empty_caches()
         self.group.members.remove(self)
         self.group.begin()
-        self._join(table, RowGroup(table, self.device, self.lock), 0)
+        alone = (0,) * len(self.first_rows)
+        self._join(table, RowGroup(table, self.device, self.lock), alone)
 
-    def _join(self, table: Table, group: RowGroup, first_row: int) -> None:
-        self.table, self.group, self.first_row = table, group, first_row
+    def _join(self, table: Table, group: RowGroup, first_rows: tuple[int, ...]) -> None:
+        self.table, self.group = table, group
+        self.first_rows, self.first_row = first_rows, first_rows[self._rank]
         group.members.append(self)
         group.begin()
         self.version += 1
-
-    @property
-    def uses(self) -> RowUses:
-        """Uses of the group's rows."""
-        return self.group.uses
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -311,7 +311,7 @@ class Rows:
         """
         with self.lock:
             group = self.group
-            found = UniqueRows(self, ids, is_filled=True)  # negative rows are not read
+            found = self._look_up(ids, is_filled=True)  # negative rows are not read
             self.group.empty_caches()
             rows_U = found.look_up.rows_N if group.is_mapped else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
@@ -333,7 +333,7 @@ class Rows:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
             group = self.group
-            found = UniqueRows(self, ids, is_filled=True)  # negative rows are not written
+            found = self._look_up(ids, is_filled=True)  # negative rows are not written
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -398,10 +398,11 @@ class Rows:
 
     # What is made here serves training too.
     @outside_inference
-    def _look_up(self, ids: Ids, padding: int | None) -> UniqueRows:
+    def _look_up(self, ids: Ids, padding: int | None = None, is_filled: bool = False) -> RowsOfIds:
         """Begin to find the rows of ids."""
-        with self.lock:
-            return UniqueRows(self, ids, padding)
+        found = RowsOfIds(self, ids, padding)
+        look_up_together([found], is_ahead=False, is_filled=is_filled)
+        return found
 
     @outside_inference
     def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:
@@ -414,7 +415,7 @@ class Rows:
             if page.group is not self.group:  # the table has left it
                 return
             # Beside rows of other tables of the group, if only this one has been looked up.
-            part = self.first_row if len(page.stores) == 1 else None
+            part = self.first_row if len(page.spans) == 1 else None
             for cache in self.group.caches:
                 cache.prefetch(rows_U, page.number, part)
                 if hold:

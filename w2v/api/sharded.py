@@ -20,23 +20,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from w2v.api.look_up import Ids, Later, LookUp, UniqueRows, look_up_together
+from w2v.api.look_up import Ids, Later, LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
+from w2v.kernels import cuda_cache
 from w2v.kernels.cuda import Bags, gather_bags
 from w2v.system.files import one_line
-from w2v.transfer.cache import RowUses
 
 if TYPE_CHECKING:
-    from w2v.api.embedding import PagedEmbedding, _Page
+    from w2v.api.embedding import PagedEmbedding
 
-MOST_ROWS = 1 << 31  # that are looked up together: they are numbered in 32 bits
 GATHER_ROWS = 1 << 16  # of each rank, at a time
 ENDED, FAILED = 1, 2  # what a rank says that has no batch
 
@@ -49,165 +48,129 @@ def ranks_of(process_group: Any) -> Ranks:
     return SINGLE if size == 1 else JoinedGroup(process_group)
 
 
-class _WholeTable:
-    """What a look-up asks of a table, for the rows of all ranks."""
-
-    group = None
-
-    def __init__(self, table: PagedEmbedding, first_row: int):
-        self._rows, self.first_row = table.num_embeddings, first_row
-        self.device, self.uses = table.device, RowUses(0, table.device)
-
-    def __len__(self) -> int:
-        return self._rows
-
-
-class Route(UniqueRows):
-    """The unique rows of ids, among the rows of all ranks."""
-
-    look_up: RoutedLookUp
-
-    def __init__(self, table: PagedEmbedding, ids: Ids, first_row: int = 0):
-        super().__init__(_WholeTable(table, first_row), ids, table.padding_idx, alone=False)
-        self._table = table
-
-    @property
-    def owned(self) -> UniqueRows:
-        return self.look_up.owned[self.index]
-
-    def is_of(self, ids: Ids) -> bool:
-        return super().is_of(ids) and self.owned.look_up.group is self._table.store.group
-
-    def borrow(self) -> _Page:
-        """Return the page of this rank's rows; `look_up` has borrowed weights."""
-        look_up = self.look_up
-        if self.index not in look_up.pages:  # other uses of the same ids borrow anew
-            borrow(look_up.batch or [look_up])
-        page = look_up.pages.pop(self.index)
-        page.route = self
-        return page
-
-
 class RoutedLookUp(LookUp):
-    """Look-up of tables that share an owner's memory, and what ranks request.
-
-    Args:
-        routes: The ids of each table.
-        tables: The tables.
+    """Look-up of ids among the rows of all ranks, sorted by owner.
 
     Attributes:
-        order_U: Places of the rows, by owner.
+        tables: The tables.
         sent: Number of the rows by owner.
         received: Number of rows that each rank requests of this one.
-        owned: For each table, those of them that this rank has.
         batch: The look-ups whose weights are borrowed with these, itself among them.
         pages: The pages of `owned` whose weights have been borrowed and not used.
     """
 
-    sent: list[int]
     received: list[int]
-    owned: list[UniqueRows]
 
-    def __init__(self, routes: Sequence[Route], tables: Sequence[PagedEmbedding]):
-        super().__init__(routes)
-        self.tables = list(tables)
-        self.batch: list[RoutedLookUp] = []
-        self.pages: dict[int, _Page] = {}
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.tables: list[PagedEmbedding] = []
+        self.batch: list[RoutedLookUp] = [self]
+        self.pages: dict[int, RowPage] = {}
         self._weights_UD: Tensor | None = None  # borrowed
 
-    def order_by_owner(self) -> Tensor:
-        """Order the rows; return how many of each table go to each rank: [N, T]."""
-        rows_U, size, tables = self.rows, self.tables[0]._ranks.size, len(self.tables)
-        first_T = _tensor_of(tuple(store.first_row for store in self.stores), rows_U.device)
-        table_U = torch.bucketize(rows_U, first_T, right=True) - 1
-        its_U = rows_U - first_T.index_select(0, table_U)
-        key_U, self.order_U = (its_U % size * tables + table_U).sort(stable=True)
-        # By their numbers at the owners.
-        self.ids_U = its_U.index_select(0, self.order_U) // size
-        edges = _tensor_of(tuple(range(size * tables + 1)), rows_U.device)
-        return torch.searchsorted(key_U, edges).diff().view(size, tables)
+    @functools.cached_property
+    def sent(self) -> list[int]:
+        assert self.rows is not None  # waits for them
+        of_ranks = self.begins[:: len(self.spans)]
+        return [end - begin for begin, end in itertools.pairwise(of_ranks)]
 
-    def receive(
-        self, ids_M: Tensor, sent_NT: list[list[int]], received_NT: list[list[int]], is_ahead: bool
-    ) -> None:
-        """Look up the ids that all ranks request of this one."""
-        self.sent, self.received = ([sum(its) for its in of] for of in (sent_NT, received_NT))
-        self._received_TN = [list(its) for its in zip(*received_NT, strict=True)]
-        by_table = _turned(ids_M, received_NT).split([sum(its) for its in self._received_TN])
-        self.owned = [
-            UniqueRows(table.store, ids_m, alone=False)
-            for table, ids_m in zip(self.tables, by_table, strict=True)
+    def receive(self, rows_M: Tensor, received: list[int], is_ahead: bool) -> None:
+        """Look up the rows that all ranks request of this one."""
+        self.received, ranks = received, self.tables[0]._ranks
+        spans = [
+            cuda_cache.Span(0, ranks.shard_rows(its.rows), None, (its.first_rows[ranks.rank],))
+            for its in self.spans
         ]
-        look_up_together(self.owned, is_ahead)
+        with self.group.lock:
+            number = self.group.uses.announced + 1 if is_ahead else 0
+            found = LookUp(self.group, spans, [rows_M], number, are_rows=True)
+        self.owned = [
+            UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
+        ]
 
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
-        users = list(zip(self.tables, self.owned, strict=True))
-        self._owned_ends = [0, *itertools.accumulate(len(its.rows) for its in self.owned)]
-        if shared := self._shared:
-            places_M = shared.places_N
-        else:
-            parts = zip(self.owned, self._owned_ends, strict=False)
-            places_M = torch.cat([its.places_N + begin for its, begin in parts])
-        self._places_M = _turned(places_M, self._received_TN)
-        if shared and all(table._sums_gradients for table in self.tables):
-            self.pages = {index: table._page_of(its) for index, (table, its) in enumerate(users)}
-            return shared.group.read_weights(shared.rows, shared.narrow_N, self._places_M)
-        read = [table._read(its) for table, its in users]
-        self.pages = {index: page for index, (page, _) in enumerate(read)}
-        return _joined([weight_LD for _, weight_LD in read]).index_select(0, self._places_M)
+        found = self.owned[0].look_up
+        if all(table._sums_gradients for table in self.tables):
+            self.pages = {
+                index: RowPage(table.store, its)
+                for index, (table, its) in enumerate(zip(self.tables, self.owned, strict=True))
+            }
+            return found.vectors(None)
+        weights = []
+        for index, (table, its) in enumerate(zip(self.tables, self.owned, strict=True)):
+            if table.store.group is self.group:
+                self.pages[index], weight_LD = table._read(its)
+            else:  # it has left the others, and its ids are looked up anew
+                weight_LD = table._parameter.new_zeros(len(its.rows), table.embedding_dim)
+            weights.append(weight_LD)
+        return torch.cat(weights).index_select(0, found.places_N)
 
-    @property
-    def _shared(self) -> LookUp | None:
-        """The look-up of all of `owned`, unless a table has left the others."""
-        first = self.owned[0].look_up
-        return first if all(its.look_up is first for its in self.owned) else None
+    def borrow(self, asked: RowsOfIds) -> RowPage:
+        """Return the page of a table's rows here; weights have come from all ranks."""
+        if asked.index not in self.pages:  # other uses of the same ids borrow anew
+            borrow(self.batch)
+        page = self.pages.pop(asked.index)
+        page.asked = asked
+        return page
 
     def take(self, weight_UD: Tensor) -> None:
-        """Keep borrowed weights, which come by owner."""
-        self._weights_UD = torch.empty_like(weight_UD).index_copy_(0, self.order_U, weight_UD)
-        self.batch = []
-
-    def weights(self, index: int) -> Tensor:
-        return self._weights_UD[self.begins[index] : self.begins[index + 1]]
+        """Keep borrowed weights."""
+        self._weights_UD = weight_UD
+        self.batch = [self]
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        (places_N, padding), dim = self._places(index), self._weights_UD.shape[1]
-        return gather_bags(self._weights_UD, None, None, places_N, dim, bags, padding)
+        padding = None if index is None else self.paddings[index]
+        dim = self._weights_UD.shape[1]
+        return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, padding)
 
-    def _new_sums(self, rows: int) -> Tensor:
-        return self._weights_UD.new_zeros(rows, self._weights_UD.shape[1])
-
-    def by_owner(self, grads: dict[int, Tensor]) -> Tensor:
-        """Return the gradients [U, D] of tables by owner; 0 for other tables."""
-        if self.has_all(grads):
-            grad_UD = self.sums_UD
-        else:
-            parts = [grads.get(index) for index in range(len(self.tables))]
-            grad_UD = _joined(
-                [
-                    torch.zeros_like(self.weights(index)) if part is None else part
-                    for index, part in enumerate(parts)
-                ]
+    def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
+        """Return a table's weights [U, D], the places of its ids, and of its padding."""
+        which_U, padding = self._which(index), self.paddings[index]
+        places_N = torch.searchsorted(which_U, self.places_of(index))
+        if padding is not None:
+            padding = sum(
+                min(padding, end) - min(padding, begin) for begin, end in self._pieces(index)
             )
-        self.sums_UD = None
-        self._sums.clear()
-        return grad_UD.index_select(0, self.order_U)
+        return self._weights_UD.index_select(0, which_U), places_N, padding
 
-    def sum_by_row(self, grad_MD: Tensor, tables: Sequence[int]) -> dict[int, Tensor]:
+    def add_rows(self, index: int, grad_UD: Tensor, waiting: Tensor | None) -> Tensor:
+        """Add gradients of a table's weights; return what waits to be sent."""
+        self._sums_for({index: waiting}).index_add_(0, self._which(index), grad_UD)
+        return self._sums[index]
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """Return where a table's rows of each owner begin and end."""
+        return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
+
+    def _which(self, index: int) -> Tensor:
+        """Return the places of a table's rows."""
+        device = self.places_N.device
+        return torch.cat([torch.arange(*piece, device=device) for piece in self._pieces(index)])
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self._weights_UD)
+
+    def take_sums(self) -> Tensor:
+        """Return the sums, which are sent, and begin anew."""
+        sums_UD = self.sums_UD
+        self._buffer_UD = None
+        self._sums.clear()
+        return sums_UD
+
+    def sum_by_row(self, grad_MD: Tensor, tables: dict[int, PagedEmbedding]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of each table's rows."""
-        ranks = self.tables[0]._ranks.size
-        if self.tables[0]._fused and self._shared:  # the sums lie side by side, for one step
-            return self._shared.add_at(tables, grad_MD.div_(ranks), self._places_M)
-        sum_LD = grad_MD.new_zeros(self._owned_ends[-1], grad_MD.shape[1])
+        ranks, found = self.tables[0]._ranks.size, self.owned[0].look_up
+        if self.tables[0]._fused:  # the sums lie side by side, for one step
+            waiting = {index: table._parameter.grad for index, table in tables.items()}
+            return found.add_gradients(None, grad_MD.div_(ranks), None, waiting)
+        sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
-        of_ranks = (its.split(self.received) for its in (self._places_M, grad_MD))
+        of_ranks = (its.split(self.received) for its in (found.places_N, grad_MD))
         for places_m, grad_mD in zip(*of_ranks, strict=True):
             sum_LD.index_add_(0, places_m, grad_mD)
         sum_LD.div_(ranks)
-        return {
-            index: sum_LD[self._owned_ends[index] : self._owned_ends[index + 1]] for index in tables
-        }
+        return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in tables]
 
 
 class Requests:
@@ -215,43 +178,48 @@ class Requests:
 
     Args:
         tables: T tables, on ranks of one process group.
-        look_up: Returns the batch and a route for each. What it raises is told to all ranks.
+        look_up: Returns the batch and its look-ups. What it raises is told to all ranks.
         is_ahead: Whether the ids are those of a page.
     """
 
     def __init__(
         self,
         tables: Sequence[PagedEmbedding],
-        look_up: Callable[[], tuple[Any, list[Route]]],
+        look_up: Callable[[], tuple[Any, list[RowsOfIds]]],
         is_ahead: bool,
     ):
-        self._ranks, self._device, self._tables = tables[0]._ranks, tables[0].device, len(tables)
+        self._ranks, self._device = tables[0]._ranks, tables[0].device
+        self._groups = len({table.store.group for table in tables})
         self._is_ahead = is_ahead
         self._error: Exception | None = None
         self._later: Later | None = None
         try:
-            self.batch, self.routes = look_up()
+            self.batch, self.found = look_up()
         except Exception as error:  # other ranks would wait for this one
             self._error = error
 
     def send_counts(self) -> None:
-        """Tell each rank how many ids of each table it will get."""
+        """Tell each rank how many rows it will be asked for."""
         size = self._ranks.size
-        sent_NT = torch.zeros(size, 1 + self._tables, dtype=torch.int64, device=self._device)
+        sent_NC = [[0] * (1 + self._groups) for _ in range(size)]
         try:
             if self._error is None:
-                self._look_ups = list(dict.fromkeys(its.look_up for its in self.routes))
-                counts = [look_up.order_by_owner() for look_up in self._look_ups]
-                sent_NT[:, 1:] = torch.cat(counts, dim=1)
+                self._look_ups = list(dict.fromkeys(its.look_up for its in self.found))
+                counts = zip(*(look_up.sent for look_up in self._look_ups), strict=True)
+                sent_NC = [[0, *of_rank] for of_rank in counts]
         except IndexError as error:
             self._error = error
         if self._error:
-            sent_NT[:, 0] = ENDED if isinstance(self._error, StopIteration) else FAILED
-        received_NT = self._ranks.all_to_all(sent_NT, [1] * size, [1] * size)
-        self._counts = torch.cat([sent_NT, received_NT]).flatten()
-        if self._counts.is_cuda:
-            self._later = Later(len(self._counts))
-            self._counts = self._later.numbers.copy_(self._counts, non_blocking=True)
+            status = ENDED if isinstance(self._error, StopIteration) else FAILED
+            sent_NC = [[status] * len(its) for its in sent_NC]
+        counts_NC = torch.tensor(sent_NC)
+        if self._device.type == "cuda":
+            self._later = Later(counts_NC.numel())
+            pinned = self._later.numbers.copy_(counts_NC.flatten())
+            counts_NC = pinned.to(self._device, non_blocking=True).view(counts_NC.shape)
+        self._counts = self._ranks.all_to_all(counts_NC, [1] * size, [1] * size)
+        if self._later:
+            self._counts = pinned.copy_(self._counts.flatten(), non_blocking=True)
             self._later.launched()
 
     def send_ids(self) -> bool:
@@ -262,8 +230,8 @@ class Requests:
         """
         if self._later:
             self._later.read()  # waits for them
-        sent_NT, received_NT = self._counts.view(2, self._ranks.size, -1).tolist()
-        status_N = [its[0] for its in received_NT]
+        received_NC = self._counts.view(self._ranks.size, -1).tolist()
+        status_N, *received = map(list, zip(*received_NC, strict=True))
         if FAILED in status_N:
             failed, kind = status_N.index(FAILED), type(self._error).__name__
             told = self._ranks.all_gather(f"{kind}: {one_line(self._error)}")[failed]
@@ -273,53 +241,38 @@ class Requests:
             raise copied(f"{told} (rank {failed})")
         if ENDED in status_N:
             return False
-        start, counts = 1, []  # of each look-up's tables
-        for look_up in self._look_ups:
-            part = slice(start, start + len(look_up.tables))
-            counts.append([[its[part] for its in of] for of in (sent_NT, received_NT)])
-            start = part.stop
-        totals = [[[sum(its) for its in of] for of in pair] for pair in counts]
-        ids = [look_up.ids_U for look_up in self._look_ups]
-        requested = self._ranks.all_to_all_tensors(ids, *zip(*totals, strict=True))
-        for look_up, ids_M, pair in zip(self._look_ups, requested, counts, strict=True):
-            look_up.receive(ids_M, pair[0], pair[1], self._is_ahead)
+        rows, sent = zip(*((its.rows, its.sent) for its in self._look_ups), strict=True)
+        requested = self._ranks.all_to_all_tensors(rows, sent, received)
+        for look_up, rows_M, its_received in zip(self._look_ups, requested, received, strict=True):
+            look_up.receive(rows_M, its_received, self._is_ahead)
             look_up.batch = self._look_ups
         return True
 
 
-def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[Route]:
-    """Begin to look up ids among the rows of all ranks.
-
-    Tables whose rows lie side by side are looked up together.
-    """
-    routes = []
-    parts: dict[tuple[Any, int], list[tuple[Route, PagedEmbedding]]] = {}
-    begun: dict[Any, tuple[int, int]] = {}  # by owner's memory: a part, and its rows so far
-    for table, its_ids in zip(tables, ids, strict=True):
-        group = table.store.group
-        part, first_row = begun.get(group, (0, 0))
-        if first_row and first_row + table.num_embeddings >= MOST_ROWS:
-            part, first_row = part + 1, 0
-        begun[group] = part, first_row + table.num_embeddings
-        routes.append(Route(table, its_ids, first_row))
-        parts.setdefault((group, part), []).append((routes[-1], table))
-    for pairs in parts.values():
-        RoutedLookUp(*zip(*pairs, strict=True))
-    return routes
+def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
+    """Begin to look up ids among the rows of all ranks."""
+    found = [
+        RowsOfIds(table.store, its_ids, table.padding_idx, table.num_embeddings)
+        for table, its_ids in zip(tables, ids, strict=True)
+    ]
+    look_up_together(found, is_ahead=False, kind=RoutedLookUp)
+    for table, its in zip(tables, found, strict=True):
+        its.look_up.tables.append(table)
+    return found
 
 
-def route_of(table: PagedEmbedding, ids: Ids) -> Route:
-    """Return the route of ids that were not sent ahead."""
+def look_up_alone(table: PagedEmbedding, ids: Ids) -> RowsOfIds:
+    """Look up ids that were not sent ahead."""
     requests = Requests([table], lambda: (None, look_up([table], [ids])), is_ahead=False)
     requests.send_counts()
     requests.send_ids()
-    return requests.routes[0]
+    return requests.found[0]
 
 
 def sent_ahead(
     tables: Sequence[PagedEmbedding], batches: Iterator[tuple[Any, list[Any]]]
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield batches with their routes until a rank has no more."""
+    """Yield batches with their look-ups until a rank has no more."""
     under_way: deque[Requests] = deque()
     while True:
         under_way.append(Requests(tables, lambda: next(batches), is_ahead=True))
@@ -329,7 +282,7 @@ def sent_ahead(
             requests = under_way.popleft()
             if not requests.send_ids():
                 return
-            yield requests.batch, requests.routes
+            yield requests.batch, requests.found
 
 
 @torch.no_grad()
@@ -345,49 +298,23 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
 
 def reduce(tables: Sequence[PagedEmbedding]) -> None:
     """Send gradients to the owners of the rows, which take means over ranks."""
-    # By table, of look-ups; a second use of the same ids is one more.
-    sent: list[tuple[RoutedLookUp, dict[int, tuple[PagedEmbedding, _Page, Tensor]]]] = []
+    pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
     for table in tables:
-        for page, grad_UD in table._waiting.unsent:
-            look_up, index = page.route.look_up, page.route.index
-            same = (grads for its, grads in sent if its is look_up and index not in grads)
-            if (grads := next(same, None)) is None:
-                sent.append((look_up, grads := {}))
-            grads[index] = table, page, grad_UD
+        for look_up, (page, _) in table._waiting.unsent.items():
+            pages.setdefault(look_up, {})[page.asked.index] = page
         table._waiting.unsent.clear()
         if table._waiting.ahead:
             table._waiting.ahead.look_up.pages.clear()  # as the step changes the weights
-    if not sent:
+    if not pages:
         return
-    ordered = [
-        look_up.by_owner({index: grad_UD for index, (_, _, grad_UD) in grads.items()})
-        for look_up, grads in sent
-    ]
-    counts = [its.sent for its, _ in sent], [its.received for its, _ in sent]
-    requested = tables[0]._ranks.all_to_all_tensors(ordered, *counts)
-    for (look_up, grads), grad_MD in zip(sent, requested, strict=True):
-        for index, sum_LD in look_up.sum_by_row(grad_MD, list(grads)).items():
-            table, page, _ = grads[index]
-            table._add_grad(page, sum_LD, is_owned=True)
-
-
-def _turned(numbers_M: Tensor, counts: list[list[int]]) -> Tensor:
-    """Return parts that come by a, then b, by b first.
-
-    counts[a][b] are their sizes.
-    """
-    parts = numbers_M.split([count for its in counts for count in its])
-    inner = len(counts[0])
-    return _joined([part for b in range(inner) for part in parts[b::inner]])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@functools.lru_cache(maxsize=64)
-def _tensor_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers).to(device)
+    sums = [look_up.take_sums() for look_up in pages]
+    counts = [its.sent for its in pages], [its.received for its in pages]
+    requested = tables[0]._ranks.all_to_all_tensors(sums, *counts)
+    for (look_up, its_pages), grad_MD in zip(pages.items(), requested, strict=True):
+        its_tables = {index: look_up.tables[index] for index in its_pages}
+        its_sums = look_up.sum_by_row(grad_MD, its_tables)
+        for index, sum_LD in zip(its_pages, its_sums, strict=True):
+            its_tables[index]._add_grad(its_pages[index], sum_LD, is_owned=True)
 
 
 def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:

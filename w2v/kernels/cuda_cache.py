@@ -145,36 +145,45 @@ class MovePlanner:
 
 
 class Span(NamedTuple):
-    """The ids of one of the tables that are looked up together."""
+    """The ids of one of the tables that are looked up together.
+
+    Row v belongs to rank v % N; ids are looked up for all N ranks.
+    """
 
     ids: int
-    rows: int  # of the table
-    first_row: int  # rows of the table are numbered from here on
+    rows: int  # of the whole table
     padding: int | None  # a row whose place is wanted
+    first_rows: tuple[int, ...]  # of each rank: its rows of the table are numbered from here on
 
 
 class Spans(NamedTuple):
-    """Tables that are looked up together, for kernels: int64 [T, 5]."""
+    """Tables that are looked up together, for kernels: int64 [N * T, 5]."""
 
     on_device: Tensor
     words: int  # of bits for all rows
+    tables: int
+    ranks: int
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> Spans:
-        ends = itertools.accumulate(span.ids for span in spans)
-        words = list(itertools.accumulate((-(-span.rows // 32) for span in spans), initial=0))
-        numbers = [
-            (end, word, span.first_row, span.rows, -1 if span.padding is None else span.padding)
-            for span, end, word in zip(spans, ends, words, strict=False)
-        ]
+        ends = list(itertools.accumulate(span.ids for span in spans))
+        ranks, words, numbers = len(spans[0].first_rows), 0, []
+        for rank in range(ranks):
+            for span, end in zip(spans, ends, strict=True):
+                padding = -1
+                if span.padding is not None and span.padding % ranks == rank:
+                    padding = span.padding // ranks
+                numbers.append((end, words, span.first_rows[rank], span.rows, padding))
+                # A rank without rows has a word, so that the kernels find its place.
+                words += max(1, -(-(span.rows - rank) // (32 * ranks)))
         # Without waiting for the GPU, as copies from unpinned memory would.
         pinned = torch.tensor(numbers, dtype=torch.int64).pin_memory()
-        return cls(pinned.to(device, non_blocking=True), words[-1])
+        return cls(pinned.to(device, non_blocking=True), words, len(spans), ranks)
 
 
-def numbers_of(tables: int) -> int:
-    """Return how many numbers `find_rows` tells of so many tables."""
-    return 2 + 4 * tables
+def numbers_of(spans: int) -> int:
+    """Return how many numbers `find_rows` tells of so many spans."""
+    return 2 + 4 * spans
 
 
 def find_rows(
@@ -185,6 +194,7 @@ def find_rows(
     page: int,
     told: Tensor,
     is_filled: bool = False,
+    are_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the unique rows of ids without sorting.
 
@@ -195,17 +205,18 @@ def find_rows(
         page_of_V: Becomes `page` for these rows, int16.
         page: Number of a page.
         told: Gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
-            table the rows of tables before it, the least and the greatest id that is no row (0:
+            table of each rank the rows before it, the least and the greatest id that is no row (0:
             none), and 1 + the place of its padding row (0: it is not there).
         is_filled: Whether -1 stands behind the rows, and alone if an id is not a row.
+        are_rows: Whether ids are numbers of rows of one rank, of all tables in any order.
 
     Returns:
-        The place of each id among the rows; the rows, sorted, in a buffer as long as
-        the ids, and in 32 bits; and their number, first of some on the GPU.
+        The place of each id among the rows; the rows, by rank and then sorted, in a buffer as long
+        as the ids, and in 32 bits; and their number, first of some on the GPU.
     """
-    ids, tables = ids_N.shape[0], spans.on_device.shape[0]
+    ids, parts = ids_N.shape[0], spans.on_device.shape[0]
     stretches = -(-spans.words // (WARP_ROWS // 32))
-    numbers, words = numbers_of(tables), stretches * WARP_ROWS // 32
+    numbers, words = numbers_of(parts), stretches * WARP_ROWS // 32
     # One zeroed and one other allocation: each takes the CPU as long as a launch.
     zeros = torch.zeros(numbers + words // 2 + 1, dtype=torch.int64, device=ids_N.device)
     scratch = torch.empty(ids + words + stretches + 1, dtype=torch.int32, device=ids_N.device)
@@ -216,7 +227,7 @@ def find_rows(
     places_N = torch.empty_like(ids_N)
     rows_N = torch.empty_like(ids_N)
     given = ids_N, ids
-    its = spans.on_device, tables, zeros
+    its = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, zeros
     blocks, survey_blocks = blocks_for(ids), -(-32 * stretches // THREADS)
     launch("cache.cu", "mark_ids", {}, blocks, *given, *its, bits)
     launch("cache.cu", "count_ids", {}, survey_blocks, bits, counts, stretches, done, zeros)

@@ -240,33 +240,36 @@ extern "C" __global__ void mark_rows(
     });
 }
 
-// Ids of several tables are looked up together. Each table has a span of the ids, and one of the
-// words, which have a bit for each of its rows. Its rows are numbered from first_row on.
+// Ids of several tables are looked up together. Row v belongs to rank v % ranks, and is row
+// v / ranks there. A table has a span of the words for each rank, which have a bit for each row;
+// spans stand by rank, then by table. The rows of a span are numbered from first_row on.
 struct Span {
-    long long ids_end, first_word, first_row, rows;
-    long long padding;  // a row of the table, or -1
+    long long ids_end;  // of the table
+    long long first_word, first_row;
+    long long rows;     // of the whole table
+    long long padding;  // a row of the span, or -1
 };
 
-struct Found {  // of the ids of one table
-    long long begin;            // unique rows of the tables before
-    long long least, greatest;  // id that is no row; 0 if there is none
-    long long padding;          // 1 + the place of the padding row among those of the table, or 0
+struct Found {  // of a span
+    long long begin;            // unique rows of the spans before
+    long long least, greatest;  // id of a table, in its first span, that is no row; 0: there is none
+    long long padding;          // 1 + the place of the padding row, or 0
 };
 
 struct Numbers {  // of a look-up
-    long long unique;  // rows of all tables
+    long long unique;  // rows of all spans
     long long wrong;   // not 0 if an id is no row
-    Found found[1];    // of each table
+    Found found[1];    // of each span
 };
 
-// Kernel parameters of a look-up.
-#define SPANS const Span *spans, int tables, Numbers *numbers
+// Kernel parameters of a look-up. ranks = 0: ids are numbers of rows of one rank, in any order.
+#define SPANS const Span *spans, int tables, int ranks, Numbers *numbers
 
-// Return the first table for which `is_past` is false, or the last one.
+// Return the first span for which `is_past` is false, or the last one.
 template <class Test>
-__device__ int find_table(int tables, Test is_past) {
+__device__ int find_span(int spans, Test is_past) {
     int first = 0;
-    for (int last = tables - 1; first < last;) {
+    for (int last = spans - 1; first < last;) {
         const int middle = (first + last) / 2;
         if (is_past(middle)) first = middle + 1;
         else last = middle;
@@ -274,29 +277,41 @@ __device__ int find_table(int tables, Test is_past) {
     return first;
 }
 
-__device__ int table_of_id(const Span* spans, int tables, long long i) {
-    return find_table(tables, [&](int table) { return spans[table].ids_end <= i; });
+// Find the word and the bit of the i-th id; return false for one that is no row.
+__device__ bool find_bit(long long id, long long i, SPANS, long long* word, unsigned* bit) {
+    int at;
+    if (!ranks) {
+        at = find_span(tables, [&](int t) { return spans[t + 1].first_row <= id; });
+        id -= spans[at].first_row;
+    } else {
+        at = find_span(tables, [&](int t) { return spans[t].ids_end <= i; });
+        if (id < 0 || id >= spans[at].rows) {
+            if (id < 0) atomicMin(&numbers->found[at].least, id);
+            else atomicMax(&numbers->found[at].greatest, id);
+            numbers->wrong = 1;
+            return false;
+        }
+        if (ranks > 1) {
+            at += id % ranks * tables;
+            id /= ranks;
+        }
+    }
+    *word = spans[at].first_word + id / 32;
+    *bit = id % 32;
+    return true;
 }
 
-// The unique rows of ids, sorted, and the place of each id among them, by four
+// The unique rows of ids, by rank and sorted, and the place of each id among them, by four
 // kernels. Words and numbers are 0 before.
 
 // Set the bits of the rows.
 extern "C" __global__ void mark_ids(
     const long long* ids, long long count, SPANS, unsigned* words) {
     each_thread(count, [&](long long i) {
-        const int table = table_of_id(spans, tables, i);
-        const Span span = spans[table];
-        const long long id = ids[i];
-        if (id < 0) atomicMin(&numbers->found[table].least, id);
-        if (id >= span.rows) atomicMax(&numbers->found[table].greatest, id);
-        if (id < 0 || id >= span.rows) {
-            numbers->wrong = 1;
-            return;
-        }
-        const unsigned bit = 1u << id % 32;
-        unsigned* word = words + span.first_word + id / 32;
-        if (!(*word & bit)) atomicOr(word, bit);
+        long long word;
+        unsigned bit;
+        if (find_bit(ids[i], i, spans, tables, ranks, numbers, &word, &bit))
+            if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
 }
 
@@ -328,9 +343,10 @@ extern "C" __global__ void list_ids(
     int* narrow, short* uses, short* page_of, int page) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
-    const int table = find_table(tables, [&](int t) { return spans[t + 1].first_word <= word; });
-    const Span span = spans[table];
-    Found* found = numbers->found + table;
+    const int at = find_span(
+        tables * max(ranks, 1), [&](int s) { return spans[s + 1].first_word <= word; });
+    const Span span = spans[at];
+    Found* found = numbers->found + at;
     const unsigned bits = words[word];
     const bool valid = !numbers->wrong;
     before[word] = counts[warp_id()] + prefix_sum(__popc(bits)) - __popc(bits);
@@ -343,7 +359,7 @@ extern "C" __global__ void list_ids(
         narrow[n] = numbered;
         if (uses && uses[numbered] < MOST_USES) uses[numbered]++;
         if (page_of) page_of[numbered] = page;
-        if (row == span.padding) found->padding = n + 1;  // less `begin`: place_ids
+        if (row == span.padding) found->padding = n + 1;
     });
 }
 
@@ -356,19 +372,12 @@ extern "C" __global__ void place_ids(
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(count, [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
-        const int table = table_of_id(spans, tables, i);
-        const Span span = spans[table];
-        const long long id = ids[i];
-        const bool is_row = id >= 0 && id < span.rows;
-        const long long word = span.first_word + id / 32;
-        const unsigned below = (1u << id % 32) - 1;
-        places[i] = is_row ? before[word] + __popc(words[word] & below) : 0;
+        long long word;
+        unsigned bit;
+        const bool is_row = find_bit(ids[i], i, spans, tables, ranks, numbers, &word, &bit);
+        places[i] = is_row ? before[word] + __popc(words[word] & (1u << bit) - 1) : 0;
     });
-    each_thread(tables, [&](long long table) {
-        Found found = numbers->found[table];
-        if (found.padding) found.padding -= found.begin;
-        told->found[table] = found;
-    });
+    each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
         told->unique = numbers->unique;
         told->wrong = numbers->wrong;

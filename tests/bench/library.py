@@ -101,7 +101,7 @@ def tables(rows: int, batch: int, steps: int, skew: float, only: str, found: Res
     about = f"2 x {rows} x {DIM}, {batch} ids"
 
     def paged(
-        storage: str, gpu_bytes: str | int, ahead: int, fused: bool = False
+        storage: str, gpu_bytes: str | int, ahead: bool, fused: bool = False
     ) -> tuple[Any, Step, Any]:
         users, items = (
             PagedEmbedding(rows, DIM, storage=storage, gpu_bytes=gpu_bytes, init=constant)
@@ -114,7 +114,7 @@ def tables(rows: int, batch: int, steps: int, skew: float, only: str, found: Res
             loss_of(users(pair[0]), items(pair[1])).backward()
             optimizer.step()
 
-        batches = optimizer.pages(pairs, [0, 1], ahead) if ahead else pairs
+        batches = optimizer.pages(pairs, [0, 1]) if ahead else pairs
         return batches, step, [users, items]
 
     def dense(kind: type, device: str, **settings: Any) -> tuple[Any, Step, Any]:
@@ -134,12 +134,14 @@ def tables(rows: int, batch: int, steps: int, skew: float, only: str, found: Res
         return pairs if device == "cuda" else pairs[: 2 + SLOW_STEPS], step, []
 
     cases: dict[str, Callable[[], tuple[Any, Step, Any]]] = {
-        "on the GPU": lambda: paged("cuda", 0, 0),
-        "on the GPU, pages": lambda: paged("cuda", 0, 2),
-        "in CPU memory": lambda: paged("pinned", 0, 0),
-        "in CPU memory, room for 10 %, pages": lambda: paged("pinned", "10%", 2),
-        "on the GPU, pages, fused": lambda: paged("cuda", 0, 2, fused=True),
-        "in CPU memory, room for 10 %, pages, fused": lambda: paged("pinned", "10%", 2, fused=True),
+        "on the GPU": lambda: paged("cuda", 0, False),
+        "on the GPU, pages": lambda: paged("cuda", 0, True),
+        "in CPU memory": lambda: paged("pinned", 0, False),
+        "in CPU memory, room for 10 %, pages": lambda: paged("pinned", "10%", True),
+        "on the GPU, pages, fused": lambda: paged("cuda", 0, True, fused=True),
+        "in CPU memory, room for 10 %, pages, fused": lambda: paged(
+            "pinned", "10%", True, fused=True
+        ),
         "torch on the GPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cuda"),
         "torch on the GPU, fused Adam": lambda: dense(torch.optim.Adam, "cuda", fused=True),
         "torch on the CPU, SparseAdam": lambda: dense(torch.optim.SparseAdam, "cpu"),

@@ -26,6 +26,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -292,7 +293,8 @@ class PagedEmbedding(nn.Module):
                 found = sharded.look_up_alone(self, ids)
             else:
                 found = self.store._look_up(ids, self.padding_idx)
-            self.store._prefetch(found.owned)
+            # Beside rows of other tables of the group, as only this one has been looked up.
+            self.store.group.prefetch([found.owned.look_up], self.store.first_row)
         return found
 
     def _vectors(self, ids: Ids, bags: Bags | None = None, offsets: Tensor | None = None) -> Tensor:
@@ -383,7 +385,7 @@ class PagedEmbedding(nn.Module):
             self._add_grad(page, grad_UD)
 
     def _waiting_at(self, page: RowPage) -> Tensor | None:
-        """Return the gradients of this table that wait for the step, or to be sent."""
+        """Return gradients that wait for the step, or to be sent."""
         if page.asked is page.found:
             return self._parameter.grad
         return self._waiting.unsent.get(page.asked.look_up, (None, None))[1]
@@ -853,7 +855,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self,
         loader: Iterable[Any],
         key: Any | list[Any] | Callable[[Any], Sequence[Ids]],
-        ahead: int = 2,
+        ahead: int = 4,
     ) -> Iterator[Any]:
         """Yield the batches of a loader while rows of the next are fetched.
 
@@ -869,7 +871,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             loader: Batches, such as those of a DataLoader.
             key: Item of a batch that has the ids; a list of one for each table, in the order of the
                 tables; or a function that returns the ids for each table.
-            ahead: Number of batches that are read ahead.
+            ahead: Number of batches that are read ahead. The rows of half as many move together,
+                which takes less time than one after the other.
         """
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
@@ -880,6 +883,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             batches = sharded.sent_ahead(tables, batches)
         waiting: deque[tuple[Any, list[RowsOfIds]]] = deque()
         error: Exception | None = None
+        together, turn = max(1, ahead // 2), 0  # batches of a page of the cache
         try:
             while True:
                 while error is None and len(waiting) <= ahead:
@@ -889,17 +893,19 @@ class PagedOptimizer(torch.optim.Optimizer):
                         error = reason
                 if not waiting:
                     break
+                if turn % together == 0:
+                    _prefetch(islice(waiting, together))
                 batch, page = waiting.popleft()
-                for found in _one_of_each([found.owned for found in page]):
-                    found.store._prefetch(found, hold=True)
+                for look_up in _owned(page):
+                    look_up.group.hold(look_up)
+                if turn % together == 0:
+                    _prefetch(islice(waiting, together - 1, 2 * together - 1))
+                turn += 1
                 _give(tables, page)
-                if waiting:
-                    for found in _one_of_each([found.owned for found in waiting[0][1]]):
-                        with contextlib.suppress(IndexError):  # it is raised when it is due
-                            found.store._prefetch(found)
                 yield batch
-                for found in _one_of_each(page):  # vectors that nobody asked for know it
+                for found in page:  # vectors that nobody asked for know it
                     found.look_up.waiting.clear()
+                del found  # its memory is free while the next batch computes
         finally:
             for table in tables:
                 table._waiting.ahead, table._waiting.beside = None, []
@@ -1036,9 +1042,21 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfI
     return found
 
 
-def _one_of_each(page: Sequence[UniqueRows]) -> list[UniqueRows]:
-    """Return one table's part of each look-up."""
-    return list({found.look_up: found for found in page}.values())
+def _owned(page: list[RowsOfIds]) -> list[LookUp]:
+    """Return the look-ups of rows of this process."""
+    return list(dict.fromkeys(found.owned.look_up for found in page))
+
+
+def _prefetch(batches: Iterable[tuple[Any, list[RowsOfIds]]]) -> None:
+    """Begin to bring the rows of batches as one page."""
+    by_group: dict[RowGroup, list[LookUp]] = {}
+    for _, page in batches:
+        for look_up in _owned(page):
+            with contextlib.suppress(IndexError):  # it is raised when it is due
+                if look_up.rows is not None:
+                    by_group.setdefault(look_up.group, []).append(look_up)
+    for group, look_ups in by_group.items():
+        group.prefetch(look_ups)
 
 
 def _give(tables: list[PagedEmbedding], page: list[RowsOfIds]) -> None:

@@ -110,7 +110,8 @@ class LookUp:
         self._sums: dict[int, Tensor] = {}  # of each table
         self._ends = list(itertools.accumulate(span.ids for span in spans))  # of ids
         size = len(spans), len(spans[0].first_rows)
-        uses = group.uses if size[1] == 1 else RowUses(0, group.device)
+        self.uses = group.uses  # others, once a table has left the group
+        uses = self.uses if size[1] == 1 else RowUses(0, group.device)
         if group.device.type == "cuda" and any(its.numel() for its in ids):
             its_spans = _spans_of(tuple(spans), group.device)
             self._later = Later(cuda_cache.numbers_of(size[0] * size[1]))
@@ -262,7 +263,7 @@ class LookUp:
 
 
 class UniqueRows:
-    """The rows of one table of a look-up, for which the CPU waits when it asks.
+    """The rows of one table of a look-up, for which the CPU waits.
 
     Rows are numbered through the tables that share their memory, from `store.first_row` on.
     """
@@ -362,7 +363,7 @@ class RowsOfIds(UniqueRows):
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.group is self.store.group and self._name == name_of(ids)
+        return self.look_up.uses is self.store.group.uses and self._name == name_of(ids)
 
     @property
     def places_N(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.api.look_up import Ids, RowsOfIds, UniqueRows, look_up_together, to_device
+from w2v.api.look_up import Ids, LookUp, RowsOfIds, UniqueRows, look_up_together, to_device
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
@@ -115,6 +115,22 @@ class RowGroup:
         """Write all rows back."""
         for cache in self.caches:
             cache.flush()
+
+    @outside_inference
+    def prefetch(self, look_ups: Sequence[LookUp], part: int | None = None) -> None:
+        """Begin to bring the rows of a page; `part` as for a `CachedLink`."""
+        with self.lock:
+            lists = [its.rows for its in look_ups if its.uses is self.uses]
+            for cache in self.caches:
+                cache.prefetch(lists, look_ups[-1].number, part)
+
+    @outside_inference
+    def hold(self, look_up: LookUp) -> None:
+        """Make rows those of the current page."""
+        with self.lock:
+            rows_U = look_up.rows
+            for cache in self.caches if look_up.uses is self.uses else ():
+                cache.hold(rows_U)
 
     def in_place(self, rows_U: Tensor) -> View | None:
         """Return records on the compute device and their slots, if rows have any."""
@@ -403,23 +419,6 @@ class Rows:
         found = RowsOfIds(self, ids, padding)
         look_up_together([found], is_ahead=False, is_filled=is_filled)
         return found
-
-    @outside_inference
-    def _prefetch(self, found: UniqueRows, hold: bool = False) -> None:
-        """Bring the rows of all tables that were looked up together.
-
-        With `hold`, they are the current page of the cache.
-        """
-        with self.lock:
-            page, rows_U = found.look_up, found.look_up.rows
-            if page.group is not self.group:  # the table has left it
-                return
-            # Beside rows of other tables of the group, if only this one has been looked up.
-            part = self.first_row if len(page.spans) == 1 else None
-            for cache in self.group.caches:
-                cache.prefetch(rows_U, page.number, part)
-                if hold:
-                    cache.hold(rows_U)
 
     @outside_inference
     def _read(self, rows_U: Tensor) -> Tensor:

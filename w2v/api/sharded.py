@@ -107,7 +107,7 @@ class RoutedLookUp(LookUp):
         return torch.cat(weights).index_select(0, found.places_N)
 
     def borrow(self, asked: RowsOfIds) -> RowPage:
-        """Return the page of a table's rows here; weights have come from all ranks."""
+        """Return a table's rows here, once weights have come from all ranks."""
         if asked.index not in self.pages:  # other uses of the same ids borrow anew
             borrow(self.batch)
         page = self.pages.pop(asked.index)
@@ -125,7 +125,7 @@ class RoutedLookUp(LookUp):
         return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, padding)
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
-        """Return a table's weights [U, D], the places of its ids, and of its padding."""
+        """Return a table's weights [U, D], and places of ids and padding."""
         which_U, padding = self._which(index), self.paddings[index]
         places_N = torch.searchsorted(which_U, self.places_of(index))
         if padding is not None:

@@ -371,8 +371,8 @@ class CachedLink(Link):
     larger than the cache goes through the link beneath.
 
     Rows are known by their memory: those of a page, or a part of them, are brought once for all
-    calls that give the same tensor or a slice of it. The current page may consist of several lists,
-    such as one for each of some tables that share the records.
+    calls that give the same tensor or a slice of it. A page may consist of several lists, such as
+    one for each of some batches, or of some tables that share the records.
 
     Args:
         link: Moves the records between the table and the device.
@@ -396,8 +396,8 @@ class CachedLink(Link):
         self._plans = 0
         self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
         # The lists of the current page, and of the page that is on its way.
-        self._current: dict[int | None, Tensor] = {}
-        self._coming: dict[int | None, Tensor] = {}
+        self._current: dict[int, Tensor] = {}
+        self._coming: dict[int, Tensor] = {}
         self._view: View | None = None  # of the current page
         self._is_warned = False
 
@@ -407,20 +407,23 @@ class CachedLink(Link):
         found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
         return found._replace(rows_used=self._rows_used)
 
-    def prefetch(self, rows_U: Tensor, number: int = 0, part: int | None = None) -> None:
+    def prefetch(self, lists: Sequence[Tensor], number: int = 0, part: int | None = None) -> None:
         """Begin to bring a page; the current one stays until it is held.
 
         Args:
-            rows_U: Its rows.
+            lists: Its rows.
             number: Its number, 0 for a page that was not announced.
-            part: If given, these rows replace those of the same part of the current page, whose
+            part: If given, the rows replace those of the same part of the current page, whose
                 other rows stay as far as there is room.
         """
-        if (
-            rows_U.shape[0] > self.slots
-            or _have(self._current, rows_U)
-            or _have(self._coming, rows_U)
-        ):
+        lists = [
+            rows_U
+            for rows_U in lists
+            if rows_U.shape[0] <= self.slots
+            and not _have(self._current, rows_U)
+            and not _have(self._coming, rows_U)
+        ]
+        if not lists:
             return
         self._plans += 1
         if self._plans == self._next_order and not self._is_whole:
@@ -429,15 +432,19 @@ class CachedLink(Link):
             self._uses.age(self._number)  # the past counts for less
         if self._cache is None:
             self._cache = self._new_cache()
-        self._coming = {part: rows_U} if part is None else self._current | {part: rows_U}
-        if sum(list_U.shape[0] for list_U in self._coming.values()) > self.slots:
-            self._coming = {part: rows_U}
-        self._rows_used += rows_U.shape[0]
+        names = range(-len(lists), 0) if part is None else [part]
+        beside = {} if part is None else self._current
+        self._coming = beside | dict(zip(names, lists, strict=True))
+        if sum(rows_U.shape[0] for rows_U in self._coming.values()) > self.slots:
+            lists = lists[:1]
+            self._coming = {names[0]: lists[0]}
+        self._rows_used += sum(rows_U.shape[0] for rows_U in lists)
         if not isinstance(self._cache, RowCache):
             return
         self._number = number or self._number
-        lists = list(self._coming.values())
-        self._cache.prefetch(Listed(lists, self._uses.page_of_V, self._number))
+        self._cache.prefetch(
+            Listed(list(self._coming.values()), self._uses.page_of_V, self._number)
+        )
 
     def in_place(self, rows_U: Tensor) -> View | None:
         """Return the records in the cache and their slots, if it has room."""
@@ -454,7 +461,7 @@ class CachedLink(Link):
             self.flush()
             return False
         if not _have(self._current, rows_U):
-            self.prefetch(rows_U)
+            self.prefetch([rows_U])
             self._view = self._cache.page().inputs
             self._current, self._coming = self._coming, {}
         return True
@@ -497,7 +504,7 @@ class CachedLink(Link):
         return TorchCache(self._link, *given)
 
 
-def _have(lists: dict[int | None, Tensor], rows_U: Tensor) -> bool:
+def _have(lists: dict[int, Tensor], rows_U: Tensor) -> bool:
     """Whether one of these lists is `rows_U`, or has it as a slice."""
     for list_U in lists.values():
         if rows_U is list_U:

@@ -252,7 +252,7 @@ struct Span {
 
 struct Found {  // of a span
     long long begin;            // unique rows of the spans before
-    long long least, greatest;  // id of a table, in its first span, that is no row; 0: there is none
+    long long least, greatest;  // ids that are no rows, in the first span of a table; 0: none
     long long padding;          // 1 + the place of the padding row, or 0
 };
 

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together, name_of
+from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, Seen, UniqueRows, look_up_together
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -297,7 +297,7 @@ class PagedEmbedding(nn.Module):
             self.store.group.prefetch([found.owned.look_up], self.store.first_row)
         return found
 
-    def _vectors(self, ids: Ids, bags: Bags | None = None, offsets: Tensor | None = None) -> Tensor:
+    def _vectors(self, ids: Ids, offsets: Tensor | None = None) -> Tensor:
         """Return vectors of ids or bags by kernels, which sum their gradients.
 
         They are made for all tables of an announced page at once; those of bags, until offsets of
@@ -306,17 +306,18 @@ class PagedEmbedding(nn.Module):
         store = self.store
         with store.lock:
             found = self._find(ids)
-            look_up = found.look_up
-            if not self._trains:
+            look_up, index = found.look_up, found.index
+            trains = self._trains
+            if trains and index in look_up.waiting:
+                version, made_of, vectors = look_up.waiting.pop(index)
+                if version == store.version and made_of.is_as(offsets):
+                    return vectors
+                store.group.bags_differ |= version == store.version
+            bags = self._bags(found.shape, offsets)
+            if not trains:
                 self._page_of(found)
                 shape = (-1,) if bags else found.shape
-                return look_up.vectors(found.index, bags).view(*shape, self.embedding_dim)
-            made_of = store.version, None if offsets is None else name_of(offsets)
-            if found.index in look_up.waiting:
-                was_made_of, vectors = look_up.waiting.pop(found.index)
-                if was_made_of == made_of:
-                    return vectors
-                store.group.bags_differ |= was_made_of[0] == store.version
+                return look_up.vectors(index, bags).view(*shape, self.embedding_dim)
             tables = [(self, found)]
             beside = self._waiting.beside if found is self._waiting.ahead else []
             known = not (look_up.is_given or (bags and store.group.bags_differ))
@@ -324,11 +325,15 @@ class PagedEmbedding(nn.Module):
                 tables, look_up.is_given = beside, True
             bags = bags and bags._replace(tables=len(tables))
             pages = [(table, table._page_of(its)) for table, its in tables]
-            made = _Vectors.apply(self._parameter, pages, bags, offsets)
+            made = _Vectors.apply(self._parameter, pages, bags)
+            seen = Seen(offsets)
             for (table, its), its_vectors in zip(tables, made, strict=True):
-                its_made_of = table.store.version, made_of[1]
-                look_up.waiting[its.index] = its_made_of, its_vectors
-            return look_up.waiting.pop(found.index)[1]
+                look_up.waiting[its.index] = table.store.version, seen, its_vectors
+            return look_up.waiting.pop(index)[2]
+
+    def _bags(self, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
+        """Return how ids are divided; raise `ValueError` where torch does."""
+        return None
 
     def _page_of(self, found: RowsOfIds) -> RowPage:
         """Return a page whose look-up reads the vectors."""
@@ -605,19 +610,11 @@ class _Vectors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        trained: Tensor,
-        pages: list[tuple[PagedEmbedding, RowPage]],
-        bags: Bags | None,
-        offsets: Tensor | None,
+        ctx: Any, trained: Tensor, pages: list[tuple[PagedEmbedding, RowPage]], bags: Bags | None
     ) -> tuple[Tensor, ...]:
-        """Return the vectors of each table.
-
-        `trained` needs a gradient. As long as the vectors wait, `offsets` are kept, so that no
-        others get their memory.
-        """
+        """Return the vectors of each table; `trained` needs a gradient."""
         ctx.set_materialize_grads(False)
-        ctx.pages, ctx.bags, ctx.offsets = pages, bags, offsets
+        ctx.pages, ctx.bags = pages, bags
         ((table, page), *others) = pages
         found = page.asked
         vectors_ND = found.look_up.vectors(None if others else found.index, bags)
@@ -652,7 +649,7 @@ class _Vectors(torch.autograd.Function):
                 sums = look_up.add_gradients(index, grad_ND, bags, waiting)
                 for (table, page), sum_UD in zip(pages, sums, strict=True):
                     table._add_grad(page, sum_UD)
-        return (None,) * 4
+        return (None,) * 3
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -703,7 +700,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             IndexError: An id is not a row; nothing has changed.
         """
         if self._sums_gradients and self.mode != "max" and per_sample_weights is None:
-            return self._vectors(ids, self._bags(ids, offsets), offsets)
+            return self._vectors(ids, offsets)
         weight_UD, places, padding = self._fetch(ids)
         if offsets is not None:
             offsets = offsets.to(places)
@@ -726,9 +723,8 @@ class PagedEmbeddingBag(PagedEmbedding):
         own = self if self.padding_idx is not None or self.mode == "max" else None
         return self.mode, self.include_last_offset, own
 
-    def _bags(self, ids: Ids, offsets: Tensor | None) -> Bags:
-        """Return how ids are divided; raise `ValueError` where torch does."""
-        shape, is_mean = torch.as_tensor(ids).shape, self.mode == "mean"
+    def _bags(self, shape: torch.Size, offsets: Tensor | None) -> Bags:
+        is_mean = self.mode == "mean"
         if len(shape) == 2 and offsets is None:
             return Bags(shape[0], None, shape[1], is_mean)
         if len(shape) == 1 and offsets is not None and offsets.dim() == 1:

@@ -27,6 +27,36 @@ Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on an
 _pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
 
 
+class Seen:
+    """Tells a tensor from others without looking at its numbers.
+
+    It is kept, so that its memory does not become that of others.
+    """
+
+    def __init__(self, given: Any):
+        self.given = given
+        self._mark = _mark(given)
+
+    def is_as(self, given: Any) -> bool:
+        """Whether this is the same memory, and not changed since."""
+        its = self.given
+        same = given is its or (
+            isinstance(given, Tensor)
+            and isinstance(its, Tensor)
+            and given.shape == its.shape
+            and given.stride() == its.stride()
+            and given.dtype == its.dtype
+            and given.device == its.device
+        )
+        return same and _mark(given) == self._mark
+
+
+def _mark(given: Any) -> Any:
+    if not isinstance(given, Tensor):
+        return id(given)
+    return given.data_ptr(), 0 if given.is_inference() else given._version
+
+
 class Later:
     """Numbers that kernels write to pinned memory, for the CPU to read later.
 
@@ -82,8 +112,8 @@ class LookUp:
         paddings: The place of each table's padding row; known with `rows`.
         owned: Of several ranks, for each table the rows that are requested of this one.
         is_given: Whether vectors of all tables were made together.
-        waiting: Those that were not asked for yet, by the index of their table, with what they were
-            made of.
+        waiting: Those that were not asked for yet, by the index of their table, with the version of
+            the table and the offsets that they were made of.
     """
 
     narrow_N: Tensor | None = None
@@ -104,7 +134,7 @@ class LookUp:
     ):
         self.group, self.spans, self.number = group, spans, number
         self.is_given = False
-        self.waiting: dict[int, tuple[Any, Tensor]] = {}
+        self.waiting: dict[int, tuple[int, Seen, Tensor]] = {}
         self._later: Later | None = None
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
         self._sums: dict[int, Tensor] = {}  # of each table
@@ -345,8 +375,7 @@ class RowsOfIds(UniqueRows):
         self, store: Rows, given: Ids, padding: int | None = None, rows: int | None = None
     ):
         super().__init__(store)
-        self._given = given  # keeps its memory from becoming that of others
-        self._name = name_of(given)
+        self._seen = Seen(given)
         self.ids = torch.as_tensor(given)
         if not self.ids.numel():
             self.ids = self.ids.long()  # an empty list has become float32
@@ -363,7 +392,7 @@ class RowsOfIds(UniqueRows):
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.uses is self.store.group.uses and self._name == name_of(ids)
+        return self.look_up.uses is self.store.group.uses and self._seen.is_as(ids)
 
     @property
     def places_N(self) -> Tensor:
@@ -442,11 +471,3 @@ def _is_pinned(values: Tensor) -> bool:
     if is_pinned := values.is_pinned():
         _pinned.add(address)
     return is_pinned
-
-
-def name_of(ids: Ids) -> Any:
-    """Return what tells these ids from others, without looking at them."""
-    if not isinstance(ids, Tensor):
-        return id(ids)
-    changes = 0 if ids.is_inference() else ids._version
-    return ids.data_ptr(), ids.shape, ids.stride(), ids.dtype, ids.device, changes

@@ -163,37 +163,35 @@ class LookUp:
         spans, tables, ranks = self.spans, len(self.spans), len(self.spans[0].first_rows)
         firsts_S = torch.tensor([its.first_rows for its in spans], device=ids[0].device).T.flatten()
         limits = [(0, 0)] * tables  # ids that are no rows
+
+        def key(table: int, row: Any) -> Any:
+            return (row % ranks * tables + table << 32) + row // ranks
+
         if are_rows:
             span_N = torch.bucketize(ids[0], firsts_S, right=True) - 1
-            keys = [(span_N << 32) + ids[0] - firsts_S[span_N]]
+            keys_N = (span_N << 32) + ids[0] - firsts_S[span_N]
         else:
             for table, (its, span) in enumerate(zip(ids, spans, strict=True)):
                 least, greatest = map(int, its.aminmax()) if its.numel() else (0, 0)
                 limits[table] = min(0, least), greatest if greatest >= span.rows else 0
-            keys = [
-                (its % ranks * tables + table << 32) + its // ranks for table, its in enumerate(ids)
-            ]
+            keys_N = torch.cat([key(table, its) for table, its in enumerate(ids)])
         is_wrong = any(least or greatest for least, greatest in limits)
-        keys_N = torch.cat(keys)
         keys_U, self.places_N = torch.unique(
             keys_N[:0] if is_wrong else keys_N, return_inverse=True
         )
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
-        paddings = [span.padding for span in spans]
-        padding_keys = [
-            -1 if row is None else (row % ranks * tables + table << 32) + row // ranks
-            for table, row in enumerate(paddings)
-        ]
-        edges = [span << 32 for span in range(tables * ranks)]
-        places = torch.searchsorted(keys_U, keys_U.new_tensor(edges + padding_keys)).tolist()
-        found = dict.fromkeys(padding_keys, 0)
-        for key, place in zip(padding_keys, places[len(edges) :], strict=True):
-            if place < len(keys_U) and keys_U[place] == key:
-                found[key] = place + 1
+        edges_S = torch.arange(tables * ranks, device=keys_U.device) << 32
+        rows = (its.padding for its in spans)
+        padding_T = keys_U.new_tensor(
+            [-1 if row is None else key(table, row) for table, row in enumerate(rows)]
+        )
+        end_T = torch.searchsorted(keys_U, padding_T, right=True)
+        is_there_T = end_T > torch.searchsorted(keys_U, padding_T)
+        paddings = (end_T * is_there_T).tolist() * ranks
+        begins = torch.searchsorted(keys_U, edges_S).tolist()
         self._numbers = [len(keys_U), int(is_wrong)]
-        for at, begin in enumerate(places[: len(edges)]):
-            key = padding_keys[at % tables]
-            self._numbers += begin, *limits[at % tables], found[key]
+        for begin, limit, padding in zip(begins, limits * ranks, paddings, strict=True):
+            self._numbers += begin, *limit, padding
 
     @property
     def is_known(self) -> bool:

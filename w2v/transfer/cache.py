@@ -32,7 +32,7 @@ from w2v.transfer.engine import Engine, TransferStats, cache_too_small
 from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
 
-# Plans after which a `CachedLink` orders rows by use: first, and at most from one time to the next.
+# Lists after which a `CachedLink` orders rows by use: first, and at most between two times.
 FIRST_ORDER = 16
 LONGEST_ORDER = 8192
 PART_ROWS = 1 << 22  # of a table, at a time, where all of them would take much memory
@@ -393,8 +393,8 @@ class CachedLink(Link):
         self._rows_used = 0
         self._uses = uses
         self._number = 0  # of the last page that was prefetched
-        self._plans = 0
-        self._next_order = FIRST_ORDER  # when the rows are ordered anew, in plans
+        self._lists = 0  # so far
+        self._next_order = FIRST_ORDER  # when the rows are ordered anew
         # The lists of the current page, and of the page that is on its way.
         self._current: dict[int, Tensor] = {}
         self._coming: dict[int, Tensor] = {}
@@ -425,8 +425,8 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        self._plans += 1
-        if self._plans == self._next_order and not self._is_whole:
+        self._lists += len(lists)
+        if self._lists >= self._next_order and not self._is_whole:
             self._next_order += min(7 * self._next_order, LONGEST_ORDER)
             self.flush()
             self._uses.age(self._number)  # the past counts for less
@@ -496,7 +496,7 @@ class CachedLink(Link):
     def _new_cache(self) -> Engine:
         if self._is_whole:
             return WholeTable(self._table, self._device)
-        uses_TV = self._uses.count_V[None] if self._plans > 1 else None
+        uses_TV = self._uses.count_V[None] if self._lists >= FIRST_ORDER else None
         # To time the waits costs the CPU as much as two launches a page.
         given = [self._table], self.slots, self._device, uses_TV, False
         if isinstance(self._link, MappedLink):

@@ -506,13 +506,10 @@ class CachedLink(Link):
 
 def _have(lists: dict[int, Tensor], rows_U: Tensor) -> bool:
     """Whether one of these lists is `rows_U`, or has it as a slice."""
-    for list_U in lists.values():
-        if rows_U is list_U:
-            return True
-        before = rows_U.data_ptr() - list_U.data_ptr()
-        if 0 <= before <= list_U.nbytes - rows_U.nbytes:
-            return True
-    return False
+    if any(rows_U is list_U for list_U in lists.values()):
+        return True
+    starts = ((rows_U.data_ptr() - its.data_ptr(), its.nbytes) for its in lists.values())
+    return any(0 <= start <= nbytes - rows_U.nbytes for start, nbytes in starts)
 
 
 def wrapped(page: int) -> int:

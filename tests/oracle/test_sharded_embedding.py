@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.joined import Pool
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.look_up import RowsOfIds
+from w2v.api.sharded import RoutedLookUp
 from w2v.config import OPTIMIZERS
 from w2v.distributed.ranks import SINGLE
 
@@ -274,7 +274,7 @@ def count_routes(ranks):
     for batch in paged.pages(batches, "ids", ahead=1):
         table(batch["ids"]).sum().backward()
         paged.step()
-        counts.append(sum(type(found) is RowsOfIds for found in gc.get_objects()))
+        counts.append(sum(type(found) is RoutedLookUp for found in gc.get_objects()))
     gc.enable()
     return counts
 

@@ -64,7 +64,7 @@ class RoutedLookUp(LookUp):
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.tables: list[PagedEmbedding] = []
-        self.batch: list[RoutedLookUp] = [self]
+        self.batch: list[RoutedLookUp] = []
         self.pages: dict[int, RowPage] = {}
         self._weights_UD: Tensor | None = None  # borrowed
 
@@ -109,7 +109,7 @@ class RoutedLookUp(LookUp):
     def borrow(self, asked: RowsOfIds) -> RowPage:
         """Return a table's rows here, once weights have come from all ranks."""
         if asked.index not in self.pages:  # other uses of the same ids borrow anew
-            borrow(self.batch)
+            borrow(self.batch or [self])
         page = self.pages.pop(asked.index)
         page.asked = asked
         return page
@@ -117,7 +117,7 @@ class RoutedLookUp(LookUp):
     def take(self, weight_UD: Tensor) -> None:
         """Keep borrowed weights."""
         self._weights_UD = weight_UD
-        self.batch = [self]
+        self.batch = []  # has this one: memory of a cycle is freed late
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         padding = None if index is None else self.paddings[index]

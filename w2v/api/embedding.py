@@ -430,22 +430,18 @@ class PagedEmbedding(nn.Module):
         records_UR = None if self._fused else self.store._read(rows_U)
         return RowPage(self.store, None, rows_U, records_UR), sum_UD
 
-    def _refresh(self, page: RowPage) -> None:
-        """Read the rows again if the table has changed since."""
-        if page.version != self.store.version:
-            page.records = self.store._read(page.rows_of(self.store))
-            page.version = self.store.version
-
     def _step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
         with self.store.lock:
             if (grad_UD := self._parameter.grad) is None:
                 return
-            page = self._waiting.page
-            self._refresh(page)
+            page, store = self._waiting.page, self.store
+            rows_U = page.rows_of(store)
+            if page.version != store.version:  # the table has changed since
+                page.records = store._read(rows_U)
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
-            optimizer.step_rows(self.store.table, page.records, grad_UD, None, lr)
-            self.store._write(page.rows_of(self.store), page.records)
+            optimizer.step_rows(store.table, page.records, grad_UD, None, lr)
+            store._write(rows_U, page.records)
             self._drop_page()
 
     def _drop_page(self) -> None:

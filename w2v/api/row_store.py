@@ -260,32 +260,27 @@ class Rows:
             raise ValueError(f"storage='mmap': rows in a file are not copied or pickled; {remedy}")
         with self.lock:
             self.flush()
-            return {
-                "name": table.name,
-                "storage": table.storage,
-                "state_storage": table.states.storage if isinstance(table, SplitTable) else None,
-                "dtype": table.dtype,
-                "fields": {name: table[name].clone() for name in table.columns},
-                "scalars": {name: value.clone() for name, value in table.scalars.items()},
-                "device": self.device,
-                "cache_bytes": self.cache_bytes,
-            }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        fields, scalars = state["fields"], state["scalars"]
+            fields = {name: table[name].clone() for name in table.columns}
+            scalars = {name: value.clone() for name, value in table.scalars.items()}
         # The initial values of states do not matter, as all are copied.
         states = {name: RowState(value.shape[1], 0.0) for name, value in fields.items()}
         del states["weight"]
-        shape = fields["weight"].shape
-        layout = (state["name"], *shape, states, scalars, state["storage"], state["dtype"])
-        split = [state["state_storage"]] if state["state_storage"] else []
-        table = (SplitTable if split else Table)(*layout, *split)
-        for name, values in fields.items():
+        shape = table.rows, table.dim
+        layout = (table.name, *shape, states, scalars, table.storage, table.dtype)
+        split = [table.states.storage] if isinstance(table, SplitTable) else []
+        made_by = type(table), (*layout, *split)
+        opened = self.device, self.cache_bytes
+        return {"table": made_by, "fields": fields, "scalars": scalars, "opened": opened}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kind, layout = state["table"]
+        table = kind(*layout)
+        for name, values in state["fields"].items():
             table[name].copy_(values)
-        for name, value in scalars.items():
+        for name, value in state["scalars"].items():
             table.scalars[name].copy_(value)
-        device = open_device(state["device"], state["storage"])
-        Rows.__init__(self, table, device, state["cache_bytes"])
+        device, cache_bytes = state["opened"]
+        Rows.__init__(self, table, open_device(device, table.storage), cache_bytes)
 
     def __len__(self) -> int:
         return self.table.rows

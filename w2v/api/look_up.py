@@ -260,14 +260,18 @@ class LookUp:
         """Return the sums of all tables, which are 0 where nothing waits."""
         if self._buffer_UD is None:
             self._buffer_UD = self._zeros()
-        sums_UD, begins, tables = self.sums_UD, self.begins, len(self.spans)
+        sums_UD = self.sums_UD
         for its, sum_UD in waiting.items():
-            if its in self._sums and sum_UD is not self._sums[its]:  # it was dropped
-                for span in range(its, len(begins) - 1, tables):
-                    sums_UD[begins[span] : begins[span + 1]].zero_()
-            elif its not in self._sums:
-                self._sums[its] = sums_UD[begins[its] : begins[its + 1]]
+            if its not in self._sums:
+                self._sums[its] = sums_UD[self.begins[its] : self.begins[its + 1]]
+            elif sum_UD is not self._sums[its]:  # it was dropped
+                for begin, end in self._pieces(its):
+                    sums_UD[begin:end].zero_()
         return sums_UD
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """Return where a table's rows begin and end, for each of several ranks."""
+        return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
     @property
     def sums_UD(self) -> Tensor:

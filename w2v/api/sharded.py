@@ -139,10 +139,6 @@ class RoutedLookUp(LookUp):
         self._sums_for({index: waiting}).index_add_(0, self._which(index), grad_UD)
         return self._sums[index]
 
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
-        """Return where a table's rows of each owner begin and end."""
-        return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
-
     def _which(self, index: int) -> Tensor:
         """Return the places of a table's rows."""
         device = self.places_N.device

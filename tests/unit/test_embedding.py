@@ -29,6 +29,7 @@ from w2v.api.embedding import _look_up as look_up_batch
 from w2v.api.row_store import RowStore
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
+from w2v.transfer.cache import RowCache
 
 
 @everywhere
@@ -472,6 +473,19 @@ def test_a_cache_changes_no_bit(device, share, settings, ahead):
     assert 0 < stats.rows_read < stats.rows_used
 
 
+@devices
+@pytest.mark.parametrize(("ahead", "plans"), [(1, 12), (3, 12), (4, 6), (6, 4)])
+def test_batches_that_move_together_take_one_plan(device, ahead, plans, monkeypatch):
+    counts = []
+    prefetch = RowCache.prefetch
+    monkeypatch.setattr(
+        RowCache, "prefetch", lambda its, *given: (counts.append(1), prefetch(its, *given))
+    )
+    tables, optimizer = two_tables("60%", device)
+    train_both(tables, optimizer, optimizer.pages(skewed(12), KEYS, ahead))
+    assert len(counts) == plans * len(tables[0].store.group.caches)
+
+
 def other_uses(turn, tables):
     """Use a table otherwise between the forward pass and the step of a page."""
     table = tables[turn % 2]
@@ -497,7 +511,7 @@ def other_uses(turn, tables):
 def test_other_uses_of_a_cached_table_change_no_bit(device, share):
     runs = [two_tables(0, device), two_tables(share, device), two_tables(share, device)]
     for run, (tables, optimizer) in enumerate(runs):
-        batches = optimizer.pages(skewed(50), KEYS, ahead=3) if run == 2 else skewed(50)
+        batches = optimizer.pages(skewed(50), KEYS, ahead=4) if run == 2 else skewed(50)
         train_both(tables, optimizer, batches, between=other_uses)
     expected = all_records(runs[0][0])
     assert all(map(torch.equal, all_records(runs[1][0]), expected))

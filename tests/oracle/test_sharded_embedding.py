@@ -346,6 +346,22 @@ def test_fewer_rows_than_ranks_and_growth(three):
         torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-6)
 
 
+def tiny(ranks):
+    """Return tables side by side of which one rank has no row."""
+    tables = nn.ModuleList(make(ranks, rows=1, seed=seed) for seed in (1, 2))
+    paged = PagedOptimizer(tables, "SGD", lr=1.0)
+    for ids in paged.pages([[0, 0], [0]], lambda ids: [ids, ids]):
+        sum((seed + 1) * table(ids).mean() for seed, table in enumerate(tables)).backward()
+        paged.step()
+    return tables.state_dict()
+
+
+def test_a_rank_without_rows(pool):
+    found, _ = run(pool, tiny)
+    for name, value in tiny(SINGLE).items():
+        torch.testing.assert_close(found[name], value)
+
+
 def test_nobody_asks_a_rank_for_rows(pool):
     """Its table counts the step nevertheless."""
     (several, _), (alone, _) = (

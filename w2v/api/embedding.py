@@ -279,10 +279,6 @@ class PagedEmbedding(nn.Module):
         """Whether kernels read the vectors of ids and sum their gradients."""
         return self._fused and self.max_norm is None and not self.scale_grad_by_freq
 
-    @property
-    def _own_rows(self) -> int:
-        return self._ranks.shard_rows(self.num_embeddings)
-
     def _find(self, ids: Ids) -> RowsOfIds:
         """Look up ids, and begin to bring their rows."""
         if self._trains and self._ranks.size == 1:
@@ -463,8 +459,8 @@ class PagedEmbedding(nn.Module):
         memory_VR, rank = None, self._ranks.rank
         first_rows = first_rows or (0,) * self._ranks.size
         if group:
-            first_row = first_rows[rank]
-            memory_VR = group.table.records_VR[first_row : first_row + self._own_rows]
+            rows = self._ranks.shard_rows(self.num_embeddings)
+            memory_VR = group.table.records_VR[first_rows[rank] :][:rows]
         table = self._new_table(self.num_embeddings, layout, memory_VR)
         store = Rows(table, self.device, group=group, first_rows=first_rows, rank=rank)
         if not table.continued:
@@ -1112,17 +1108,21 @@ def _open_together(tables: list[PagedEmbedding], optimizer: RowOptimizer) -> set
             kind = table.embedding_dim, table.dtype, table.storage, table.device, is_cached
             kinds.setdefault(kind, []).append(table)
     for (dim, dtype, storage, device, _), its_tables in kinds.items():
-        rows = sum(table._own_rows for table in its_tables)
-        if len(its_tables) > 1 and 0 < rows < MOST_ROWS:
+        ranks = range(its_tables[0]._ranks.size)
+        shards = [
+            [len(range(rank, table.num_embeddings, len(ranks))) for rank in ranks]
+            for table in its_tables
+        ]
+        rows = [sum(of_rank) for of_rank in zip(*shards, strict=True)]
+        if len(its_tables) > 1 and rows[0] < MOST_ROWS:  # alike on all ranks
             layout = _Layout(optimizer.states(dim), optimizer.scalars)
-            whole = Table("embeddings", rows, dim, layout.states, {}, storage, dtype)
+            own = max(1, rows[its_tables[0]._ranks.rank])
+            whole = Table("embeddings", own, dim, layout.states, {}, storage, dtype)
             group = RowGroup(whole, device)
-            first_rows = (0,) * its_tables[0]._ranks.size
-            for table in its_tables:
+            first_rows = (0,) * len(ranks)
+            for table, its_shards in zip(its_tables, shards, strict=True):
                 table._open(layout, group, first_rows)
-                ranks, count = len(first_rows), table.num_embeddings
-                shards = (len(range(rank, count, ranks)) for rank in range(ranks))
-                first_rows = tuple(map(operator.add, first_rows, shards))
+                first_rows = tuple(map(operator.add, first_rows, its_shards))
             opened.update(its_tables)
     return opened
 

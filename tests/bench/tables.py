@@ -63,6 +63,11 @@ ALL_SCORES = [
     *SIMILARITIES,
     Column("MTurk-287", "mturk287", ".3f"),
 ]
+STEPS = [
+    Column("step", "step [ms]", ".2f ms"),
+    Column("GPU MiB", "GPU [MiB]", ".0f"),
+    Column("host MiB", "host [MiB]", ".0f"),
+]
 SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
@@ -187,14 +192,12 @@ TABLES = {
             Column("half of the rows cached", "mapped:50% [words/s]", ".0f", 1e-6),
         ],
     ),
-    "library": Table(
-        ["library-2026-11-22-2"],
-        {r".* ids: (.*)": r"\1"},
-        [
-            Column("step", "step [ms]", ".2f ms"),
-            Column("GPU MiB", "GPU [MiB]", ".0f"),
-            Column("host MiB", "host [MiB]", ".0f"),
-        ],
+    "library": Table(["library-2026-11-22-2"], {r".* ids: (.*)(?<!pages, fused)": r"\1"}, STEPS),
+    "fused": Table(["library-2026-11-23"], {r".* ids: (.*), pages, fused": r"\1"}, STEPS),
+    "clicks": Table(
+        numbered("library-2026-11-23", 2, 4, 3, 5),
+        {r"clicks, .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": r"\1 rows, \2 samples\3, \4"},
+        [*STEPS, Column("M samples/s", "samples/s", ".1f", 1e-6)],
     ),
     "stores": Table(
         ["library-2026-11-22-2"],

@@ -1,6 +1,5 @@
 """Joined pairs of words, compared with a text that gensim has joined."""
 
-import threading
 from unittest import mock
 
 import numpy as np
@@ -174,19 +173,6 @@ def test_many_pairs_are_counted_in_parts(tmp_path, monkeypatch):
     assert len(calls) > 50
 
 
-def test_calls_go_on_while_the_first_one_is_slow():
-    goes_on = threading.Event()
-
-    def call(number):
-        if number == 20:
-            goes_on.set()
-        assert number or goes_on.wait(10)
-        return number
-
-    numbers = ((number,) for number in range(40))
-    assert list(phrases.map_in_order(2, call, numbers)) == list(range(40))
-
-
 def test_calls_that_wait_are_few_and_errors_come_in_order():
     taken, ended = [], []
 
@@ -198,7 +184,7 @@ def test_calls_that_wait_are_few_and_errors_come_in_order():
     def numbers():
         for number in range(100):
             taken.append(number)
-            assert len(taken) - len(ended) <= 5  # two a thread, and one that is taken
+            assert len(taken) - len(ended) <= 9  # four a thread, and one that is taken
             yield (number,)
 
     found = phrases.map_in_order(2, call, numbers())

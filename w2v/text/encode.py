@@ -1,8 +1,9 @@
 """Encode text as word ids, on all cores.
 
-Threads take blocks of the text in turn. Each numbers the words that it meets in a table of its own;
-the numbers go to a temporary file. Tables are merged by the hash of their words when they are
-large, and at the end, which gives each word a code. Then frequent pairs of words may be joined (see
+Each thread reads a stretch of the text, block by block, as neighbouring blocks share rare words. It
+numbers the words that it meets in a table of its own; the numbers go to a temporary file. Tables
+are merged by the hash of their words when they are large, and at the end, which gives each word a
+code. Then frequent pairs of words may be joined (see
 `phrases`), the vocabulary is known, and threads replace numbers by ids: a number in a thread's
 table leads to a code, and that to the word's row in the vocabulary, its id.
 
@@ -14,30 +15,31 @@ thread by TABLE_WORDS words and a few blocks; a word takes about 130 bytes.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from smart_open.compression import get_supported_extensions
 from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
 from w2v.text.phrases import Block, CodedText, join_phrases, map_in_order
-from w2v.text.sources import CorpusError, opened
+from w2v.text.sources import CorpusError, is_plain, opened
 from w2v.text.tokenize import Partitions, WordTable
 from w2v.text.vocab import Vocab
 
 BLOCK_BYTES = 1 << 20  # of text, read and numbered at a time
 TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
-# Of a block: the end of the one before may be part of its first word, and spaces follow.
+# Of a block: its first word may begin in the one before, and spaces follow.
 BUFFER_BYTES = BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING
 LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
@@ -72,30 +74,28 @@ def encode_files(
     `CorpusError` for a file that is no text, and `VocabError`.
     """
     merged = Partitions()
-    text = CodedText(folder)
-    try:
-        numbered = _number_words(files, settings, text, merged, workers)
-        blocks = [(block.place, block.table) for block in numbered]
+    with contextlib.ExitStack() as stack:  # closes temporary files
+        blocks = _number_words(files, settings, merged, workers, folder, stack)
         counts, firsts = merged.totals()
         joined_codes = np.empty(0, np.int32)
         if settings.phrases:
             # To count pairs, words need numbers that are the same in all blocks.
-            text = _coded(text, blocks, workers, folder)
+            text = _coded(blocks, workers, folder)
+            stack.pop_all().close()
             passes, threshold = settings.phrases, settings.phrases_threshold
             joined = join_phrases(text, merged, passes, threshold, workers, folder)
             text, counts, firsts, joined_codes = joined
+            stack.enter_context(text.file)
             all_codes = _Table(np.arange(len(counts), dtype=np.int32))
-            blocks = [(block, all_codes) for block in text.blocks]
+            blocks = [_Numbers(text, block, all_codes) for block in text.blocks]
         vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
-    except BaseException:
-        text.file.close()
-        raise
-    # Words that are not kept have row -1.
-    row_of = np.full(len(counts), -1, np.int32)
-    row_of[kept] = np.arange(len(kept))
-    phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
-    encoded = _encode_blocks(text, blocks, row_of, settings.max_sentence_length, workers)
-    return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
+        # Words that are not kept have row -1.
+        row_of = np.full(len(counts), -1, np.int32)
+        row_of[kept] = np.arange(len(kept))
+        phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
+        max_length, still_open = settings.max_sentence_length, stack.pop_all()
+        encoded = _encode_blocks(blocks, row_of, max_length, workers, still_open)
+        return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
 
 
 def encode_sentences(
@@ -124,86 +124,165 @@ class _Table:
         self.words = WordTable()
 
 
+class _Numbers(NamedTuple):
+    """Word numbers of a block."""
+
+    text: CodedText
+    place: Block  # in that text
+    table: _Table  # of the words
+
+
 class _Numbered(NamedTuple):
     """A block of the text whose words are numbered."""
 
+    order: int  # among the blocks
     path: Path
-    bytes: int
-    place: Block  # of the word numbers
-    table: _Table  # that these are of
+    numbers: _Numbers
     bad_bytes: int  # that are not UTF-8
     bad_line: int  # of the block, with the first of these
 
 
 def _number_words(
-    files: list[Path], settings: CorpusConfig, text: CodedText, merged: Partitions, workers: int
-) -> list[_Numbered]:
-    """Number all words of files, in threads; return the blocks in order.
+    files: list[Path],
+    settings: CorpusConfig,
+    merged: Partitions,
+    workers: int,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> list[_Numbers]:
+    """Number all words of files, in threads; return the numbers in order.
 
-    The word numbers are appended to `text`, and the words merged into `merged`.
+    The words are merged into `merged`, and the stack closes the files of the numbers.
     """
-    own = threading.local()  # table and buffer of a thread
-    tables: list[_Table] = []
-    free: list[np.ndarray] = []  # buffers; new ones for each block would take 8 % more time
+    is_stream = any(not is_plain(path) for path in files)
+    source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
+    texts = [CodedText(folder) for _ in range(workers)]
+    for text in texts:
+        stack.enter_context(text.file)
+    numbered: list[_Numbered] = []
+    stopped = threading.Event()
 
-    def number(place: int, path: Path, block: np.ndarray, size: int) -> _Numbered:
-        if not hasattr(own, "table"):
-            own.table = _Table()
-            own.numbers = np.empty(len(block), np.int32)  # a word has at least one byte
-            tables.append(own.table)
-        table = own.table
-        new, new_size, bad_bytes, bad_line = _clean(block, size, settings)
-        words = tokenize.number_words(new, new_size, place << 32, table.words, own.numbers)
-        if words.has_nul:
-            raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
-        if words.longest > MAX_WORD_BYTES:
-            raise _binary_error(path, LONG_WORD)
-        written = text.append(words.numbers)
-        if table.words.size > TABLE_WORDS:  # which bounds memory, and keeps the table in caches
+    def number(worker: int) -> None:
+        text, table, last = texts[worker], _Table(), -1
+        buffer = np.empty(BUFFER_BYTES, np.uint8)
+        numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
+        try:
+            while not stopped.is_set() and (found := source.read(worker, buffer)):
+                order, path, start, end = found
+                if start == end:  # within a word
+                    continue
+                # Merged when large, which bounds memory and keeps the table in caches, and before
+                # an earlier part of the text, as a table keeps the first position that it meets.
+                if table.words.size > TABLE_WORDS or order < last:
+                    table.merge(merged)
+                    table = _Table()
+                last = order
+                new, size, bad_bytes, bad_line = _clean(buffer[start:], end - start, settings)
+                words = tokenize.number_words(new, size, order << 32, table.words, numbers)
+                if words.has_nul:
+                    raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
+                if words.longest > MAX_WORD_BYTES:
+                    raise _binary_error(path, LONG_WORD)
+                written = _Numbers(text, text.append(words.numbers), table)
+                numbered.append(_Numbered(order, path, written, bad_bytes, bad_line))
+                progress(end - start)
             table.merge(merged)
-            del own.table
-        free.append(block)
-        return _Numbered(path, size, written, table, bad_bytes, bad_line)
+        finally:
+            stopped.set()  # no block is left, or the text is refused
 
-    found = map_in_order(workers, number, _blocks(files, settings.field, free))
-    numbered = list(_with_progress(found, files))
-    rest = ((table, merged) for table in tables if table.codes is None)
-    list(map_in_order(workers, _Table.merge, rest))
+    with _progress(files) as progress, ThreadPoolExecutor(workers) as pool:
+        try:
+            list(pool.map(number, range(workers)))
+        finally:  # a signal
+            stopped.set()
+    numbered.sort(key=lambda block: block.order)
     bad = [block for block in numbered if block.bad_bytes]
     if bad:
         before = itertools.takewhile(lambda block: block is not bad[0], numbered)
-        lines = sum(block.place.lines for block in before if block.path == bad[0].path)
+        lines = sum(block.numbers.place.lines for block in before if block.path == bad[0].path)
         where = f"{bad[0].path} line {lines + bad[0].bad_line}"
         count = sum(block.bad_bytes for block in bad)
         log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
-    return numbered
+    return [block.numbers for block in numbered]
 
 
-def _blocks(
-    files: list[Path], field: str, free: list[np.ndarray]
-) -> Iterator[tuple[int, Path, np.ndarray, int]]:
-    """Yield blocks that end at white space: number, file, buffer and bytes.
+class _Files:
+    """Blocks of files that several threads read, each a stretch of its own.
 
-    `free` are buffers that may be filled again.
+    A thread that is done takes over half of the longest stretch that is left.
     """
-    place = 0
-    for path in files:
-        with opened(path, field) as file:
-            rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-            read = 1
-            while read:
-                block = free.pop() if free else np.empty(BUFFER_BYTES, np.uint8)
-                text = memoryview(block)
-                text[: len(rest)] = rest
-                read = file.readinto(text[len(rest) : len(rest) + BLOCK_BYTES])
-                size = len(rest) + read
-                if not read:  # a line ends with its file
-                    text[size] = tokenize.NEWLINE
-                    size += 1
-                rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
-                if len(rest) < size:
-                    place += 1
-                    yield place, path, block, size - len(rest)
+
+    def __init__(self, files: list[Path], workers: int):
+        counts = [-(-path.stat().st_size // BLOCK_BYTES) for path in files]
+        self._blocks = [
+            (path, number, number == count - 1)
+            for path, count in zip(files, counts, strict=True)
+            for number in range(count)
+        ]
+        bounds = [len(self._blocks) * part // workers for part in range(workers + 1)]
+        self._stretches = [list(stretch) for stretch in itertools.pairwise(bounds)]
+        self._lock = threading.Lock()
+
+    def read(self, worker: int, buffer: np.ndarray) -> tuple[int, Path, int, int] | None:
+        """Read a block: its place in order, file, and where it is in the buffer."""
+        mine = self._stretches[worker]
+        with self._lock:
+            if mine[0] == mine[1]:
+                longest = max(self._stretches, key=lambda stretch: stretch[1] - stretch[0])
+                mine[:] = sum(longest) // 2, longest[1]
+                longest[1] = mine[0]
+            if mine[0] == mine[1]:
+                return None
+            order = mine[0]
+            mine[0] += 1
+        path, number, is_last = self._blocks[order]
+        text = memoryview(buffer)
+        # The first word of a block may begin before it.
+        before = min(number * BLOCK_BYTES, MAX_WORD_BYTES + 4)
+        with open(path, "rb") as file:
+            file.seek(number * BLOCK_BYTES - before)
+            end = file.readinto(text[: before + BLOCK_BYTES])
+        has_mark = number * BLOCK_BYTES == before and text[:3] == codecs.BOM_UTF8
+        low = len(codecs.BOM_UTF8) if has_mark else 0
+        start = max(low, before - len(_last_word(bytes(text[low:before]), path)))
+        if is_last:  # a line ends with its file
+            text[end] = tokenize.NEWLINE
+            return order, path, start, end + 1
+        last = _last_word(bytes(text[max(low, end - MAX_WORD_BYTES - 4) : end]), path)
+        return order, path, start, max(start, end - len(last))
+
+
+class _Stream:
+    """Blocks of files that one thread at a time unpacks, in order."""
+
+    def __init__(self, files: list[Path], field: str):
+        self._lock = threading.Lock()
+        self._blocks = self._read(files, field)
+
+    def read(self, worker: int, buffer: np.ndarray) -> tuple[int, Path, int, int] | None:
+        """Read a block, as `_Files.read` does."""
+        with self._lock:
+            self._buffer = buffer
+            return next(self._blocks, None)
+
+    def _read(self, files: list[Path], field: str) -> Iterator[tuple[int, Path, int, int]]:
+        order = 0
+        for path in files:
+            with opened(path, field) as file:
+                rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+                read = 1
+                while read:
+                    text = memoryview(self._buffer)
+                    text[: len(rest)] = rest
+                    read = file.readinto(text[len(rest) : len(rest) + BLOCK_BYTES])
+                    size = len(rest) + read
+                    if not read:  # a line ends with its file
+                        text[size] = tokenize.NEWLINE
+                        size += 1
+                    rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
+                    if len(rest) < size:
+                        order += 1
+                        yield order, path, 0, size - len(rest)
 
 
 def _last_word(text: bytes, path: Path) -> bytes:
@@ -255,50 +334,45 @@ class _Rows(NamedTuple):
     raw_words: int
 
 
-def _coded(
-    text: CodedText, blocks: list[tuple[Block, _Table]], workers: int, folder: Path
-) -> CodedText:
+def _coded(blocks: list[_Numbers], workers: int, folder: Path) -> CodedText:
     """Replace word numbers by codes, which are the same in all blocks."""
 
-    def coded(block: Block, table: _Table) -> np.ndarray:
+    def coded(text: CodedText, block: Block, table: _Table) -> np.ndarray:
         return table.codes[text.read(*block[:2])]
 
     new = CodedText(folder)
     for codes in map_in_order(workers, coded, blocks):
         new.append(codes)
-    text.file.close()
     return new
 
 
 def _encode_blocks(
-    text: CodedText,
-    blocks: list[tuple[Block, _Table]],
+    blocks: list[_Numbers],
     row_of: np.ndarray,
     max_length: int,
     workers: int,
+    stack: contextlib.ExitStack,
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
-    def encode(block: Block, table: _Table, words: int) -> _Rows:
+    def encode(text: CodedText, block: Block, table: _Table, words: int) -> _Rows:
         numbers = text.read(*block[:2])
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
         ids, ended, last = tokenize.kept_sentences(numbers, table.codes, max_length, words, lengths)
         return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
 
-    def with_words() -> Iterator[tuple[Block, _Table, int]]:
+    def with_words() -> Iterator[tuple[CodedText, Block, _Table, int]]:
         words = 0  # of the open sentence, before the block
-        for block, table in blocks:
-            yield block, table, words
+        for text, block, table in blocks:
+            yield text, block, table, words
             words = (block.tail if block.lines else words + block.tail) % max_length
 
-    try:
-        tables = list(dict.fromkeys(table for _, table in blocks))
+    with stack:
+        tables = list(dict.fromkeys(numbers.table for numbers in blocks))
         rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
         for table, of_table in zip(tables, rows, strict=True):
             table.codes = of_table
         yield from _join_sentences(map_in_order(workers, encode, with_words()))
-    finally:
-        text.file.close()
 
 
 def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
@@ -319,20 +393,25 @@ def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
         yield EncodedBlock(ids[: len(ids) - len(single)], lengths, raw_words)
 
 
-def _with_progress(blocks: Iterable[_Numbered], files: list[Path]) -> Iterator[_Numbered]:
-    """Yield blocks; show a bar, or log lines if there is no terminal."""
-    compressed = any(file.suffix.lower() in get_supported_extensions() for file in files)
-    total = None if compressed else sum(file.stat().st_size for file in files)
+@contextlib.contextmanager
+def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
+    """Yield what counts bytes for a bar or, without a terminal, log lines."""
+    total = sum(file.stat().st_size for file in files) if all(map(is_plain, files)) else None
     size = f" of {total / 1e6:,.0f}" if total else ""
     read = 0
     logged = time.monotonic()
+    lock = threading.Lock()
     # disable=None: without a terminal.
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
     with tqdm(desc="reading", total=total, **options) as bar:
-        for block in blocks:
-            yield block
-            read += block.bytes
-            bar.update(block.bytes)
-            if bar.disable and time.monotonic() - logged >= LOG_SECONDS:
-                logged = time.monotonic()
-                log.info(f"{read / 1e6:,.0f}{size} MB read")
+
+        def count(done: int) -> None:
+            nonlocal read, logged
+            with lock:
+                read += done
+                bar.update(done)
+                if bar.disable and time.monotonic() - logged >= LOG_SECONDS:
+                    logged = time.monotonic()
+                    log.info(f"{read / 1e6:,.0f}{size} MB read")
+
+        yield count

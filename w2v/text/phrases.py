@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Lock, Semaphore
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,6 @@ MIN_COUNT = 5  # gensim's; subtracted from the count of a pair, so that rare pai
 TOKENS_AT_ONCE = 1 << 18
 PAIRS_AT_ONCE = 1 << 20  # that a thread sorts, or as many as it has counted
 MOST_PAIRS = 1 << 23  # distinct ones that a thread counts
-MOST_WAITING = 32  # results of `map_in_order`
 HASHES = 1 << 20  # by which most pairs are known to be no phrase
 
 
@@ -46,26 +44,24 @@ class Block(NamedTuple):
 class CodedText:
     """A text as numbers of its words, int32, in a temporary file.
 
-    LINE_END stands for a line feed. Several threads may append blocks.
+    LINE_END stands for a line feed.
     """
 
     def __init__(self, folder: Path):
         self.file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - its user closes it
         self.blocks: list[Block] = []
         self.tokens = 0
-        self._lock = Lock()
 
     def append(self, codes: np.ndarray) -> Block:
         """Write a block."""
         ends = np.flatnonzero(codes == LINE_END)
         tail = len(codes) - (ends[-1] + 1 if len(ends) else 0)
+        block = Block(self.tokens, len(codes), len(ends), tail)
+        self.blocks.append(block)
+        self.tokens += len(codes)
         rest = memoryview(codes).cast("B")
-        with self._lock:
-            block = Block(self.tokens, len(codes), len(ends), tail)
-            self.blocks.append(block)
-            self.tokens += len(codes)
-            while rest:  # a full disk takes a part, and raises at the next
-                rest = rest[self.file.write(rest) :]
+        while rest:  # a full disk takes a part, and raises at the next
+            rest = rest[self.file.write(rest) :]
         return block
 
     def read(self, first: int, tokens: int) -> np.ndarray:
@@ -112,24 +108,13 @@ def join_phrases(
 def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
     """Call a function in threads; yield what it returns, in order.
 
-    At most two calls a thread wait or run, and MOST_WAITING results a thread wait for one before
-    them, which bounds the memory.
+    At most four calls a thread wait, run or have results that wait, which bounds the memory.
     """
-    room = Semaphore(2 * workers)
-
-    def call(item: tuple) -> Any:
-        try:
-            return function(*item)
-        finally:
-            room.release()
-
     pending: deque[Future] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for item in items:
-            # For a call to end, and not for the first: others go on while that one is slow.
-            room.acquire()
-            pending.append(pool.submit(call, item))
-            while pending and (pending[0].done() or len(pending) > MOST_WAITING * workers):
+            pending.append(pool.submit(function, *item))
+            if len(pending) > 4 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

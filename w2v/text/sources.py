@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from w2v.config import CorpusConfig
 from w2v.system.files import atomic_path, hash_file, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
 SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
 RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
 CLOCK_TICK_NS = 20_000_000  # between two times that a file system tells apart
@@ -96,6 +97,11 @@ def _visible_files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
+def is_plain(path: Path) -> bool:
+    """Whether the file itself is the text: neither compressed nor JSON."""
+    return path.suffix.lower() not in PACKED and ".jsonl" not in path.suffixes[-2:]
+
+
 @contextmanager
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     """Open a file, decompressed if it ends in .gz, .bz2, .xz or .zst.
@@ -103,14 +109,20 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     Of a .jsonl file it is the text in `field` of each line, with a line feed. Any error names the
     file.
     """
-    import smart_open
-
     remedy = "is it whole, what its ending says, and the package for that installed?"
     with refused(CorpusError, f"{path} cannot be read", remedy):
         file: Any
-        with smart_open.open(path, "rb") as file:
+        with _opener(path)(path, "rb") as file:
             is_json = ".jsonl" in path.suffixes[-2:]
             yield BufferedReader(_JsonText(file, path, field)) if is_json else file
+
+
+def _opener(path: Path) -> Callable[..., Any]:
+    if path.suffix.lower() not in PACKED:
+        return open
+    import smart_open  # takes 50 ms
+
+    return smart_open.open
 
 
 class _JsonText(RawIOBase):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from functools import cache
+from itertools import count
 from threading import Lock
 from typing import NamedTuple
 
@@ -124,6 +125,7 @@ class Partitions:
     def __init__(self) -> None:
         self._tables = [WordTable() for _ in range(PARTITIONS)]
         self._locks = [Lock() for _ in range(PARTITIONS)]
+        self._first = count(step=7)  # of a merge, as those that begin together would queue
 
     def merge(self, table: WordTable) -> np.ndarray:
         """Add the words and counts of a table; return their codes, int32.
@@ -136,7 +138,9 @@ class Partitions:
         hashes = (keys ^ keys >> HALF) * PARTITION_FACTOR >> TOP
         partitions[(values & LOW_HALF).astype(np.int64) - 1] = hashes % PARTITIONS
         order, bounds = _grouped(partitions)
-        for partition, merged in enumerate(self._tables):
+        first = next(self._first)
+        for partition in ((first + place) % PARTITIONS for place in range(PARTITIONS)):
+            merged = self._tables[partition]
             numbers = order[bounds[partition] : bounds[partition + 1]]
             with self._locks[partition]:
                 chunks = (table.starts[numbers + 1] - table.starts[numbers]).sum()

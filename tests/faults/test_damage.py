@@ -46,7 +46,7 @@ def test_damaged_ids_are_made_anew(tmp_path, caplog):
     cache = tmp_path / "data" / "cache"
     rng = random.Random(DAMAGES)
     for number in range(DAMAGES):
-        names = ["corpus.json", "ids.bin", "offsets.bin", "vocab.tsv"]
+        names = ["corpus.json", "ids.bin", "offsets.bin", "words.txt", "counts.bin"]
         name = names[number % len(names)]
         [path] = cache.rglob(name)
         before = path.read_bytes()

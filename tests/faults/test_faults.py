@@ -382,7 +382,7 @@ def test_disk_full_while_ids_are_written(tmp_path, run_main):
     with mounted(tmp_path / "small", 200 << 10) as small:
         status, error = run_main(train, *arguments, f"corpus.data_dir={small}")
         assert status == 2 and str(small) in error and "make room there" in error, error
-        assert not list(small.rglob("vocab.tsv")) and not list(small.rglob("ids.bin"))
+        assert not list(small.rglob("words.txt")) and not list(small.rglob("ids.bin"))
     assert not (tmp_path / "runs").exists()
 
 

@@ -260,7 +260,7 @@ def test_signal_before_training_leaves_nothing_half_written(programs, arguments,
     os.kill(process, signal.SIGTERM)
     status, output = programs.wait()
     assert status == 143 and "Traceback" not in output, output
-    assert not list(tmp_path.rglob("vocab.tsv")) and not runs.exists()
+    assert not list(tmp_path.rglob("words.txt")) and not runs.exists()
 
 
 def test_two_processes_do_not_share_a_run(programs, arguments, tmp_path):
@@ -302,6 +302,6 @@ def test_a_run_or_the_process_that_reads_for_it_is_killed(arguments, tmp_path, v
         os.kill(run.pid if victim == "run" else int(reader), signal.SIGKILL)
         output = run.stdout.read()  # until both have ended
     assert run.returncode == (-signal.SIGKILL if victim == "run" else 0), output
-    assert ("reading" in output) == bool(list(data.rglob("vocab.tsv"))) == (victim == "reader")
+    assert ("reading" in output) == bool(list(data.rglob("words.txt"))) == (victim == "reader")
     with exclusive(data / "cache", pytest.fail):  # the lock is free
         pass

@@ -58,7 +58,7 @@ def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
 def test_another_format_is_refused(tmp_path, monkeypatch):
     Corpus.write(tmp_path / "ids", blocks([["a", "b"]]))
     monkeypatch.setattr(corpus, "FORMAT", corpus.FORMAT + 1)
-    with pytest.raises(CorpusError, match=r"is damaged \(format 3 instead of 4"):
+    with pytest.raises(CorpusError, match=r"is damaged \(format 4 instead of 5"):
         Corpus.open(tmp_path / "ids")
 
 
@@ -138,7 +138,7 @@ def test_raw_text_is_split_into_words(configured, tmp_path):
 
 def test_a_cache_without_its_vocabulary_is_written_again(configured, tmp_path):
     open_corpus(configured())
-    [path] = (tmp_path / "data" / "cache").glob("*/vocab.tsv")
+    [path] = (tmp_path / "data" / "cache").glob("*/words.txt")
     path.unlink()
     assert open_corpus(configured())[0].words == ["b", "a", "c"] and path.exists()
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 HEADER = "corpus.json"
 IDS = "ids.bin"
 OFFSETS = "offsets.bin"
-VOCAB_FILE = "vocab.tsv"
-FORMAT = 3  # of the files; others are not read
+WORDS = "words.txt"  # of the vocabulary, joined by line feeds
+COUNTS = "counts.bin"
+FORMAT = 4  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 SHOWN_PHRASES = 3
 
@@ -53,6 +54,7 @@ class Corpus:
     ids: np.ndarray  # int32 [N], words of the vocabulary only
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
+    raw_types: int = 0  # distinct ones, if a vocabulary is kept beside
     tokenized: str = ""  # how the text was split into words, if that was chosen automatically
     phrases: str = ""  # how many words are joined pairs, and some of them
     text: str = ""  # stamp of the text files
@@ -75,24 +77,22 @@ class Corpus:
         folder.mkdir(parents=True)
         raw_words = 0
         end = 0  # of the last sentence
-        with (
-            open(folder / IDS, "wb") as ids,
-            open(folder / OFFSETS, "wb") as offsets,
-            ThreadPoolExecutor(1) as thread,
-        ):
-            saving = thread.submit(vocab.save, folder / VOCAB_FILE) if vocab else None
+        with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
             offsets.write(np.zeros(1, np.int64))
             for block in blocks:
                 ids.write(block.ids)
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
-            if saving:
-                saving.result()
         if not end:
             raise NoKnownWords(raw_words)
+        if vocab:
+            (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
+            (folder / COUNTS).write_bytes(vocab.counts)
         files = {path.name: checksums(path) for path in sorted(folder.iterdir())}
         header = {"format": FORMAT, "raw_words": raw_words, "files": files, "text": text}
+        if vocab:
+            header["raw_types"] = vocab.raw_types
         if phrases:
             shown = ", ".join(phrases[:SHOWN_PHRASES])
             header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
@@ -128,6 +128,7 @@ class Corpus:
             ids,
             offsets,
             header["raw_words"],
+            header.get("raw_types", 0),
             phrases=header.get("phrases", ""),
             text=header["text"],
             digest=blake2b(content, digest_size=16).hexdigest(),
@@ -205,8 +206,13 @@ def cached(
         return None
     try:
         corpus = Corpus.open(folder, checked)
-        return (Vocab.load(folder / VOCAB_FILE), corpus) if corpus.text == text else None
-    except ValueError as error:
+        if corpus.text != text:
+            return None
+        # Not vocab.tsv, as a line for each of two million words takes a second to read.
+        words = (folder / WORDS).read_bytes().decode().split("\n")
+        counts = np.fromfile(folder / COUNTS, np.int64)
+        return Vocab(words, counts, corpus.raw_words, corpus.raw_types), corpus
+    except (OSError, ValueError) as error:
         report(f"{error}; it is made anew from the text")
         return None
 

@@ -55,7 +55,9 @@ class Vocab:
             excluded = len(counts) - 1 - most  # the place of the first word too many
             threshold = max(threshold, int(np.partition(counts, excluded)[excluded]) + 1)
         kept = np.flatnonzero(counts >= threshold)
-        kept = kept[np.lexsort((firsts[kept], -counts[kept]))]  # by count, then by appearance
+        # By count, then by appearance; np.lexsort takes twice the time.
+        kept = kept[np.argsort(firsts[kept])]
+        kept = kept[np.argsort(-counts[kept], kind="stable")]
         if len(kept) < 2:
             setting = f"vocab.min_count={limits.min_count}"
             remedy = "bring more text"
@@ -88,22 +90,6 @@ class Vocab:
         with atomic_path(path) as new, open(new, "w", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n")
             file.writelines(lines)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Vocab:
-        """Read what `save` wrote; raise `VocabError` if it is damaged."""
-        try:
-            # Words may contain every line break but "\n".
-            header, *lines, end = Path(path).read_bytes().decode("utf-8").split("\n")
-            size, raw_words, raw_types = map(int, HEADER.fullmatch(header).groups())
-            words = [line.rpartition("\t")[0] for line in lines]
-            counts = np.array([int(line.rpartition("\t")[2]) for line in lines], np.int64)
-            if end or size != len(words):
-                raise ValueError(f"{len(words)} of {size} words")
-        except (ValueError, AttributeError) as error:
-            remedy = "delete it, the next run writes it anew"
-            raise VocabError(f"{path} is not a whole vocabulary file ({error}); {remedy}") from None
-        return cls(words, counts, raw_words, raw_types)
 
 
 def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.ndarray:

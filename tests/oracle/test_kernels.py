@@ -81,7 +81,7 @@ VARIANTS = [
                 "RANKS": (0, 3)[n // 2 % 2],
             },
         )
-        for n, (name, states) in enumerate(FORMULAS.items())
+        for n, (name, states) in enumerate([*FORMULAS.items(), ("adamw", 1), ("adamax", 1)])
     ),
 ]
 OPTIMIZERS = [
@@ -96,7 +96,9 @@ OPTIMIZERS = [
     ("Adam", {"betas": [0.0, 0.9]}),
     ("AdamW", {}),
     ("Adamax", {}),
+    ("AdamW", {"betas": [0.0, 0.9]}),
     ("Adamax", {"betas": [0.5, 0.99]}),
+    ("Adamax", {"betas": [0.0, 0.9]}),
 ]
 GPU = pytest.mark.gpu
 CUDA = pytest.param("cuda", marks=GPU)

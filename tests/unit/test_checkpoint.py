@@ -251,7 +251,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
         older.setattr(checkpoint, "FORMAT", 2)
         save(tmp_path)
-    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 4"):
+    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 5"):
         latest(tmp_path)
 
 

@@ -16,6 +16,8 @@ WITH_ARGS = [
     ("RMSprop", {"momentum": 0.5, "centered": True}),
     ("AdamW", {"weight_decay": 0.1}),
     ("Adagrad", {"initial_accumulator_value": 0.5}),
+    ("Adam", {"betas": [0.0, 0.99]}),
+    ("Adamax", {"betas": [0.0, 0.99]}),
     ("Rprop", {"etas": [0.4, 1.3]}),
 ]
 EVERY = [(name, {}) for name in OPTIMIZERS] + WITH_ARGS
@@ -88,6 +90,14 @@ def test_stepping_all_rows_equals_the_dense_optimizer(name, args, step, storage)
         assert torch.equal(found, state[key].cpu().expand(found.shape)), key
     for key, value in table.scalars.items():
         assert torch.equal(value, state[key].cpu()), key
+
+
+@pytest.mark.parametrize("name, kept", [("Adam", "exp_avg_sq"), ("Adamax", "exp_inf")])
+def test_a_mean_that_is_overwritten_unread_is_not_kept(name, kept):
+    for beta, more in ((0.0, []), (0.5, ["exp_avg"])):
+        config = OptimizerConfig(name=name, args={"betas": [beta, 0.9]})
+        assert list(RowOptimizer(config).states(DIM)) == [*more, kept]
+        assert list(RowOptimizer(config, may_change=True).states(DIM)) == ["exp_avg", kept]
 
 
 @every_storage

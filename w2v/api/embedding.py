@@ -1008,7 +1008,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             config = OptimizerConfig(
                 name=self._name, lr=float(group["lr"]), args=args, step=self._counts
             )
-            known = self._row_optimizers[number] = args, RowOptimizer(config)
+            known = self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
         return known[1]
 
 

@@ -283,4 +283,4 @@ def step_arguments(
     gradients = grads.grad_NP, grads.pairs_nU.reshape(-1)[: None if cap else 0]
     owners = grads.owned_rows_nU, grads.owned_numbers_nU, grads.starts_nO, grads.first_V
     records = view.records_SR.numpy(), step_column, constants
-    return formula, *records, *gradients, *owners, cap, grads.dim
+    return formula, optimizer.state_count, *records, *gradients, *owners, cap, grads.dim

@@ -408,6 +408,7 @@ def _sum_threads(
 def step_rows(
     owner,
     formula,
+    states,
     records_VR,
     step_column,
     constants,
@@ -422,9 +423,10 @@ def step_rows(
 ):
     """Step the unique rows of which thread `owner` is the owner.
 
-    The formulas are those of optim.cu. A row is stepped with the sum of the gradients of all
-    threads, scaled by cap / pairs if it sums more than `cap` pairs and cap is not 0. A row that
-    would not stay finite is left as it was; returns the number of such rows.
+    The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
+    with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
+    pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
+    of such rows.
     """
     threads = len(starts_nO)
     owned_most = (len(first_V) // (ROWS_PER_OWNER * threads) + 1) * ROWS_PER_OWNER
@@ -436,7 +438,7 @@ def step_rows(
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1 = np.float32(beta1), np.float32(rest1)
     beta2, rest2 = np.float32(beta2), np.float32(rest2)
-    first, second = dim, 2 * dim  # columns where a record's states begin
+    first, last = dim, states * dim  # columns where a record's states begin
     width = records_VR.shape[1]
     grad_D = np.empty(dim, np.float32)
     before_R = np.empty_like(records_VR[0])
@@ -481,19 +483,23 @@ def step_rows(
                 records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
         elif formula == ADAMAX:
             for d in range(dim):
-                mean = records_VR[row, first + d]
-                mean += rest1 * (grad_D[d] - mean)
-                largest = max(beta2 * records_VR[row, second + d], abs(grad_D[d]) + eps)
-                records_VR[row, first + d] = mean
-                records_VR[row, second + d] = largest
+                mean = grad_D[d]
+                if states == 2:
+                    mean = records_VR[row, first + d]
+                    mean += rest1 * (grad_D[d] - mean)
+                    records_VR[row, first + d] = mean
+                largest = max(beta2 * records_VR[row, last + d], abs(grad_D[d]) + eps)
+                records_VR[row, last + d] = largest
                 records_VR[row, d] -= rate * mean / largest
         else:
             for d in range(dim):
-                mean = records_VR[row, first + d]
-                mean += rest1 * (grad_D[d] - mean)
-                square = beta2 * records_VR[row, second + d] + rest2 * grad_D[d] * grad_D[d]
-                records_VR[row, first + d] = mean
-                records_VR[row, second + d] = square
+                mean = grad_D[d]
+                if states == 2:
+                    mean = records_VR[row, first + d]
+                    mean += rest1 * (grad_D[d] - mean)
+                    records_VR[row, first + d] = mean
+                square = beta2 * records_VR[row, last + d] + rest2 * grad_D[d] * grad_D[d]
+                records_VR[row, last + d] = square
                 records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
 
         # Zero times a number is zero, unless that is infinite or NaN.

@@ -34,13 +34,14 @@ class RowOptimizer:
     the steps of that row.
 
     `formula` names the formula in the fused kernels (cu/optim.cu, cpu_loops.py) that makes the same
-    step; it is empty where only torch has it.
+    step; it is empty where only torch has it. Unless the arguments may change, a mean of gradients
+    with beta1 = 0, which each step overwrites unread, is not kept.
 
     Raises:
         ConfigError: The class does not exist, refuses its arguments, or is not row-separable.
     """
 
-    def __init__(self, config: OptimizerConfig):
+    def __init__(self, config: OptimizerConfig, may_change: bool = False):
         found = _find_class(config.name)
         self._class = _without_compiler(found)
         self._args = _arguments(self._class, config)
@@ -54,6 +55,10 @@ class RowOptimizer:
         self.rates = [key for key in first if not torch.equal(first[key], doubled[key])]
         first |= {key: torch.zeros_like(first[key]) for key in self.rates}
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
+        is_read = may_change or not self.formula.startswith("adam") or self._hyper.beta1 > 0
+        self._unread = [] if is_read else ["exp_avg"]
+        for key in self._unread:
+            del self._wide[key]
         self._scalars = {key: value for key, value in first.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
@@ -110,6 +115,7 @@ class RowOptimizer:
             rates = records_UR[:, table.columns[key]] if found is None else found
             rates.masked_fill_(rates == 0, lr)
         state = {key: records_UR[:, table.columns[key]] for key in self._wide}
+        state |= {key: torch.zeros_like(weight_UD) for key in self._unread}
         if not self._per_row:
             self._apply(weight_UD, grad_UD, state | table.scalars, lr)
             return

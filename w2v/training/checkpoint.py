@@ -29,7 +29,7 @@ from w2v.system.files import sealed, sync, unsealed, write_synced
 from w2v.training import shards
 
 log = logging.getLogger("w2v")
-FORMAT = 4
+FORMAT = 5
 KEPT = 2
 EPOCH_SECONDS = 60.0  # after the last checkpoint, the end of an epoch is worth one
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message

@@ -35,11 +35,18 @@ __device__ void rmsprop(float& w, float g, float* state, const Hyper& h, const B
     w -= h.lr * g / (sqrtf(state[0]) + h.eps);
 }
 
+// Return the mean of gradients, the first of two states; a single state is the second one, as with
+// beta1 = 0 the mean is the gradient.
+__device__ float mean(float g, float* state, const Hyper& h) {
+    return STATES == 2 ? state[0] += h.rest1 * (g - state[0]) : g;
+}
+
 __device__ void adam(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
     g += h.weight_decay * w;
-    state[0] += h.rest1 * (g - state[0]);
-    state[1] = h.beta2 * state[1] + h.rest2 * g * g;
-    w -= h.lr / bias.first * state[0] / (sqrtf(state[1] / bias.second) + h.eps);
+    const float m = mean(g, state, h);
+    float& square = state[STATES - 1];
+    square = h.beta2 * square + h.rest2 * g * g;
+    w -= h.lr / bias.first * m / (sqrtf(square / bias.second) + h.eps);
 }
 
 __device__ void adamw(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
@@ -51,9 +58,10 @@ __device__ void adamw(float& w, float g, float* state, const Hyper& h, const Bia
 
 __device__ void adamax(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
     g += h.weight_decay * w;
-    state[0] += h.rest1 * (g - state[0]);
-    state[1] = fmaxf(h.beta2 * state[1], fabsf(g) + h.eps);
-    w -= h.lr / bias.first * state[0] / state[1];
+    const float m = mean(g, state, h);
+    float& largest = state[STATES - 1];
+    largest = fmaxf(h.beta2 * largest, fabsf(g) + h.eps);
+    w -= h.lr / bias.first * m / largest;
 }
 
 constexpr float LARGEST = ELEMENT == 2 ? 65504.0f : 3.402823466e38f;  // finite Element

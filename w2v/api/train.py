@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import filecmp
+import gc
 import hashlib
 import logging
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -32,6 +34,7 @@ from w2v.system.process import Signals, cores, describe_environment, forked, ope
 from w2v.system.timeline import Timeline
 
 STDIN = "-"
+SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
 LONGEST_NAME = 255  # of a file
 
 
@@ -56,6 +59,9 @@ def run(options: argparse.Namespace) -> int | None:
 def train(options: argparse.Namespace, signals: Signals) -> None:
     """Load, plan, check, train and export."""
     timeline = Timeline()
+    # Threads that write files take turns with one that computes in Python; by default each waits
+    # for 5 ms, several times for each part of a file.
+    sys.setswitchinterval(SWITCH_SECONDS)
     # Load: settings and what trains, which takes seconds to import.
     level = console.RESULTS if options.quiet else logging.INFO
     level = console.DETAILS if options.verbose or options.dry_run else level
@@ -82,8 +88,15 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
         if config.train.device != "cpu":
             open_gpu(launcher.number("LOCAL_RANK"))
+        gc.disable()  # it would search a million objects of torch several times, for 0.3 s
+        from w2v.model import sampler
         from w2v.training import plan, run_folder, trainer
 
+        if is_new:
+            gc.freeze()
+        gc.enable()
+        if is_new and config.train.device != "cpu":
+            threading.Thread(target=sampler.warm_up, daemon=True).start()
         ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
     folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)

@@ -14,6 +14,7 @@ rank's own (Zheng et al. 2020, arXiv 2004.08532), which lowers the scores of eig
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import struct
@@ -278,6 +279,21 @@ class Sampler:
         numbers = (self.seed, *place, self.rank) if self.rank else (self.seed, *place)
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def warm_up() -> None:
+    """Have torch load the GPU kernels for a chunk of text, for 0.1 s.
+
+    For a thread, while others prepare what is trained.
+    """
+    if not torch.cuda.is_available():
+        return
+    with contextlib.suppress(RuntimeError):  # such as too little memory, which the plan explains
+        words_N = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
+        edges_S = np.array([0, len(words_N)])
+        keep_V = torch.ones(1, device="cuda")
+        words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
+        mix(words_n, sentences_n, 16, 2)
 
 
 def mix(

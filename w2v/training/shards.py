@@ -15,20 +15,18 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from w2v.distributed.ranks import Ranks
 from w2v.model.table import FILE_BYTES, padded
 from w2v.system.files import write_synced
 
-CHUNK_BYTES = 1 << 20  # copied from the tables' device, summed and written at a time
-THREADS = 4  # files written or read at once
+CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a time
+THREADS = 8  # files written or read at once
 # Names in safetensors.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
@@ -125,10 +123,19 @@ def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> lis
 
 
 def _write_file(path: Path, records_nR: Tensor) -> dict[str, int]:
-    missing = _width(records_nR) - records_nR.shape[1]
-    chunks = (chunk_nR.cpu().contiguous() for chunk_nR in records_nR.split(_chunk_rows(records_nR)))
-    contents = (_bytes(pad(chunk_nR, (0, missing)) if missing else chunk_nR) for chunk_nR in chunks)
-    crc32 = write_synced(path, chain([_header(len(records_nR), records_nR)], contents))
+    def parts() -> Iterator[bytes | memoryview]:
+        yield _header(len(records_nR), records_nR)
+        rows, columns, width = _chunk_rows(records_nR), records_nR.shape[1], _width(records_nR)
+        if columns == width and not records_nR.is_cuda and records_nR.is_contiguous():
+            yield from map(_bytes, records_nR.split(rows))
+            return
+        # One buffer, as new memory for each chunk takes longer than the copy.
+        buffer_nP = torch.zeros(min(rows, len(records_nR)), width, dtype=records_nR.dtype)
+        for chunk_nR in records_nR.split(rows):
+            buffer_nP[: len(chunk_nR), :columns].copy_(chunk_nR)
+            yield _bytes(buffer_nP[: len(chunk_nR)])
+
+    crc32 = write_synced(path, parts())
     return {"bytes": path.stat().st_size, "crc32": crc32}
 
 

@@ -391,12 +391,13 @@ class Trainer:
             if self.ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
-            with ThreadPoolExecutor(1) as thread:
+            with ThreadPoolExecutor(2) as threads:
                 words, counts = self.vocab.words, self.vocab.counts
-                scoring = thread.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
+                scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
+                saving = threads.submit(self.vocab.save, folder / "vocab.tsv")
                 export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
-                self.vocab.save(folder / "vocab.tsv")
+                saving.result()
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, weights_ND, took)

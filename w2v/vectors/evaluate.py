@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
+Folded = tuple[dict[str, int], list[int]]
+
+
 @dataclass
 class Section:
     """Counts of answers; questions with unknown words are skipped."""
@@ -74,13 +77,14 @@ def analogies(
     vectors: torch.Tensor | np.ndarray,
     questions: str | Path | None = None,
     restrict_vocab: int | None = ASKED,
+    folded: Folded | None = None,
 ) -> AnalogyScore:
     """Score "a is to b as c is to ?" by the word nearest to b - a + c.
 
     Counts equal those of gensim's `evaluate_word_analogies`, but gensim, which takes
     50 MiB, is not imported. This is 3CosAdd: Mikolov et al. 2013, arXiv 1301.3781.
     Only the first `restrict_vocab` words, the most frequent ones, are asked for and answered. The
-    default questions are Google's.
+    default questions are Google's. `folded` is what `fold_case` returns for these words.
     """
     import torch
 
@@ -95,7 +99,7 @@ def analogies(
             f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
         )
     # Questions are in upper case; a word stands for the most frequent of its case variants.
-    first, group = _fold_case(words)
+    first, group = folded or fold_case(words)
     sections = datasets.read_questions(questions)
     known = [
         [[first[word] for word in question] for question in asked if first.keys() >= set(question)]
@@ -122,6 +126,7 @@ def similarity(
     vectors: torch.Tensor | np.ndarray,
     name: str | Path,
     restrict_vocab: int | None = ASKED,
+    folded: Folded | None = None,
 ) -> SimilarityScore:
     """Correlate cosines with human judgement, as `evaluate_word_pairs`.
 
@@ -129,7 +134,7 @@ def similarity(
     """
     import torch
 
-    first, _ = _fold_case(words[:restrict_vocab])
+    first, _ = folded or fold_case(words[:restrict_vocab])
     judged = datasets.judged_pairs(name)
     known = [pair for pair in judged if pair[0] in first and pair[1] in first]
     spearman = math.nan
@@ -163,11 +168,10 @@ def scores(
     restrict_vocab: int | None = ASKED,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both."""
-    google, *further = (
-        analogies(words, vectors, file, restrict_vocab) for file in (None, *questions)
-    )
+    same = restrict_vocab, fold_case(words[:restrict_vocab])
+    google, *further = (analogies(words, vectors, file, *same) for file in (None, *questions))
     sets = (*datasets.PAIR_SETS, *pairs)
-    similarities = [similarity(words, vectors, name, restrict_vocab) for name in sets]
+    similarities = [similarity(words, vectors, name, *same) for name in sets]
     names = map(datasets.set_name, questions)
     return Scores(google, similarities, dict(zip(names, further, strict=True)))
 
@@ -221,7 +225,7 @@ def _ranks(values_P: Sequence[float]) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place_P]
 
 
-def _fold_case(words: Sequence[str]) -> tuple[dict[str, int], list[int]]:
+def fold_case(words: Sequence[str]) -> Folded:
     """Return the first row of each upper-case word, and that of every word."""
     first: dict[str, int] = {}
     group = [first.setdefault(word.upper(), row) for row, word in enumerate(words)]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("kv", "bin", "txt")  # also the suffixes of the files
 LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of its own
-BLOCK_BYTES = 4 << 20  # of vectors on their way from the tables to the files
-BLOCKS_AHEAD = 8  # blocks that wait for the thread of a file
+BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
+BLOCKS_AHEAD = 3  # blocks that wait for the thread of a file
 EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: small vectors twice, or blocks of 2 files
 
 
@@ -48,6 +48,9 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
         mine_nD = table["weight"][start : start + sizes[ranks.rank]].float().cpu().contiguous()
+        if ranks.size == 1:
+            yield mine_nD.numpy()
+            continue
         nothing = [0] * ranks.size
         sent = [len(mine_nD), *nothing[1:]]
         received_nD = ranks.all_to_all(mine_nD, sent, nothing if ranks.rank else sizes)
@@ -235,7 +238,7 @@ def _write_kv(
     state = {
         "vector_size": dim,
         "index_to_key": list(words),
-        "key_to_index": {word: row for row, word in enumerate(words)},
+        "key_to_index": dict(zip(words, range(len(words)), strict=True)),
         "next_index": len(words),
         "expandos": {"count": np.array(counts, np.int64)},
         **inline,

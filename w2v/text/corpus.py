@@ -77,13 +77,22 @@ class Corpus:
         folder.mkdir(parents=True)
         raw_words = 0
         end = 0  # of the last sentence
-        with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
+        with (
+            open(folder / IDS, "wb") as ids,
+            open(folder / OFFSETS, "wb") as offsets,
+            ThreadPoolExecutor(1) as thread,
+        ):
             offsets.write(np.zeros(1, np.int64))
+            writing = None
             for block in blocks:
-                ids.write(block.ids)
+                if writing:
+                    writing.result()
+                writing = thread.submit(ids.write, block.ids)  # while the next block is awaited
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
+            if writing:
+                writing.result()
         if not end:
             raise NoKnownWords(raw_words)
         if vocab:

@@ -247,9 +247,11 @@ class _Files:
         start = max(low, before - len(_last_word(bytes(text[low:before]), path)))
         if is_last:  # a line ends with its file
             text[end] = tokenize.NEWLINE
-            return order, path, start, end + 1
-        last = _last_word(bytes(text[max(low, end - MAX_WORD_BYTES - 4) : end]), path)
-        return order, path, start, max(start, end - len(last))
+            end += 1
+        else:
+            last = bytes(text[max(low, end - MAX_WORD_BYTES - 4) : end])
+            end -= len(_last_word(last, path))
+        return order, path, start, max(start, end)  # the file may have become shorter
 
 
 class _Stream:

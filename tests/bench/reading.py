@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import results
 from tests.bench.results import Figures, memory
+from w2v.api.train import SWITCH_SECONDS
 from w2v.config import load_config
 from w2v.system.process import cores
 from w2v.text import open_corpus, tokenize
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the text is written")
     args = parser.parse_args()
     found = results.Results("reading", args.results)
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the command does
     available = sorted(os.sched_getaffinity(0))
     with TemporaryDirectory(dir=args.folder) as folder:
         text = Path(folder, "text.txt")

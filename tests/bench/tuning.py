@@ -13,6 +13,7 @@ CPU. Each run adds a line to the file of results as soon as it ends.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import multiprocessing
@@ -95,6 +96,7 @@ class Scorer:
     """Scores vectors of a vocabulary on all data sets, with matrix products."""
 
     def __init__(self, words: list[str], device: torch.device, further: datasets.Further):
+        self._device = device
         self._nodes = words if "/" in words[0] else None
         row = {word.upper(): number for number, word in reversed(list(enumerate(words)))}
         self._questions = {
@@ -128,7 +130,7 @@ class Scorer:
     def __call__(self, vectors_VD: Tensor) -> dict[str, float]:
         if self._nodes:
             return {"purity": round(purity(self._nodes, vectors_VD), 4)}
-        unit_VD = torch.nn.functional.normalize(vectors_VD.float())
+        unit_VD = torch.nn.functional.normalize(vectors_VD.to(self._device).float())
         scores = {}
         for name, ids_Q4 in self._questions.items():
             correct = sum(int(answered(unit_VD, ids).sum()) for ids in ids_Q4.split(2048))
@@ -176,6 +178,7 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     loss = float(loss) / max(1.0, float(pairs))
     seconds = time.monotonic() - began
     loop.check_finite(lambda: "")
+    used, read, *_ = loop.step.engine.stats
     return {
         "scores": scorer(loop.step.inputs["weight"].detach()),
         "lr used": lr,
@@ -183,6 +186,7 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
         "steps": steps,
         "seconds": round(seconds, 3),
         "loss": round(loss, 4),
+        "rows read": round(read / used, 4) if read else 0,
     }
 
 
@@ -220,7 +224,7 @@ def train_gensim(case: dict[str, Any], text: Path, device: torch.device, args) -
     model = Word2Vec(corpus_file=str(text), **(given | case["gensim"]))
     seconds = time.monotonic() - began
     scorer = Scorer(model.wv.index_to_key, device, args.further)
-    scores = scorer(torch.from_numpy(model.wv.vectors).to(device))
+    scores = scorer(torch.from_numpy(model.wv.vectors))
     return {"scores": scores, "seconds": round(seconds, 2), "counts": scorer.counts}
 
 
@@ -251,6 +255,7 @@ def work(number: int, tasks, args, folder: Path, deadline: float) -> None:
         result["total"] = round(time.monotonic() - began, 2)
         out.write(json.dumps(case | result) + "\n")
         out.flush()
+        gc.collect()  # pinned tables of the run
         torch.cuda.empty_cache() if device.type == "cuda" else None
 
 

@@ -130,8 +130,8 @@ def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
     assert weighed.config.model.shrink_by == "weigh" and weighed.reasons["model.shrink_by"]
     rise = weighed.config.optimizer.lr / drawn.config.optimizer.lr
     assert rise == pytest.approx(auto.WEIGHED, rel=0.05)  # two digits are kept
-    for resident, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
-        mixed = auto.mix_blocks(load_config([], [f"model.window={window}"]), resident)
+    for on_gpu, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
+        mixed = auto.mix_blocks(load_config([], [f"model.window={window}"]), on_gpu)
         assert mixed.config.train.block_words == words
         assert bool(mixed.reasons) == bool(words)
     given = load_config([], ["train.block_words=0"])

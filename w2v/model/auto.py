@@ -19,15 +19,14 @@ REPEATS = 32  # how often a batch has the word of one of its centers, at most
 LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
 STEPS = 700  # optimizer steps of a run
-# Of SGD more, as its steps are as long as the sum of a row's gradients; of RMSprop, as its averages
-# begin at 0, without a correction, so that the first steps of a row are too long.
-MORE_STEPS = {"SGD": 10_000, "ASGD": 10_000, "RMSprop": 1_400}
+# Of SGD more, as its steps are as long as the sum of a row's gradients.
+MORE_STEPS = {"SGD": 10_000, "ASGD": 10_000}
 # Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
 RATES = {
     "AdamW": 0.075,
     "Adam": 0.1,
     "Adamax": 0.24,
-    "RMSprop": 0.042,
+    "RMSprop": 0.1,
     "SGD": 0.05,
     "Adagrad": 0.3,
     "Adadelta": 1.0,
@@ -178,7 +177,7 @@ def learning_rate(
     factor *= (DIM / dim) ** FALL_WITH_DIM
     if use.cbow:
         factor *= CBOW
-    if use.weighed and name not in SUMMED:
+    if use.weighed:
         factor *= WEIGHED
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
@@ -188,17 +187,16 @@ def learning_rate(
     return float(f"{rate:.2g}")
 
 
-def mix_blocks(config: Config, is_resident: bool) -> Choice:
+def mix_blocks(config: Config, on_gpu: bool) -> Choice:
     """Choose the blocks of text that a step mixes, where they are `auto`.
 
-    A word that one page of a book repeats is then in several steps. Such steps touch more rows,
-    which is why paged ones take consecutive text.
+    A word that one page of a book repeats is then in several steps.
     """
     train = config.train
     if train.block_words >= 0:
         return Choice(config, {})
     words = BLOCK_WINDOWS * (config.model.window + 3)
-    words = words if is_resident and words < LARGEST else 0
+    words = words if on_gpu and words < LARGEST else 0
     why = f"{words}, so that a step has words of many places"
     reasons = {"train.block_words": why} if words else {}
     return Choice(replace(config, train=replace(train, block_words=words)), reasons)

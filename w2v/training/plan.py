@@ -268,7 +268,7 @@ def make_plan(
     slots = min(ranks.all_gather(budget.slots))
     is_paged = task.is_hosted and slots < 2 * task.shape.stride
     config, shared = auto.share_negatives(config, is_paged)
-    config, mixed = auto.mix_blocks(config, task.on_gpu and not is_paged)
+    config, mixed = auto.mix_blocks(config, task.on_gpu)
     task = replace(task, config=config)
     if is_paged and slots:
         size, fits = config.train.batch_size, fitting_batch_size(task, ranks.size * slots)

@@ -138,6 +138,15 @@ def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
     assert auto.mix_blocks(given, True) == (given, {})
 
 
+def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
+    few, many, small = (
+        auto.choose(load_config([], settings), vocab_of([counts] * 400)).config
+        for counts, settings in ((10**5, []), (10**6, []), (10**5, ["train.batch_size=256"]))
+    )
+    assert small.train.batch_size < few.train.batch_size
+    assert small.optimizer.lr == few.optimizer.lr > many.optimizer.lr
+
+
 def test_what_is_set_by_hand_is_kept():
     vocab = vocab_of([50] * 40)
     settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"

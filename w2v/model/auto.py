@@ -108,7 +108,8 @@ def choose(
         reasons["train.batch_size"] = f"{size:,} centers, for {steps:,.0f} steps"
     if not optimizer.lr:
         optimizer = optimizer if sequential else shipped(optimizer)
-        steps = None if sequential else use.centers / train.batch_size
+        # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
+        steps = None if sequential else use.centers / batch_size(optimizer.name, use)
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"

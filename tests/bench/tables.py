@@ -68,7 +68,6 @@ STEPS = [
     Column("GPU MiB", "GPU [MiB]", ".0f"),
     Column("host MiB", "host [MiB]", ".0f"),
 ]
-SHARED = "model.negative_pool=65536 model.negative_pool_steps=8"
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
     **{name: name for name in ("step", "sampling")},
@@ -79,27 +78,20 @@ STAGES = {  # in the files of results, and in the table
 }
 TABLES = {
     "summary": Table(
-        ["baselines-2026-11-20", *numbered("train-2026-11-21", 2, 4)],
+        ["baselines-2026-11-20", "train-2026-11-23-3"],
         {
             r"gensim.* 5 epochs": "gensim, 16 CPU threads, SGD",
             r"FULL-W2V.* 5 epochs": "FULL-W2V (CUDA), all rows on the GPU, SGD",
+            r"wiki100 adam resident float32": "w2v, all rows on the GPU, Adam",
             r"wiki100 sgd resident float32": "w2v, all rows on the GPU, SGD",
-            r"wiki100 adamw resident float32": "w2v, all rows on the GPU, AdamW",
-            rf"wiki100 adamw mapped:50% float32 {SHARED}": (
-                "w2v, half of the rows on the GPU, AdamW, shared negatives"
-            ),
+            r"wiki100 adam mapped:50% float32": "w2v, half of the rows on the GPU, Adam",
         },
         [Column("M words/s", "words/s", ".0f", 1e-6), SECONDS, ANALOGIES],
         sources=False,
     ),
     "training": Table(
-        ["baselines-2026-11-20", *numbered("train-2026-11-21", 1, 2, 3, 4, 5, 6)],
-        {
-            r"(gensim.*|FULL-W2V.*)": r"\1",
-            rf"wiki100 (\S+) (\S+) (\S+) {SHARED}": r"\1, `\2`, \3, shared negatives",
-            r"wiki100 (\S+) (\S+) (\S+)": r"\1, `\2`, \3",
-            r"wiki100 (\S+) (\S+) (\S+) train.epochs=20 (.*)": r"\1, `\2`, \3, 20 epochs, `\4`",
-        },
+        ["baselines-2026-11-20", "train-2026-11-23-3"],
+        {r"(gensim.*|FULL-W2V.*)": r"\1", r"wiki100 (\S+) (\S+) float32": r"\1, `\2`"},
         [SPEED, SECONDS, *SCORES, Column("rows read of used", "rows read [% of used]", ".1f %")],
     ),
     "whole": Table(
@@ -113,11 +105,8 @@ TABLES = {
         [SPEED, SECONDS, *SCORES],
     ),
     "stages": Table(
-        numbered("train-2026-11-21", 1, 4, 3),
-        {
-            rf"wiki100 adam (\S+) (\S+) {SHARED}": r"`\1`, \2, shared negatives",
-            r"wiki100 adam (\S+) (\S+)": r"`\1`, \2",
-        },
+        ["train-2026-11-23-3"],
+        {r"wiki100 (\S+) (\S+) float32": r"\1, `\2`"},
         [Column(title, f"{stage} [us]", ".0f") for stage, title in STAGES.items()],
     ),
     "zipf": Table(
@@ -137,16 +126,6 @@ TABLES = {
             r"(.* GPUs?),.* mapped:(\S+) (batch \d+).*": r"\1, \3, cache \2, 1 step",
         },
         [SPEED, Column("GB/s each way per GPU", "to GPU [GB/s]", ".1f")],
-    ),
-    "optimizers": Table(
-        ["optimizers-2026-11-21"],
-        {r"(.*)": r"\1"},
-        [
-            *SCORES,
-            Column("held-out loss", "held-out loss", ".3f"),
-            SECONDS,
-            Column("seeds", "seeds", ".0f"),
-        ],
     ),
     "cpu": Table(
         ["cpu-2026-11-22-4"],
@@ -225,13 +204,10 @@ TABLES = {
         ],
     ),
     "gensim": Table(
-        ["tuning-2026-11-22", "tuning-2026-11-23"],
-        {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+)": r"\1, \2"},
+        ["tuning-2026-11-23"],
+        {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+.*)": r"\1, \2"},
         ALL_SCORES,
         sources=False,
-    ),
-    "drawn": Table(
-        ["tuning-2026-11-22-2"], {r"(wiki|books) auto (\w+)": r"\1, \2"}, ALL_SCORES, sources=False
     ),
     "cbow": Table(
         ["tuning-2026-11-22-5"],
@@ -240,7 +216,7 @@ TABLES = {
         sources=False,
     ),
     "beginnings": Table(
-        ["tuning-2026-11-22", "tuning-2026-11-23"],
+        ["tuning-2026-11-23"],
         {r"(wiki|books):(\S+) (?:auto )?(gensim alpha=\S+|Adam)": r"\1 \2 M, \3"},
         ALL_SCORES,
         sources=False,
@@ -321,7 +297,7 @@ class Cited(NamedTuple):
 WIKI = "wiki100 {} {} float32".format
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% "
 ZIPF += "negative_pool=65536 for 8 steps"
-TRAIN = "train-2026-11-21-2"
+TRAIN = "train-2026-11-23-3"
 BASE = "baselines-2026-11-20"
 COLD = ("run-2026-11-23-3", "wiki100, first command")
 WARM = ("run-2026-11-23-3", "wiki100, ids cached")
@@ -422,19 +398,8 @@ CITED = [
     ),
     Cited(
         PERFORMANCE,
-        "{:.0f} of {:.0f} M words/s. Rows then move",
-        [(TRAIN, WIKI("adamw", engine), "words/s") for engine in ("mapped:50%", "resident")],
-    ),
-    Cited(
-        PERFORMANCE,
-        "than gensim ({:.1f} against {:.1f} %), but its SimLex-999 is lower ({:.3f} against "
-        "{:.3f})",
-        [
-            (TRAIN, WIKI("adamw", "resident"), "analogies [%]"),
-            (BASE, "gensim 4.4, 16 workers, 5 epochs", "analogies [%]"),
-            (TRAIN, WIKI("adamw", "resident"), "simlex999"),
-            (BASE, "gensim 4.4, 16 workers, 5 epochs", "simlex999"),
-        ],
+        "{:.0f} of {:.0f} M words/s. Batches are then half",
+        [(TRAIN, WIKI("adam", engine), "words/s") for engine in ("mapped:50%", "resident")],
     ),
     Cited(
         PERFORMANCE,
@@ -452,11 +417,6 @@ CITED = [
             ("zipf-2026-11-22", ZIPF, "words/s"),
             ("zipf-2026-11-22-2", f"{ZIPF} transfer.lookahead=false", "words/s"),
         ],
-    ),
-    Cited(
-        PERFORMANCE,
-        "AdamW has {:.1f} ± {:.1f} % with three seeds",
-        [(TRAIN, WIKI("adamw", "resident"), f"analogies{kind} [%]") for kind in ("", " stdev")],
     ),
     Cited(
         PERFORMANCE,
@@ -494,14 +454,6 @@ CITED = [
         "docs/planning.md",
         "{:.3f} rows read per word, that bound is 92 M words/s; {:.1f} are measured",
         [("zipf-2026-11-22", ZIPF, "read [rows a word]"), ("zipf-2026-11-22", ZIPF, "words/s")],
-    ),
-    Cited(
-        "docs/paging.md",
-        "a step takes {:.0f} us in place of {:.0f} with the tables on the GPU",
-        [
-            ("train-2026-11-21-3", WIKI("adam", "mapped:75%"), "step [us]"),
-            ("train-2026-11-21", WIKI("adam", "resident"), "step [us]"),
-        ],
     ),
     Cited(
         "docs/CHANGELOG.md",

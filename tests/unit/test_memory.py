@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from w2v.config import ConfigError, OptimizerConfig, load_config
+from w2v.config import ConfigError, load_config
 from w2v.distributed.ranks import Ranks
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
@@ -67,9 +67,8 @@ def with_cache(rows):
 
 @pytest.mark.parametrize("name, dim", [("Adam", 7), ("SGD", 128), ("NAdam", 33)])
 def test_table_bytes_are_those_of_tables(name, dim):
-    optimizer = RowOptimizer(OptimizerConfig(name=name))
     task = make_task(f"optimizer.name={name}", f"model.vector_size={dim}", counts=11)
-    layout = optimizer.states(dim), optimizer.scalars, "cpu"
+    layout = task.optimizer.states(dim), task.optimizer.scalars, "cpu"
     table = Table("input", 11, dim, *layout, alignment=task.alignment)
     assert task.table_bytes == 2 * table.bytes
 

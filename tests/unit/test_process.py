@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from w2v.system import process
 from w2v.system.process import Signals, cores, describe_environment, git_commit
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +109,19 @@ def test_commit_is_unknown_without_git(monkeypatch):
     monkeypatch.delenv("W2V_COMMIT", raising=False)
     monkeypatch.setenv("PATH", "")
     assert git_commit() == "unknown"
+
+
+def test_commit_is_read_without_a_lock_of_the_clone(monkeypatch, tmp_path):
+    """A run that is killed at that moment would leave the lock behind."""
+    monkeypatch.delenv("W2V_COMMIT", raising=False)
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "w2v" / "system" / "process.py"))
+    (tmp_path / "file").write_text("text")
+    for command in ("init", "add file", "-c user.name=x -c user.email=x commit -m x"):
+        subprocess.run(["git", "-C", tmp_path, *command.split()], check=True)
+    head = git_commit()
+    index = (tmp_path / ".git" / "index").read_bytes()
+    os.utime(tmp_path / "file", (0, 0))  # with the lock, git would write the new time
+    assert git_commit() == head and not head.endswith("-dirty")
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    (tmp_path / "file").write_text("another text")
+    assert git_commit() == f"{head}-dirty"

@@ -208,8 +208,14 @@ def git_commit() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # installed, perhaps in a folder of another repository
         return "unknown"
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    try:
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), "--no-optional-locks", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # `describe --dirty` locks the index, and would leave the lock behind if it were killed.
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("describe", "--always") + ("-dirty" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -32,7 +32,8 @@ from w2v.training.checkpoint import Checkpoint, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("W2V_KILLS", "2"))
-
+PHASE_KILLS = min(KILLS, 20)
+TEST_KILLS = 5  # at most, so that the tests of a phase can share the cores
 
 PAGED = ["train.device=cuda", "transfer.engine=mapped", "transfer.gpu_bytes=60%"]
 PAGED += ["model.negative=2", "train.epochs=1"]
@@ -46,7 +47,7 @@ def arguments(tmp_path_factory):
 
 
 def on_gpus(number):
-    return pytest.param(number, marks=pytest.mark.gpu, id=f"{number} GPU")
+    return pytest.param(number, marks=pytest.mark.gpu, id=f"{number}GPU")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(0, id="CPU"), on_gpus(1), on_gpus(2)])
@@ -77,6 +78,12 @@ def job(gpus, programs, arguments, tmp_path_factory):
 def run_forked(programs, *arguments, ranks):
     programs.start(*arguments, ranks=ranks, forked=True)
     return programs.wait()
+
+
+def parts(kills):
+    """Return how many kills each test has, and from which one on."""
+    each = [(first, min(TEST_KILLS, kills - first)) for first in range(0, kills, TEST_KILLS)]
+    return pytest.mark.parametrize("first, kills", each)
 
 
 def phases(run):
@@ -115,9 +122,10 @@ def kill_and_resume(job, folder, kills, moment, prepare=lambda: None):
     print(f"{killed} kills, {finished} runs finished")
 
 
-def test_kills_at_random_moments(job, tmp_path):
-    rng, seconds = random.Random(KILLS), sum(phases(job[2]).values())
-    kill_and_resume(job, tmp_path, KILLS, lambda runs: time.sleep(rng.uniform(0, seconds)))
+@parts(KILLS)
+def test_kills_at_random_moments(job, tmp_path, first, kills):
+    rng, seconds = random.Random(first), sum(phases(job[2]).values())
+    kill_and_resume(job, tmp_path, kills, lambda runs: time.sleep(rng.uniform(0, seconds)))
 
 
 # What a run prints when a phase has begun; a checkpoint shows by its folder.
@@ -130,10 +138,11 @@ BEGINS = {
 }
 
 
+@parts(PHASE_KILLS)
 @pytest.mark.parametrize("phase", BEGINS)
-def test_kills_in_each_phase(job, tmp_path, phase):
+def test_kills_in_each_phase(job, tmp_path, phase, first, kills):
     programs, arguments, whole, _ = job
-    rng, seconds = random.Random(KILLS), phases(whole)[phase]
+    rng, seconds = random.Random(first), phases(whole)[phase]
     cache = Path(arguments[1].partition("=")[2]) / "cache"
 
     def has_begun(runs):
@@ -149,7 +158,7 @@ def test_kills_in_each_phase(job, tmp_path, phase):
         if phase == "reading":
             shutil.rmtree(cache, ignore_errors=True)
 
-    kill_and_resume(job, tmp_path, min(KILLS, 20), moment, forget_text)
+    kill_and_resume(job, tmp_path, kills, moment, forget_text)
     assert not list(cache.glob("*.partial"))
 
 

@@ -311,6 +311,9 @@ def strict(text):
 def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, changes, words):
     assert train.main(tiny_arguments(tmp_path, **changes)) == 0
     assert words in capsys.readouterr().out
+    [run] = (tmp_path / "runs").iterdir()
+    assert train.main(["--resume", str(run)]) == 0
+    assert words in capsys.readouterr().out
     for path in (tmp_path / "runs").rglob("*.json*"):
         for text in (
             path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]

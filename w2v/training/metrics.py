@@ -80,10 +80,11 @@ class Metrics:
         link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
         state: dict[str, float] | None = None,  # of the saved run; later lines are cut off
     ):
-        state = state or {}
+        # What is null in the file was NaN.
+        state = {key: math.nan if value is None else value for key, value in (state or {}).items()}
         self.step = int(state.get("step", 0))
         self.words = int(state.get("words", 0))
-        self.loss: float = math.nan if state.get("mean_loss") is None else state["mean_loss"]
+        self.loss: float = state.get("mean_loss", math.nan)
         self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
         self._total_words, self._log_seconds = total_words, log_seconds
         self._loss, self._pairs = Total(state.get("loss", 0)), Total(state.get("pairs", 0))

@@ -135,6 +135,7 @@ def make(
         config.train.batch_size,
         seed=1,
         device=torch.device(device),
+        block_words=max(0, config.train.block_words),  # 0 for auto
         subsample=step.kernels.subsample,
         draw=step.kernels.draw,
     )
@@ -188,6 +189,23 @@ def test_60_steps_and_40_more_are_100(tmp_path, name, place):
 def test_hierarchical_softmax_resumes(tmp_path, negative, what):
     more = ["model.hs=true", f"model.negative={negative}", "train.batch_size=40"]
     more.append("train.epochs=2")
+    whole = trained(tmp_path / "whole", *more, **what)
+    stopped(tmp_path / "run", *more, stop_after=57, **what)
+    assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)
+
+
+@pytest.mark.parametrize(
+    "place, kernels",
+    [
+        ("resident", "cpu"),
+        ("tight", "reference"),
+        pytest.param("gpu", "reference", marks=pytest.mark.gpu),
+        pytest.param("mapped", "reference", marks=pytest.mark.gpu),
+    ],
+)
+def test_weighed_windows_and_mixed_blocks_resume(tmp_path, place, kernels):
+    more = ["model.shrink_by=weigh", "train.block_words=7", "train.epochs=2"]
+    what = {"place": place, "kernels": kernels, "steps_per_page": 3}
     whole = trained(tmp_path / "whole", *more, **what)
     stopped(tmp_path / "run", *more, stop_after=57, **what)
     assert_same(trained(tmp_path / "run", *more, **what), whole, steps=100)

@@ -35,6 +35,7 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
         b"",
         b"not vectors\nat all\n",
         b"5 3\nthe 1 2 3\n",
+        b"2 0\na\nb\n",
         b"\x80\x04garbage",
         pickle.dumps({"a": 1}),
     ],

@@ -92,7 +92,10 @@ def load_words(run: str | Path) -> KeyedVectors | Words:
             return _load_kv(path)
         from gensim.models import KeyedVectors
 
-        return KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        if not kv.vectors.size:
+            raise ValueError(f"{len(kv)} words of {kv.vector_size} dimensions")
+        return kv
 
 
 class _Unpickler(pickle.Unpickler):

@@ -38,6 +38,7 @@ PROGRAMS = {  # config files for train.py, and settings
 CLASSES: dict[str, dict[str, Any]] = {
     "gensim": {},
     "gensim alpha .05": {"alpha": 0.05},
+    "gensim sentences": {"sentences": True},  # in place of a corpus_file
     "Word2Vec SGD": {"optimizer": "SGD", "alpha": 0.025, "device": "cpu"},
     "Word2Vec Adam": {"optimizer": "Adam", "device": "cpu"},
     "Word2Vec Adamax": {"optimizer": "Adamax", "device": "cpu"},
@@ -76,17 +77,22 @@ def gensim(corpus: Path, epochs: int, seed: int, folder: Path, given: dict[str, 
         from w2v import Word2Vec
     else:
         from gensim.models import Word2Vec
+    from gensim.models.word2vec import LineSentence
     from gensim.test.utils import datapath
 
+    text: dict[str, Any] = {"corpus_file": str(corpus)}
+    if "sentences" in given:
+        given = {name: value for name, value in given.items() if name != "sentences"}
+        text = {"corpus_iterable": LineSentence(str(corpus))}
     clock = Clock()
     settings = dict(vector_size=100, window=5, sample=1e-4, min_count=5, workers=cores(), seed=seed)
     model = Word2Vec(**settings, epochs=max(1, epochs), **given)
-    model.build_vocab(corpus_file=str(corpus))
+    model.build_vocab(**text)
     words = model.corpus_total_words
     clock.done("ingest", words)
     if epochs:
         totals = dict(total_words=words, total_examples=model.corpus_count)
-        model.train(corpus_file=str(corpus), epochs=epochs, **totals)
+        model.train(**text, epochs=epochs, **totals)
         clock.done("training", words * epochs)
         accuracy, _ = model.wv.evaluate_word_analogies(datapath("questions-words.txt"))
         clock.done("evaluation")

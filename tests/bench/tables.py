@@ -163,14 +163,6 @@ TABLES = {
     "inputs": Table(
         ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]
     ),
-    "models": Table(
-        ["train-2026-11-22"],
-        {r"(.*)": r"\1"},
-        [
-            Column("resident, M words/s", "resident [words/s]", ".0f", 1e-6),
-            Column("half of the rows cached", "mapped:50% [words/s]", ".0f", 1e-6),
-        ],
-    ),
     "library": Table(["library-2026-11-22-2"], {r".* ids: (.*)(?<!pages, fused)": r"\1"}, STEPS),
     "fused": Table(["library-2026-11-23"], {r".* ids: (.*), pages, fused": r"\1"}, STEPS),
     "clicks": Table(

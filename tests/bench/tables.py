@@ -226,7 +226,7 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        ["ranks-2026-11-22", "ranks-2026-11-22-2", "ranks-2026-11-23", "ranks-2026-11-23-2"],
+        ["ranks-2026-11-22-2", "ranks-2026-11-23", "ranks-2026-11-23-2"],
         {r"(.*)": r"\1"},
         [
             Column("one GPU, M words/s", "one [words/s]", ".0f", 1e-6),

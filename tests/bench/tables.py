@@ -151,14 +151,9 @@ TABLES = {
         ],
     ),
     "cores": Table(
-        ["cpu-2026-11-22", "cpu-2026-11-22-2", "cpu-2026-11-23-2", "cpu-2026-11-23-4"],
-        {r"(.* cores?.*)": r"\1"},
-        [
-            Column("gensim, M words/s", "gensim [words/s]", ".2f", 1e-6),
-            Column("w2v SGD", "SGD [words/s]", ".2f", 1e-6),
-            Column("w2v Adam", "Adam [words/s]", ".2f", 1e-6),
-            Column("w2v SGD, tree", "tree [words/s]", ".2f", 1e-6),
-        ],
+        ["cpu-2026-11-22-4", "cpu-2026-11-23"],
+        {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},
+        [SPEED, ANALOGIES],
     ),
     "inputs": Table(
         ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]

@@ -331,6 +331,11 @@ def test_plan_says_where_one_gpu_is_about_as_fast(monkeypatch, batch, gpu_bytes,
     assert str(made).count("one GPU has room for all") == said
 
 
+def test_ranks_without_gpus_are_warned_of(caplog):
+    make_plan(configured("train.device=cpu"), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
+    assert any("2 ranks without GPUs" in message for message in caplog.messages)
+
+
 def test_vocabulary_smaller_than_the_ranks_is_an_error():
     with pytest.raises(ConfigError, match="3 words.*5 ranks"):
         make_plan(configured("train.device=cpu"), zipf_text(3, 1000), ranks=Many(4, 5, None))

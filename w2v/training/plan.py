@@ -285,6 +285,9 @@ def make_plan(
     if not task.on_gpu and config.train.precision != "float32":
         slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")
+    if ranks.size > 1 and not task.on_gpu:
+        slow = f"{ranks.size} ranks without GPUs are slower than one process with all cores"
+        log.warning(f"{slow}; leave out --gpus or torchrun")
     chosen = chosen | shared | mixed
     return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
 

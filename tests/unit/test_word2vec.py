@@ -541,6 +541,16 @@ def test_subsampling_is_gensims(sample):
     np.testing.assert_allclose(model.wv.expandos["sample_int"] / 2**32, kept, rtol=1e-6)
 
 
+def test_further_words_are_subsampled_as_gensim_counts_them():
+    model = Word2Vec(**SMALL | {"sample": 1e-2})
+    model.build_vocab(sentences(1000))
+    more = [["new", "w1", "w2", "new"]] * 250
+    model.build_vocab(more, update=True)
+    trained, _ = model.train(more, total_examples=len(more), epochs=1)
+    kept = [model.wv.get_vecattr(word, "sample_int") / 2**32 for line in more for word in line]
+    assert trained == pytest.approx(sum(kept), rel=0.1)
+
+
 @pytest.mark.parametrize("shrink_windows", [True, False])
 def test_a_window_wider_than_any_sentence_is_the_whole_sentence(shrink_windows):
     arguments = {"window": 10**9, "shrink_windows": shrink_windows, "compute_loss": True, "sg": 1}

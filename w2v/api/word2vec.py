@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -229,7 +229,8 @@ class Word2Vec(word2vec.Word2Vec):
             except NoKnownWords as error:  # gensim does not raise here either
                 log.warning(f"{error}; nothing is trained")
                 return 0, error.raw_words * epochs
-            vocab = Vocab(words, counts, corpus.raw_words, len(words))
+            sample_ints = self.wv.expandos["sample_int"][:size]
+            vocab = GensimsVocab(words, counts, corpus.raw_words, len(words), sample_ints)
             start = time.monotonic()
             threads = torch.get_num_threads()
             torch.set_num_threads(max(1, min(self.workers, cores())))
@@ -422,6 +423,20 @@ class Word2Vec(word2vec.Word2Vec):
             syn1 = self.syn1[: nodes.stop - nodes.start]
             parts.append(Part("nodes", step.outputs, nodes, syn1))
         return parts
+
+
+@dataclass(frozen=True, eq=False)
+class GensimsVocab(Vocab):
+    """Words that are subsampled as gensim has decided when it counted them.
+
+    After `build_vocab(update=True)`, its probabilities are those of the counts in the last text.
+    """
+
+    sample_ints: np.ndarray  # uint32, shares of 2 ** 32 - 1
+
+    def keep_probabilities(self, sample: float) -> np.ndarray:
+        """Return the probability that an occurrence of each word is kept."""
+        return self.sample_ints / (2**32 - 1) if sample else np.ones(len(self.words))
 
 
 class Part(NamedTuple):

@@ -331,6 +331,13 @@ def test_plan_says_where_one_gpu_is_about_as_fast(monkeypatch, batch, gpu_bytes,
     assert str(made).count("one GPU has room for all") == said
 
 
+def test_automatic_arguments_have_an_eps_for_float16(caplog):
+    settings = "train.device=cpu", "train.precision=fp16", "optimizer.args={}"
+    made = make_plan(configured(*settings), zipf_text(2000, 80_000))
+    assert made.config.optimizer.args["eps"] == 1
+    assert not any("divides by its eps" in message for message in caplog.messages)
+
+
 def test_ranks_without_gpus_are_warned_of(caplog):
     make_plan(configured("train.device=cpu"), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
     assert any("2 ranks without GPUs" in message for message in caplog.messages)

@@ -233,8 +233,7 @@ def make_plan(
     machine = Machine.here(ranks)
     device = choose_device(config, machine)
     # These refuse what cannot be paged or computed, before anything is read.
-    optimizer = RowOptimizer(config.optimizer)
-    kernels = choose_kernels(config, machine, device, optimizer, ranks)
+    kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
     config, chosen = auto.choose(
@@ -281,7 +280,7 @@ def make_plan(
     # Only now, so that a plan that is made anew for a smaller batch warns once.
     if kernels != "sequential" and given.train.batch_size:
         warn_of_few_steps(given, vocab)
-    warn_of_small_eps(config, optimizer)
+    warn_of_small_eps(config, task.optimizer)
     if not task.on_gpu and config.train.precision != "float32":
         slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")

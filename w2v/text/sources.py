@@ -99,7 +99,15 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def is_plain(path: Path) -> bool:
     """Whether the file itself is the text: neither compressed nor JSON."""
-    return path.suffix.lower() not in PACKED and ".jsonl" not in path.suffixes[-2:]
+    return not (_is_packed(path) or _is_json(path))
+
+
+def _is_packed(path: Path) -> bool:
+    return path.suffix.lower() in PACKED
+
+
+def _is_json(path: Path) -> bool:
+    return ".jsonl" in path.suffixes[-2:]
 
 
 @contextmanager
@@ -113,12 +121,11 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     with refused(CorpusError, f"{path} cannot be read", remedy):
         file: Any
         with _opener(path)(path, "rb") as file:
-            is_json = ".jsonl" in path.suffixes[-2:]
-            yield BufferedReader(_JsonText(file, path, field)) if is_json else file
+            yield BufferedReader(_JsonText(file, path, field)) if _is_json(path) else file
 
 
 def _opener(path: Path) -> Callable[..., Any]:
-    if path.suffix.lower() not in PACKED:
+    if not _is_packed(path):
         return open
     import smart_open  # takes 50 ms
 

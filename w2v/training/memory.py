@@ -44,7 +44,7 @@ from w2v.vectors.export import EXPORT_BYTES
 
 PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
 COMPILER_BYTES = 196 << 20  # CPU memory of numba while it compiles kernels
-CUDA_BYTES = 800 << 20  # CPU memory of CUDA's context and libraries
+CUDA_BYTES = 768 << 20  # CPU memory of CUDA's context and libraries
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities

@@ -16,7 +16,7 @@ from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Ahead
 from w2v.kernels.reference import ReferenceKernels, unique_rows
-from w2v.transfer.cache import MOST_USES, RowUses, wrapped
+from w2v.transfer.cache import AGE, MOST_USES, RowUses, wrapped
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
@@ -176,13 +176,18 @@ def test_least_frequent_rows_are_evicted_first():
 def test_uses_are_counted_and_pages_numbered_by_16_bits():
     uses = RowUses(9, torch.device("cpu"))
     rows_U = torch.tensor([1, 3])
-    for page in (1, 32766, 32767, 32768, 65536, 70000):
-        uses.note(rows_U, page)
-        later = [uses.page_of_V - wrapped(other) > 0 for other in (page - 1, page, page + 300)]
-        assert torch.stack(later)[:, 3].tolist() == [True, False, False]
-    uses.age(70001)
-    assert uses.count_V.tolist() == [0, 3, 0, 3, 0, 0, 0, 0, 0]
-    assert not (uses.page_of_V - wrapped(70002) >= 0).any()
+    for page in range(1, 70001):
+        assert uses.begin(is_ahead=True) == page
+        if page in (1, 32766, 32767, 32768, 65536, 70000):
+            uses.note(rows_U, page)
+            later = [uses.page_of_V - wrapped(other) > 0 for other in (page - 1, page, page + 300)]
+            assert torch.stack(later)[:, 3].tolist() == [True, False, False]
+    assert not (uses.page_of_V - wrapped(70001) >= 0).any()
+    # The uses before are halved at pages 65,536 and 69,632, and at many before.
+    assert uses.count_V.tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
+    for _ in range(AGE):
+        assert uses.begin(is_ahead=False) == 0
+    assert not uses.count_V.any()
     uses.count_V.fill_(MOST_USES)
     uses.note(rows_U, 0)
     assert uses.count_V.min() == MOST_USES

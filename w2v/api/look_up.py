@@ -100,10 +100,11 @@ class LookUp:
         group: The group that the tables are in.
         spans: The tables.
         ids: The ids of each; with `are_rows` numbers of rows of all tables, in any order.
-        number: Number of the page, 0 for ids that were not announced.
+        is_ahead: Whether they are those of an announced page.
         is_filled: Whether -1 stands behind the rows on a GPU, and for all if an id is no row.
 
     Attributes:
+        number: Number of the page, 0 for ids that were not announced.
         places_N: The place of each id among the rows.
         rows_N: The rows of all tables, on a GPU in a buffer as long as the ids.
         narrow_N: They in 32 bits, on a GPU.
@@ -128,11 +129,11 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[cuda_cache.Span],
         ids: Sequence[Tensor],
-        number: int = 0,
+        is_ahead: bool = False,
         is_filled: bool = False,
         are_rows: bool = False,
     ):
-        self.group, self.spans, self.number = group, spans, number
+        self.group, self.spans = group, spans
         self.is_given = False
         self.waiting: dict[int, tuple[int, Seen, Tensor]] = {}
         self._later: Later | None = None
@@ -142,6 +143,7 @@ class LookUp:
         size = len(spans), len(spans[0].first_rows)
         self.uses = group.uses  # others, once a table has left the group
         uses = self.uses if size[1] == 1 else RowUses(0, group.device)
+        self.number = number = uses.begin(is_ahead)
         if group.device.type == "cuda" and any(its.numel() for its in ids):
             its_spans = _spans_of(tuple(spans), group.device)
             self._later = Later(cuda_cache.numbers_of(size[0] * size[1]))
@@ -155,8 +157,6 @@ class LookUp:
             self._look_up_on_cpu([its.to(group.device).long().flatten() for its in ids], are_rows)
             if not self._numbers[1]:
                 uses.note(self.rows_N, number)
-        if number:
-            uses.announced = number
 
     def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
         """Find the rows by torch, sorted by keys of span and row."""
@@ -426,9 +426,8 @@ def look_up_together(
         by_group.setdefault(its.store.group, []).append(its)
     for group, parts in by_group.items():
         with group.lock:
-            number = group.uses.announced + 1 if is_ahead else 0
             ids = [part.ids for part in parts]
-            look_up = kind(group, [part.span for part in parts], ids, number, is_filled)
+            look_up = kind(group, [part.span for part in parts], ids, is_ahead, is_filled)
         for index, part in enumerate(parts):
             part.look_up, part.index = look_up, index
 

@@ -82,8 +82,7 @@ class RoutedLookUp(LookUp):
             for its in self.spans
         ]
         with self.group.lock:
-            number = self.group.uses.announced + 1 if is_ahead else 0
-            found = LookUp(self.group, spans, [rows_M], number, are_rows=True)
+            found = LookUp(self.group, spans, [rows_M], is_ahead, are_rows=True)
         self.owned = [
             UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
         ]

@@ -15,7 +15,6 @@ from torch import Tensor
 from w2v.kernels.launch import THREADS, blocks_for, launch
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
-ORDER_ROWS = 1 << 20  # of an order that are inverted at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/log.md has the figures).
 EXCHANGE_BLOCKS = 16
@@ -37,13 +36,15 @@ class Moves(NamedTuple):
 class Listed(NamedTuple):
     """Rows that a page needs, in lists, and pages to come.
 
-    A row is evicted last if `page_of_V` has a page after `page` for it, by numbers of 16 bits. Rows
-    are of one table.
+    A row is evicted last if `page_of_V` has a page after `page` for it, by numbers of 16 bits, or
+    if it has more than `limit` uses; this rises where others do not suffice. Rows are of one table.
     """
 
     lists: list[Tensor]  # int64
     page_of_V: Tensor  # int16
     page: int
+    count_V: Tensor  # int16, uses
+    limit: Tensor  # int64
 
 
 class MovePlanner:
@@ -52,7 +53,7 @@ class MovePlanner:
     Args:
         slots: Capacity of the cache in rows.
         slot_of_TV: The slot of each row.
-        order_N: int32, rows by falling expected use.
+        order_N: int32, rows by falling expected use; by default as they are numbered.
 
     Attributes:
         counters: int64 [5]: slots in use, rows used, read and written so far, and rows for which
@@ -62,22 +63,21 @@ class MovePlanner:
             and rows that were refused since no slot is left at all.
     """
 
-    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
-        rows, device = order_N.shape[0], order_N.device
+    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor | None = None):
+        self._rows, device = slot_of_TV.numel(), slot_of_TV.device
         self._slots = slots
         self._slot_of_TV = slot_of_TV
         self._order_N = order_N
-        self._warps = -(-rows // WARP_ROWS)
+        self._warps = -(-self._rows // WARP_ROWS)
         # Bits by place in the order: rows that two plans want, cached rows, the lookahead window.
         bits = torch.zeros(4, self._warps * WARP_ROWS // 32, dtype=torch.int32, device=device)
         *self._wanted, self._cached_W, self._soon_W = bits
         counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
         self._counts = *counts, self._warps
         self._done = torch.zeros((), dtype=torch.int32, device=device)
-        self._position_of_N: Tensor | None = None  # the place of each row in the order
         self.counters = torch.zeros(5, dtype=torch.int64, device=device)
         numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
-        none = order_N[:0]
+        none = slot_of_TV.view(-1)[:0]
         self.moves = [Moves(none, none, none, its) for its in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
@@ -105,9 +105,9 @@ class MovePlanner:
             marks = None, None, 0, *marks_TV[1:]
         else:
             if marks_TV is not None:
-                self._make_room(number, self._order_N.shape[0])
-            marks = marks_TV, soon_V, self._slot_of_TV.shape[1], None, 0
-        order = self._order_N, self._order_N.shape[0]
+                self._make_room(number, self._rows)
+            marks = marks_TV, soon_V, self._slot_of_TV.shape[1], None, 0, None, None
+        order = self._order_N, self._rows
         *lists, numbers = self.moves[number % 2]
         found = self._done, self.counters, numbers, self._notices[number % 2]
         room = self._slots, is_final
@@ -123,25 +123,19 @@ class MovePlanner:
         room = min(self._slots, wanted)
         if moves.entering.shape[0] < room:
             torch.cuda.synchronize()  # moves on another stream may read the lists that go
-            room = min(self._slots, self._order_N.shape[0], room + room // 8)
+            room = min(self._slots, self._rows, room + room // 8)
             shape = 3, room
-            lists = torch.empty(shape, dtype=torch.int32, device=self._order_N.device).unbind()
+            lists = torch.empty(shape, dtype=torch.int32, device=moves.slots.device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.numbers)
 
     def _mark(self, lists: Sequence[Tensor], wanted_W: Tensor) -> None:
         """Set the bits of rows in words that are 0."""
-        if self._position_of_N is None:
-            self._position_of_N = torch.empty_like(self._order_N)
-            start = 0
-            for part_n in self._order_N.split(ORDER_ROWS):  # their indices take 8 bytes each
-                end = start + len(part_n)
-                places_n = torch.arange(start, end, dtype=torch.int32, device=part_n.device)
-                self._position_of_N.index_copy_(0, part_n.long(), places_n)
-                start = end
-        for rows_U in lists:
-            count = rows_U.shape[0]
-            marked = rows_U, count, self._position_of_N, wanted_W
-            launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
+        assert self._order_N is None, "rows in lists are ordered by number"
+        for first in range(0, len(lists), 2):
+            rows_U, more_U = lists[first], lists[min(first + 1, len(lists) - 1)]
+            counts = rows_U.shape[0], more_U.shape[0]
+            marked = rows_U, counts[0], more_U, counts[1], wanted_W
+            launch("cache.cu", "mark_rows", {}, blocks_for(sum(counts)), *marked)
 
 
 class Span(NamedTuple):

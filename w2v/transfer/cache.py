@@ -32,10 +32,7 @@ from w2v.transfer.engine import Engine, TransferStats, cache_too_small
 from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
 
-# Lists after which a `CachedLink` orders rows by use: first, and at most between two times.
-FIRST_ORDER = 16
-LONGEST_ORDER = 8192
-PART_ROWS = 1 << 22  # of a table, at a time, where all of them would take much memory
+AGE = 4096  # look-ups after which those before count for half
 MOST_USES = 2**15 - 1  # that are counted
 
 
@@ -47,8 +44,6 @@ class RowCache(Engine, ABC):
         tables: Tables of one shape.
         slots: Rows that the cache holds, its capacity.
         device: The compute device.
-        uses_TV: Expected uses of each row: rows used least are evicted first. By default rows are
-            taken to be in order of frequency.
         is_timed: Whether stats tell how long the computation waits.
     """
 
@@ -60,7 +55,6 @@ class RowCache(Engine, ABC):
         tables: Sequence[Table],
         slots: int,
         device: torch.device,
-        uses_TV: Tensor | None = None,
         is_timed: bool = True,
     ):
         assert len({(table.rows, table.width) for table in tables}) == 1, "tables of one shape"
@@ -69,7 +63,6 @@ class RowCache(Engine, ABC):
         self.slots = slots
         shape = len(tables), tables[0].rows
         assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
-        self._order_N = _order_by_use(shape, device, uses_TV)
         # The last record is a dummy, slot S, to which rows without a slot point.
         records = slots + 1, tables[0].width
         self._records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
@@ -173,7 +166,8 @@ class RowCache(Engine, ABC):
 class TorchCache(RowCache):
     """Row cache over any link, planned in plain torch.
 
-    It is the specification of `MappedCache`.
+    It is the specification of `MappedCache`. `uses_TV` are expected uses of each row: rows used
+    least are evicted first. By default rows are taken to be in order of frequency.
     """
 
     def __init__(
@@ -185,7 +179,8 @@ class TorchCache(RowCache):
         uses_TV: Tensor | None = None,
         is_timed: bool = True,
     ):
-        super().__init__(link, tables, slots, device, uses_TV, is_timed)
+        super().__init__(link, tables, slots, device, is_timed)
+        self._order_N = _order_by_use(self._slot_of_TV.shape, device, uses_TV)
         # By place in the order: rows that two plans want, cached rows, and the lookahead window.
         bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
         *self._wanted, self._cached_N, self._soon_N = bits
@@ -202,9 +197,11 @@ class TorchCache(RowCache):
     def _make_plan(
         self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
     ) -> None:
-        if isinstance(marks_TV, Listed):
-            soon_V = marks_TV.page_of_V - wrapped(marks_TV.page) > 0
-            rows_U = torch.cat(marks_TV.lists)
+        listed = marks_TV if isinstance(marks_TV, Listed) else None
+        if listed:
+            soon_V = listed.page_of_V - wrapped(listed.page) > 0
+            soon_V |= listed.count_V > listed.limit
+            rows_U = torch.cat(listed.lists)
             marks_TV = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = self._wanted[self._plan % 2]
         if marks_TV is not None:
@@ -224,6 +221,8 @@ class TorchCache(RowCache):
         )
         empty = self.slots - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable[0]) + len(evictable[1]))
+        if listed and len(evictable[0]) < evictions:
+            listed.limit.add_(1).clamp_(max=MOST_USES)
         # The least frequent ones of both kinds, those of the lookahead window last.
         late = max(0, evictions - len(evictable[0]))
         kept = len(evictable[0]) - evictions + late, len(evictable[1]) - late
@@ -270,7 +269,7 @@ class TorchCache(RowCache):
 
 
 class MappedCache(RowCache):
-    """Row cache over pinned tables, planned on the GPU.
+    """Row cache over pinned tables, planned on the GPU; else as a `TorchCache`.
 
     The CPU never waits for what a plan finds.
 
@@ -287,8 +286,11 @@ class MappedCache(RowCache):
         uses_TV: Tensor | None = None,
         is_timed: bool = True,
     ):
-        super().__init__(MappedLink(), tables, slots, device, uses_TV, is_timed)
-        self._planner = cuda_cache.MovePlanner(slots, self._slot_of_TV, self._order_N)
+        super().__init__(MappedLink(), tables, slots, device, is_timed)
+        # One table in order of its rows needs no list of them.
+        is_ordered = len(tables) > 1 or uses_TV is not None
+        order = [_order_by_use(self._slot_of_TV.shape, device, uses_TV)] if is_ordered else []
+        self._planner = cuda_cache.MovePlanner(slots, self._slot_of_TV, *order)
         addresses = [table.records_VR.data_ptr() for table in tables]
         self._addresses_T = torch.tensor(addresses, device=device)
 
@@ -337,15 +339,30 @@ class WholeTable(Engine):
 class RowUses:
     """Look-ups of each row, and the last page that is known to have it.
 
-    Pages are numbered from 1 on, by 16 bits; counts end at the largest number of 16 bits.
+    Pages are numbered from 1 on, by 16 bits; counts end at the largest number of 16 bits. Rows with
+    more than `limit` uses are evicted last; caches raise it.
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.is_empty = not rows
-        self.count_V = self.page_of_V = None
+        self.count_V = self.page_of_V = self.limit = None
         if rows:
             self.count_V, self.page_of_V = torch.zeros(2, rows, dtype=torch.int16, device=device)
-        self.announced = 0  # the last page
+            self.limit = torch.ones((), dtype=torch.int64, device=device)
+        self._announced = 0  # the last page
+        self._look_ups = 0
+
+    def begin(self, is_ahead: bool) -> int:
+        """Return the number of the page whose rows are looked up, if any."""
+        self._look_ups += 1
+        self._announced += is_ahead
+        if self._look_ups % AGE == 0 and not self.is_empty:
+            self.count_V >>= 1
+            self.limit >>= 1
+            # Pages long past keep their distance, so that no number comes round again.
+            last = wrapped(self._announced)
+            self.page_of_V.sub_(last).clamp_(min=-2 * AGE).add_(last)
+        return self._announced if is_ahead else 0
 
     def note(self, rows_U: Tensor, page: int) -> None:
         """Count a look-up of these rows, for a page if it is not 0."""
@@ -356,19 +373,12 @@ class RowUses:
         if page:
             self.page_of_V.index_fill_(0, rows_U, wrapped(page))
 
-    def age(self, page: int) -> None:
-        """Halve the counts; past pages become this one, whose number returns."""
-        self.count_V.copy_(self.count_V >> 1)
-        for part_n in self.page_of_V.split(PART_ROWS):
-            part_n.masked_fill_(part_n - wrapped(page) < 0, wrapped(page))
-
 
 class CachedLink(Link):
     """Link with a cache of a table's rows.
 
-    The rows used least are evicted first, and those of announced pages last. Use is counted: now
-    and then the cache is written back and begun anew in the order of the counts. A page that is
-    larger than the cache goes through the link beneath.
+    The rows used least are evicted first, and those of announced pages last. A page that is larger
+    than the cache goes through the link beneath.
 
     Rows are known by their memory: those of a page, or a part of them, are brought once for all
     calls that give the same tensor or a slice of it. A page may consist of several lists, such as
@@ -393,8 +403,6 @@ class CachedLink(Link):
         self._rows_used = 0
         self._uses = uses
         self._number = 0  # of the last page that was prefetched
-        self._lists = 0  # so far
-        self._next_order = FIRST_ORDER  # when the rows are ordered anew
         # The lists of the current page, and of the page that is on its way.
         self._current: dict[int, Tensor] = {}
         self._coming: dict[int, Tensor] = {}
@@ -425,11 +433,6 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        self._lists += len(lists)
-        if self._lists >= self._next_order and not self._is_whole:
-            self._next_order += min(7 * self._next_order, LONGEST_ORDER)
-            self.flush()
-            self._uses.age(self._number)  # the past counts for less
         if self._cache is None:
             self._cache = self._new_cache()
         names = range(-len(lists), 0) if part is None else [part]
@@ -442,9 +445,9 @@ class CachedLink(Link):
         if not isinstance(self._cache, RowCache):
             return
         self._number = number or self._number
-        self._cache.prefetch(
-            Listed(list(self._coming.values()), self._uses.page_of_V, self._number)
-        )
+        its, uses = list(self._coming.values()), self._uses
+        listed = Listed(its, uses.page_of_V, self._number, uses.count_V, uses.limit)
+        self._cache.prefetch(listed)
 
     def in_place(self, rows_U: Tensor) -> View | None:
         """Return the records in the cache and their slots, if it has room."""
@@ -496,9 +499,8 @@ class CachedLink(Link):
     def _new_cache(self) -> Engine:
         if self._is_whole:
             return WholeTable(self._table, self._device)
-        uses_TV = self._uses.count_V[None] if self._lists >= FIRST_ORDER else None
         # To time the waits costs the CPU as much as two launches a page.
-        given = [self._table], self.slots, self._device, uses_TV, False
+        given = [self._table], self.slots, self._device, None, False
         if isinstance(self._link, MappedLink):
             return MappedCache(*given)
         return TorchCache(self._link, *given)
@@ -517,22 +519,10 @@ def wrapped(page: int) -> int:
     return (page + 2**15) % 2**16 - 2**15
 
 
-def _order_by_use(shape: tuple[int, int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
+def _order_by_use(shape: Sequence[int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
     """Return the rows of all tables by falling expected use."""
     rows = shape[0] * shape[1]
     by_row_N = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
     if uses_TV is None:
         return by_row_N
-    uses_N = uses_TV.T.flatten()
-    if 2 * int(torch.count_nonzero(uses_N)) > rows:
-        return by_row_N[uses_N.argsort(descending=True, stable=True)]
-    # Rows without a use are not sorted: that takes 48 bytes each for a moment.
-    used = torch.nonzero(uses_N).flatten()
-    used = used[uses_N[used].argsort(descending=True, stable=True)]
-    order_N, end = torch.empty_like(by_row_N), len(used)
-    order_N[:end] = by_row_N[used]
-    for start in range(0, rows, PART_ROWS):
-        rest = torch.nonzero(uses_N[start : start + PART_ROWS] == 0).flatten() + start
-        order_N[end : end + len(rest)] = by_row_N[rest]
-        end += len(rest)
-    return order_N
+    return by_row_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]

@@ -1,13 +1,14 @@
 // Plan the moves of a cache of GPU rows, on the GPU: which rows are loaded into which slots, and
 // which are evicted for them.
 //
-// The rows of all tables stand in one order, by falling frequency. A row's state is one bit at its
-// position in that order. A warp handles a stretch of 32 words of 32 bits, one word per lane.
+// The rows of all tables stand in one order, by falling frequency, or, where their uses are counted,
+// by number. A row's state is one bit at its position in that order. A warp handles a stretch of 32
+// words of 32 bits, one word per lane.
 //
 // `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
 // and decides how many rows are loaded and evicted. `list` then writes their row ids and slots.
-// Rows are evicted in order of frequency, the least frequent first, and those that are used soon
-// after all others. The table of slots is read here and updated when the rows move (rows.cu).
+// Rows are evicted from the end of the order, and those that are used soon or more often than a
+// limit after all others. The table of slots is read here and updated when the rows move (rows.cu).
 
 #include "common.cuh"
 
@@ -36,7 +37,7 @@ struct Rows {
     unsigned* wanted;        // by this plan
     const unsigned* in_use;  // wanted by the previous plan, still computing; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
-    unsigned* soon;          // used within the lookahead window
+    unsigned* soon;          // used within the lookahead window, or often
 
     __device__ unsigned misses(long long word) const { return wanted[word] & ~cached[word]; }
     __device__ unsigned evictable(long long word) const {
@@ -95,18 +96,24 @@ __device__ int exclusive_sums(int* counts, int n) {
 // Whether a page comes after another. They are numbered by 16 bits: differences tell the order.
 __device__ bool is_later(short page, int other) { return (short)(page - other) > 0; }
 
+// Return the row at a position. order: the rows by frequency; null if it is their number.
+__device__ int row_at(const int* order, long long position) {
+    return order ? order[position] : position;
+}
+
 // Count the moves of a plan.
 //
 // marks: whether each row is wanted, and used_soon: whether each row of a table is used soon, which
 // may be null. Without marks, `wanted` has its bits from mark_rows, and page_of says which page is
-// the last to use a row: soon are those after `page`. With neither, rows that the previous call
-// left unplaced are placed. order: the rows by frequency.
+// the last to use a row: soon are those after `page`, and those with more than `limit` uses, which
+// rises where others do not suffice. With neither, rows that the previous call left unplaced are
+// placed.
 // misses, evict_first, evict_last: prefix sums over the stretches, written here.
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: number of blocks that have finished, 0 before and after.
 extern "C" __global__ void survey(
     ROWS, const bool* marks, const bool* used_soon, int rows, const short* page_of, int page,
-    const int* order, long long count, int* misses, int* evict_first, int* evict_last,
+    const short* uses, long long* limit, const int* order, long long count, int* misses, int* evict_first, int* evict_last,
     int stretches, long long slots, bool final,
     unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
     const Rows all = {wanted, in_use, cached, soon};
@@ -128,15 +135,16 @@ extern "C" __global__ void survey(
                 const long long position = 32 * (first + w) + lane_id();
                 unsigned marked = 0, marked_soon;
                 if (marks) {
-                    const int row = position < count ? order[position] : -1;
+                    const int row = position < count ? row_at(order, position) : -1;
                     marked = __ballot_sync(ALL, row >= 0 && marks[row]);
                     marked_soon =
                         __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
                 } else {
                     // Only rows that may be evicted: those in the cache are a part of all.
                     const bool may_go = __shfl_sync(ALL, evictable, w) >> lane_id() & 1;
-                    marked_soon =
-                        __ballot_sync(ALL, may_go && is_later(page_of[order[position]], page));
+                    const int row = may_go ? row_at(order, position) : 0;
+                    marked_soon = __ballot_sync(
+                        ALL, may_go && (uses[row] > *limit || is_later(page_of[row], page)));
                 }
                 if (w == lane_id()) {
                     if (marks) bits = marked;
@@ -183,6 +191,7 @@ extern "C" __global__ void survey(
     totals->written += evictions;
     totals->unplaced = notice->unplaced = all_misses - loads;
     if (final && all_misses > loads) notice->refused = all_misses - loads;
+    if (limit && from_last && *limit < MOST_USES) ++*limit;
     *done = 0;
 }
 
@@ -211,8 +220,8 @@ extern "C" __global__ void list(
         each_bit(bits, word, before, [&](int n, long long position) {
             if (n < 0) return;
             const int at = offset + n;
-            evicted[at] = order[position];
-            slots[into_empty + at] = slot_of[order[position]];
+            evicted[at] = row_at(order, position);
+            slots[into_empty + at] = slot_of[evicted[at]];
             changed |= 1u << position % 32;
         });
     };
@@ -223,7 +232,7 @@ extern "C" __global__ void list(
     if (misses[warp_id()] < loads)
         each_bit(all.misses(word), word, misses[warp_id()], [&](int n, long long position) {
             if (n >= loads) return;
-            loaded[n] = order[position];
+            loaded[n] = row_at(order, position);
             if (n < into_empty) slots[n] = allocated + n;
             changed |= 1u << position % 32;
         });
@@ -231,12 +240,13 @@ extern "C" __global__ void list(
     if (next_wanted) next_wanted[word] = 0;  // last, as it may be in_use
 }
 
-// Set the bits of rows in `wanted`. position_of: the place of each row in the order.
+// Set the bits of the rows of two lists in `wanted`, where the order is that of the rows.
 extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, const int* position_of, unsigned* wanted) {
-    each_thread(count, [&](long long i) {
-        const int position = position_of[rows[i]];
-        atomicOr(wanted + position / 32, 1u << position % 32);
+    const long long* rows, long long count, const long long* more, long long more_count,
+    unsigned* wanted) {
+    each_thread(count + more_count, [&](long long i) {
+        const long long row = i < count ? rows[i] : more[i - count];
+        atomicOr(wanted + row / 32, 1u << row % 32);
     });
 }
 

@@ -104,7 +104,7 @@ def main(arguments=None):
 
     sizes = [max(3, round(rows * options.scale)) for rows in CRITEO[: options.tables]]
     model = ClickModel(sizes, options.dim, options.storage, options.gpu_bytes).to(device)
-    predict = DistributedDataParallel(model) if ranks > 1 else model
+    predict = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks > 1 else model
     paged = PagedOptimizer(model, "Adagrad", lr=0.1)
     dense = torch.optim.Adam(model.parameters(), lr=0.003)
     count = options.batch // ranks

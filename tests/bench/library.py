@@ -206,7 +206,9 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
         model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
         paged = PagedOptimizer(model, args.optimizer, lr=0.1, fused=True)
         dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
-        predict = DistributedDataParallel(model) if RANKS > 1 else model
+        predict = (
+            DistributedDataParallel(model, gradient_as_bucket_view=True) if RANKS > 1 else model
+        )
 
         def step(sample: tuple) -> None:
             numbers, ids, offsets, clicked = sample

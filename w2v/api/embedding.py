@@ -20,12 +20,13 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,30 +49,19 @@ from w2v.training.checkpoint import Checkpoints, latest
 MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
 
 
+@dataclass
 class _Waiting:
     """State of a table between calls.
 
     To set an attribute of a module takes as long as a kernel's launch.
-
-    Attributes:
-        page: Rows whose gradients wait for the step.
-        ahead: The look-up of the current batch of `PagedOptimizer.pages`.
-        beside: All tables of this look-up, if they read vectors and sum gradients by kernels.
-        unsent: Pages whose gradients are for other ranks, with sums, by look-up.
     """
 
-    def __init__(self) -> None:
-        self.page: RowPage | None = None
-        self.ahead: Any = None
-        self.unsent: dict[sharded.RoutedLookUp, tuple[RowPage, Tensor]] = {}
-        self.beside: list[tuple[PagedEmbedding, RowsOfIds]] = []
-        self._zero: Tensor | None = None
-
-    def zero(self, grad_UD: Tensor) -> Tensor:
-        """Return zeros of this shape, in the memory of one."""
-        if self._zero is None or self._zero.device != grad_UD.device:
-            self._zero = torch.zeros((), device=grad_UD.device)
-        return self._zero.expand(grad_UD.shape)
+    page: RowPage | None = None  # rows whose gradients wait for the step
+    ahead: Any = None  # the look-up of the current batch of `PagedOptimizer.pages`
+    # All tables of this look-up, if they read vectors and sum gradients by kernels.
+    beside: list[tuple[PagedEmbedding, RowsOfIds]] = field(default_factory=list)
+    # Pages whose gradients are for other ranks, with sums, by look-up.
+    unsent: dict[sharded.RoutedLookUp, tuple[RowPage, Tensor]] = field(default_factory=dict)
 
 
 class _Layout(NamedTuple):
@@ -355,7 +345,7 @@ class PagedEmbedding(nn.Module):
         if self._trains:
             weight_UD = nn.Parameter(weight_UD)
             # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-            weight_UD.register_post_accumulate_grad_hook(partial(self._collect, page))
+            weight_UD.register_post_accumulate_grad_hook(functools.partial(self._collect, page))
         return weight_UD, places_N.view(found.shape), padding
 
     @torch.no_grad()
@@ -411,7 +401,7 @@ class PagedEmbedding(nn.Module):
         self._waiting.page = page
         self._parameter.grad = None  # its shape may change only without a gradient
         if page.records is None:
-            self._parameter.data = self._waiting.zero(grad_UD)
+            self._parameter.data = _zero(grad_UD.device).expand(grad_UD.shape)
         else:
             self._parameter.data = page.records[:, : self.embedding_dim]
         self._parameter.grad = grad_UD
@@ -1138,6 +1128,11 @@ def _share_cache(tables: list[PagedEmbedding]) -> None:
         share = min(table.store.paged_bytes, left // (len(shared) - number))
         table.store.set_cache(share)
         left -= share
+
+
+@functools.cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), device=device)
 
 
 def _names(layout: _Layout | None) -> list[str]:

@@ -449,8 +449,7 @@ def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
         # One copy in place of many.
         return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
-    for part, its in zip(ids_N.split([len(its) for its in flat]), flat, strict=True):
-        part.copy_(its, non_blocking=True)
+    torch._foreach_copy_(ids_N.split([len(its) for its in flat]), flat, non_blocking=True)
     return ids_N
 
 

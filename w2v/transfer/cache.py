@@ -438,9 +438,10 @@ class CachedLink(Link):
         names = range(-len(lists), 0) if part is None else [part]
         beside = {} if part is None else self._current
         self._coming = beside | dict(zip(names, lists, strict=True))
-        if sum(rows_U.shape[0] for rows_U in self._coming.values()) > self.slots:
-            lists = lists[:1]
-            self._coming = {names[0]: lists[0]}
+        while sum(rows_U.shape[0] for rows_U in self._coming.values()) > self.slots:
+            # As many lists as there is room for, the first of them alone at last.
+            lists = lists[: max(1, len(lists) - 1)]
+            self._coming = dict(zip(names, lists, strict=False))
         self._rows_used += sum(rows_U.shape[0] for rows_U in lists)
         if not isinstance(self._cache, RowCache):
             return

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, Seen, UniqueRows, look_up_together
+from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, Seen, UniqueRows
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -313,8 +313,9 @@ class PagedEmbedding(nn.Module):
             pages = [(table, table._page_of(its)) for table, its in tables]
             made = _Vectors.apply(self._parameter, pages, bags)
             seen = Seen(offsets)
-            for (table, its), its_vectors in zip(tables, made, strict=True):
-                look_up.waiting[its.index] = table.store.version, seen, its_vectors
+            for (table, its), vectors_ND in zip(tables, made, strict=True):
+                vectors = vectors_ND if bags else vectors_ND.view(*its.shape, self.embedding_dim)
+                look_up.waiting[its.index] = table.store.version, seen, vectors
             return look_up.waiting.pop(index)[2]
 
     def _bags(self, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -594,34 +595,26 @@ class _Vectors(torch.autograd.Function):
     def forward(
         ctx: Any, trained: Tensor, pages: list[tuple[PagedEmbedding, RowPage]], bags: Bags | None
     ) -> tuple[Tensor, ...]:
-        """Return the vectors of each table; `trained` needs a gradient."""
+        """Return vectors [N, D] of each table; `trained` needs a gradient."""
         ctx.set_materialize_grads(False)
         ctx.pages, ctx.bags = pages, bags
-        ((table, page), *others) = pages
-        found = page.asked
-        vectors_ND = found.look_up.vectors(None if others else found.index, bags)
-        made, start, dim = [], 0, table.embedding_dim
-        for _, its_page in pages:
-            shape = torch.Size([bags.number]) if bags else its_page.asked.shape
-            # Not a view, which could not be changed in place.
-            its = vectors_ND.new_empty(0)
-            its.set_(vectors_ND.untyped_storage(), start * dim, (*shape, dim))  # type: ignore
-            made.append(its)
-            start += shape.numel()
-        return tuple(made)
+        ((_, page), *others) = pages
+        vectors_ND = page.asked.look_up.vectors(None if others else page.asked.index, bags)
+        counts = [bags.number if bags else page.asked.shape.numel() for _, page in pages]
+        # Not views, which could not be changed in place.
+        return vectors_ND.unsafe_split_with_sizes(counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ((table, page), *others), bags = ctx.pages, ctx.bags
-        look_up, dim = page.asked.look_up, table.embedding_dim
-        flat = [None if grad is None else grad.detach().reshape(-1, dim) for grad in grads]
+        look_up = page.asked.look_up
         parts = [
             (page.asked.index, grad, [(table, page)])
-            for (table, page), grad in zip(ctx.pages, flat, strict=True)
+            for (table, page), grad in zip(ctx.pages, grads, strict=True)
             if grad is not None
         ]
-        if others and len(parts) == len(flat) and look_up.paddings.count(None) == len(flat):
-            parts = [(None, torch.cat(flat), ctx.pages)]
+        if others and len(parts) == len(grads) and look_up.paddings.count(None) == len(grads):
+            parts = [(None, torch.cat(grads), ctx.pages)]
         elif bags:
             bags = bags._replace(tables=1)
         with table.store.lock:
@@ -1010,14 +1003,7 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfI
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    if tables[0]._ranks.size > 1:
-        return sharded.look_up(tables, ids)
-    found = [
-        RowsOfIds(table.store, its_ids, table.padding_idx)
-        for table, its_ids in zip(tables, ids, strict=True)
-    ]
-    look_up_together(found)
-    return found
+    return sharded.look_up(tables, ids)
 
 
 def _owned(page: list[RowsOfIds]) -> list[LookUp]:

@@ -245,11 +245,14 @@ class Requests:
 
 
 def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
-    """Begin to look up ids among the rows of all ranks."""
+    """Begin to look up ids read ahead, among the rows of all ranks."""
     found = [
         RowsOfIds(table.store, its_ids, table.padding_idx, table.num_embeddings)
         for table, its_ids in zip(tables, ids, strict=True)
     ]
+    if tables[0]._ranks.size == 1:
+        look_up_together(found)
+        return found
     look_up_together(found, is_ahead=False, kind=RoutedLookUp)
     for table, its in zip(tables, found, strict=True):
         its.look_up.tables.append(table)

@@ -197,11 +197,12 @@ class TorchCache(RowCache):
     def _make_plan(
         self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
     ) -> None:
-        listed = marks_TV if isinstance(marks_TV, Listed) else None
-        if listed:
-            soon_V = listed.page_of_V - wrapped(listed.page) > 0
-            soon_V |= listed.count_V > listed.limit
-            rows_U = torch.cat(listed.lists)
+        limit: Tensor | None = None
+        if isinstance(marks_TV, Listed):
+            limit = marks_TV.limit
+            soon_V = marks_TV.page_of_V - wrapped(marks_TV.page) > 0
+            soon_V |= marks_TV.count_V > limit
+            rows_U = torch.cat(marks_TV.lists)
             marks_TV = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = self._wanted[self._plan % 2]
         if marks_TV is not None:
@@ -221,8 +222,8 @@ class TorchCache(RowCache):
         )
         empty = self.slots - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable[0]) + len(evictable[1]))
-        if listed and len(evictable[0]) < evictions:
-            listed.limit.add_(1).clamp_(max=MOST_USES)
+        if limit is not None and len(evictable[0]) < evictions:
+            limit.add_(1).clamp_(max=MOST_USES)
         # The least frequent ones of both kinds, those of the lookahead window last.
         late = max(0, evictions - len(evictable[0]))
         kept = len(evictable[0]) - evictions + late, len(evictable[1]) - late
@@ -269,7 +270,7 @@ class TorchCache(RowCache):
 
 
 class MappedCache(RowCache):
-    """Row cache over pinned tables, planned on the GPU; else as a `TorchCache`.
+    """Row cache over pinned tables, planned on the GPU, like a `TorchCache`.
 
     The CPU never waits for what a plan finds.
 

@@ -1,8 +1,8 @@
 // Plan the moves of a cache of GPU rows, on the GPU: which rows are loaded into which slots, and
 // which are evicted for them.
 //
-// The rows of all tables stand in one order, by falling frequency, or, where their uses are counted,
-// by number. A row's state is one bit at its position in that order. A warp handles a stretch of 32
+// The rows of all tables stand in one order: by falling frequency, or by number where uses are
+// counted. A row's state is one bit at its position in that order. A warp handles a stretch of 32
 // words of 32 bits, one word per lane.
 //
 // `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
@@ -113,8 +113,8 @@ __device__ int row_at(const int* order, long long position) {
 // done: number of blocks that have finished, 0 before and after.
 extern "C" __global__ void survey(
     ROWS, const bool* marks, const bool* used_soon, int rows, const short* page_of, int page,
-    const short* uses, long long* limit, const int* order, long long count, int* misses, int* evict_first, int* evict_last,
-    int stretches, long long slots, bool final,
+    const short* uses, long long* limit, const int* order, long long count, int* misses,
+    int* evict_first, int* evict_last, int stretches, long long slots, bool final,
     unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
     const Rows all = {wanted, in_use, cached, soon};
     const bool is_new = marks || page_of;

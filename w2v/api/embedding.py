@@ -1058,7 +1058,7 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
                 rows = look_up.rows, look_up.narrow_N, look_up.count
                 given = counts[0], noises[0], rows, look_up.sums_UD, lr
                 stores[0].group.step(optimizer, *given)
-                look_up.drop_sums()
+                stores[0].group.keep_zeros(look_up.take_sums())  # the step has made them 0
             else:
                 for table, counted, noise in zip(its_tables, counts, noises, strict=True):
                     rows = table._waiting.page.rows_of(table.store), None, None

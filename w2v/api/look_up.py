@@ -138,7 +138,8 @@ class LookUp:
         self.waiting: dict[int, tuple[int, Seen, Tensor]] = {}
         self._later: Later | None = None
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
-        self._sums: dict[int, Tensor] = {}  # of each table
+        self._parts: Sequence[Tensor] = ()  # of it, by span
+        self._sums: dict[int, Tensor] = {}  # of each table that has some
         self._ends = list(itertools.accumulate(span.ids for span in spans))  # of ids
         size = len(spans), len(spans[0].first_rows)
         self.uses = group.uses  # others, once a table has left the group
@@ -230,8 +231,13 @@ class LookUp:
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags; None: of the ids of all tables."""
-        ids = self.places_of(index), bags, None if index is None else self.paddings[index]
-        return self.group.read_weights(self.rows, self.narrow_N, *ids)
+        return self.group.read_weights(
+            self.rows, self.narrow_N, self.places_of(index), bags, self._left_out(index, bags)
+        )
+
+    def _left_out(self, index: int | None, bags: Bags | None) -> int | None:
+        """Return the place of a table's padding row, which bags leave out."""
+        return self.paddings[index] if bags and index is not None else None
 
     def add_gradients(
         self,
@@ -260,10 +266,12 @@ class LookUp:
         """Return the sums of all tables, which are 0 where nothing waits."""
         if self._buffer_UD is None:
             self._buffer_UD = self._zeros()
+            sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
+            self._parts = self.sums_UD.split(sizes)
         sums_UD = self.sums_UD
         for its, sum_UD in waiting.items():
             if its not in self._sums:
-                self._sums[its] = sums_UD[self.begins[its] : self.begins[its + 1]]
+                self._sums[its] = self._parts[its]
             elif sum_UD is not self._sums[its]:  # it was dropped
                 for begin, end in self._pieces(its):
                     sums_UD[begin:end].zero_()
@@ -287,11 +295,12 @@ class LookUp:
         tables = range(len(self.spans))
         return all(grads.get(index) is self._sums.get(index, self) for index in tables)
 
-    def drop_sums(self) -> None:
-        """Begin anew once the sums were stepped, which has made them 0."""
-        self.group.keep_zeros(self._buffer_UD)
-        self._buffer_UD = None
+    def take_sums(self) -> Tensor:
+        """Return the memory of the sums, and begin anew."""
+        buffer_UD, self._buffer_UD = self._buffer_UD, None
+        self._parts = ()
         self._sums.clear()
+        return buffer_UD
 
 
 class UniqueRows:

@@ -119,9 +119,8 @@ class RoutedLookUp(LookUp):
         self.batch = []  # has this one: memory of a cycle is freed late
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        padding = None if index is None else self.paddings[index]
-        dim = self._weights_UD.shape[1]
-        return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, padding)
+        dim, left_out = self._weights_UD.shape[1], self._left_out(index, bags)
+        return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, left_out)
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -145,13 +144,6 @@ class RoutedLookUp(LookUp):
 
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self._weights_UD)
-
-    def take_sums(self) -> Tensor:
-        """Return the sums, which are sent, and begin anew."""
-        sums_UD = self.sums_UD
-        self._buffer_UD = None
-        self._sums.clear()
-        return sums_UD
 
     def sum_by_row(self, grad_MD: Tensor, tables: dict[int, PagedEmbedding]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of each table's rows."""

@@ -158,15 +158,18 @@ TABLES = {
     "inputs": Table(
         ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]
     ),
-    "library": Table(["library-2026-11-22-2"], {r".* ids: (.*)(?<!pages, fused)": r"\1"}, STEPS),
-    "fused": Table(["library-2026-11-23"], {r".* ids: (.*), pages, fused": r"\1"}, STEPS),
+    "library": Table(["library-2026-11-23"], {r".* ids: (.*)": r"\1"}, STEPS),
     "clicks": Table(
-        numbered("library-2026-11-23", 2, 4, 3, 5),
-        {r"clicks, .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": r"\1 rows, \2 samples\3, \4"},
+        numbered("library-2026-11-23", 2, 6, 4, 3, 5, 7),
+        {
+            r"clicks, (\w+), .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": (
+                r"\1, \2 rows, \3 samples\4, \5"
+            )
+        },
         [*STEPS, Column("M samples/s", "samples/s", ".1f", 1e-6)],
     ),
     "stores": Table(
-        ["library-2026-11-22-2"],
+        ["library-2026-11-23"],
         {r".* rows: (.*)": r"\1"},
         [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),

@@ -678,18 +678,6 @@ def test_fused_bags_of_any_size_are_those_of_torch_but_for_rounding(storage, set
 
 
 @pytest.mark.gpu
-def test_a_fused_table_returns_the_row_of_padding_as_it_is():
-    weight_VD = torch.ones(9, DIM)
-    table = PagedEmbedding.from_pretrained(weight_VD, False, padding_idx=3, storage="cuda")
-    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=True)
-    vectors = table([3, 4])
-    assert vectors.tolist() == weight_VD[:2].tolist()
-    vectors.sum().backward()
-    optimizer.step()
-    assert table([3, 4]).tolist() == [[1.0] * DIM, [0.0] * DIM]
-
-
-@pytest.mark.gpu
 def test_fused_bags_that_torch_would_refuse_are_refused():
     table = PagedEmbeddingBag(MANY, DIM, storage="cuda")
     PagedOptimizer(table, "SGD", lr=0.1, fused=True)

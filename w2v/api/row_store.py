@@ -329,7 +329,7 @@ class Rows:
             stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
             group.link.read(group.weights, rows_U, stored_UW)
             rows_ND = stored_UW[:, : self.table.dim].index_select(0, found.places_N)
-            self._check(found, not (non_blocking and group.is_mapped))
+            self._check(found, waits=not (non_blocking and group.is_mapped))
             return rows_ND.view(*found.shape, self.table.dim)
 
     @outside_inference
@@ -365,7 +365,7 @@ class Rows:
                 values_UD = values_NW[last_U, : self.table.dim].to(records_UR.dtype)
                 records_UR[:, self.table.columns["weight"]] = values_UD
                 self._write(rows_U, records_UR)
-            self._check(found, not (non_blocking and is_queued))
+            self._check(found, waits=not (non_blocking and is_queued))
 
     def save(self, path: str | Path) -> None:
         """Write the table to an .npy or .safetensors file.
@@ -398,12 +398,11 @@ class Rows:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.table.flush()
-            while self._unchecked:
-                len(self._unchecked.popleft().rows)
+            self._check(waits=True)
 
-    def _check(self, found: UniqueRows, waits: bool) -> None:
+    def _check(self, *found: UniqueRows, waits: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
-        self._unchecked.append(found)
+        self._unchecked.extend(found)
         while self._unchecked and (waits or self._unchecked[0].look_up.is_known):
             len(self._unchecked.popleft().rows)
 

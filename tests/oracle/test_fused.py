@@ -1,0 +1,103 @@
+"""Fused tables equal torch's modules, with their kernels written in torch.
+
+What decides which rows, places and bags the kernels get is tested so without a GPU; the kernels
+themselves are in tests/unit/test_embedding.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
+from w2v.api.row_store import RowGroup
+from w2v.kernels import cuda
+from w2v.kernels.batch import View
+from w2v.kernels.cuda import Bags
+
+SIZES, DIM, LR = (20, 30, 40), 6, 0.5
+
+
+def places_of_bags(places_N, bags, padding):
+    """Yield the places of each bag of each table."""
+    bags = bags or Bags(len(places_N))
+    for its_n in places_N.split(len(places_N) // bags.tables):
+        begins = range(0, len(its_n), bags.size) if bags.begins is None else bags.begins.tolist()
+        for begin, end in itertools.pairwise([*begins, len(its_n)][: bags.number + 1]):
+            of_bag = its_n[begin:end]
+            yield of_bag[of_bag != (-1 if padding is None else padding)]
+
+
+def share(places_n, bags):
+    return 1 / max(1, len(places_n)) if bags and bags.is_mean else 1
+
+
+def gather_bags(records_SR, slot_of_V, rows_U, places_N, dim, bags=None, padding=None):
+    weight_UD = records_SR[rows_U.long(), :dim]
+    found = places_of_bags(places_N, bags, padding)
+    return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
+
+
+def sum_gradients(grad_ND, places_N, sums_UD, bags=None, padding=None):
+    found = places_of_bags(places_N, bags, padding)
+    for places_n, grad_D in zip(found, grad_ND, strict=True):
+        sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))
+
+
+def step_rows(optimizer, counted, noise, view, rows_U, count, grad_UD, lr):
+    """Step as SGD does."""
+    view.records_SR[rows_U.long(), : grad_UD.shape[1]] -= lr * grad_UD
+    grad_UD.zero_()
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_torch(monkeypatch):
+    for kernel in (gather_bags, sum_gradients, step_rows):
+        monkeypatch.setattr(cuda, kernel.__name__, kernel)
+    monkeypatch.setattr(PagedEmbedding, "_check", lambda *given: None)  # refuses a CPU
+    monkeypatch.setattr(RowGroup, "in_place", lambda its, _: View(its.table.records_VR, None))
+
+
+def modules(is_bag, paddings):
+    """Return our tables and torch's, with the same weights."""
+    kinds = (PagedEmbeddingBag, nn.EmbeddingBag) if is_bag else (PagedEmbedding, nn.Embedding)
+    weights = [torch.randn(rows, DIM) for rows in SIZES]
+    return [
+        [
+            kind.from_pretrained(weight.clone(), freeze=False, padding_idx=padding)
+            for weight, padding in zip(weights, paddings, strict=True)
+        ]
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("unused", [None, 1])  # a table whose vectors get no gradient
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("paddings", [(None,) * 3, (None, 3, None)])
+@pytest.mark.parametrize("shape", [(5, 3), (9,), "bags [5, 3]", "bags [9]"], ids=str)
+def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
+    torch.manual_seed(3)
+    is_bag = isinstance(shape, str)
+    ours, theirs = modules(is_bag, paddings)
+    paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)
+    optimizer = torch.optim.SGD([table.weight for table in theirs], lr=LR)
+    given = [torch.tensor([0, 2, 3, 3, 7])] if shape == "bags [9]" else []
+    sizes = {"bags [5, 3]": (5, 3), "bags [9]": (9,)}.get(shape, shape)
+    batches = [[torch.randint(rows, sizes) for rows in SIZES] for _ in range(4)]
+    for ids in paged.pages(batches, [0, 1, 2], ahead) if ahead else batches:
+        losses, seen = [], []
+        factors = [torch.randn(5 if given else sizes[0], *sizes[1 + is_bag :], DIM) for _ in SIZES]
+        for tables in (ours, theirs):
+            vectors = [table(its, *given) for table, its in zip(tables, ids, strict=True)]
+            seen.append([each.detach().clone() for each in vectors])
+            vectors[0].mul_(2)  # they may be changed in place
+            used = [each * f for each, f in zip(vectors, factors, strict=True)]
+            losses.append(sum(e.square().sum() for n, e in enumerate(used) if n != unused))
+        torch.testing.assert_close(*seen)
+        for loss, stepped in zip(losses, (paged, optimizer), strict=True):
+            stepped.zero_grad()
+            loss.backward()
+            stepped.step()
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.weight, its.weight.detach(), rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from w2v.distributed.ranks import Ranks
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Table, host_memory, pinning_is_limited
+from w2v.text.vocab import keep_probabilities
 from w2v.training.memory import Budget, DoesNotFit, Machine, Task
 
 GIB = 1 << 30
@@ -140,13 +141,16 @@ def test_a_batch_takes_no_more_than_the_text_and_the_vocabulary_have():
         assert with_setting(task, "model.negative", 50)._batch_bytes() > task._batch_bytes()
 
 
-@pytest.mark.parametrize("words, pool", [(5_000, 0), (5_000, 3_000), (150_000, 0)])
+@pytest.mark.parametrize("words, pool", [(5_000, 0), (5_000, 3_000), (150_000, 0), (5_000_000, 0)])
 def test_expected_rows_are_those_of_drawn_words(words, pool):
     counts_V = 1e9 / np.arange(1, words + 1)
     task = make_task(f"model.negative_pool={pool}", counts=counts_V)
-    share_V = counts_V**0.75 / (counts_V**0.75).sum()
+    kept_V = counts_V * keep_probabilities(counts_V, counts_V.sum(), task.config.model.sample)
     rng = np.random.default_rng(0)
-    centers, negatives = (rng.choice(words, size, p=share_V) for size in (2010, pool or 10_000))
+    centers, negatives = (
+        rng.choice(words, size, p=weights_V / weights_V.sum())
+        for weights_V, size in ((kept_V, 2010), (counts_V**0.75, pool or 10_000))
+    )
     inputs, outputs = task.touched(2000)
     assert inputs == pytest.approx(len({*centers}), rel=0.03)
     assert outputs == pytest.approx(len({*centers, *negatives}), rel=0.03)

@@ -37,7 +37,7 @@ from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
 from w2v.text.corpus import Corpus
-from w2v.text.vocab import Vocab
+from w2v.text.vocab import Vocab, keep_probabilities
 from w2v.training.paging import MOST_STEPS
 from w2v.vectors.datasets import ASKED
 from w2v.vectors.export import EXPORT_BYTES
@@ -66,7 +66,7 @@ SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache i
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take this part of pinned tables
 UNUSED_PART = 256  # the allocator leaves this part of the cache unused
-FILLED = 15 / 16  # share of the cache for the expected rows of a page; some have more
+DEVIATIONS = 4  # of a page's rows from the expected ones, for which the cache leaves room
 PAGES = 3  # whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
@@ -325,12 +325,11 @@ class Task:
 
     def touched(self, centers: int) -> tuple[int, int]:
         """Return the expected unique rows of both tables for so many centers."""
-        model = self.config.model
+        model, total = self.config.model, self.vocab.counts[: self.words].sum()
         every = -(-self.words // SAMPLED)
-        counts_V = self.vocab.counts[: self.words : every].astype(np.float64)
-
-        # Subsampling makes centers flatter, much as the exponent does negatives.
-        kept_V = counts_V**0.75
+        # Each stands for the words around it.
+        counts_V = self.vocab.counts[every // 2 : self.words : every].astype(np.float64)
+        kept_V = counts_V * keep_probabilities(counts_V, total, model.sample)
         uses_V = (centers + 2 * reach(model.window, self.corpus.offsets)) * kept_V / kept_V.sum()
 
         def different(uses_V: np.ndarray) -> int:
@@ -351,10 +350,14 @@ class Task:
 def fitting_batch_size(task: Task, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
+    Expected rows are those of words in no order; a text repeats words, so its pages have fewer.
     `slots` is the capacity of the cache on all ranks.
     """
     size, steps = task.config.train.batch_size, max(1, task.config.transfer.steps_per_page)
-    while size > 1 and sum(task.touched(steps * size)) > FILLED * slots:
+    while size > 1:
+        rows = sum(task.touched(steps * size))
+        if rows + DEVIATIONS * math.sqrt(rows) <= slots:
+            break
         size //= 2
     return size
 

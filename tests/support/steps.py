@@ -73,7 +73,7 @@ def make_step(
         assert not memory.obstacle(device)
         exchange = PeerExchange(kernels, steps_per_page, state, memory, engine.page())
     elif ranks is not SINGLE:
-        exchange = RankExchange(ranks, kernels, shape, steps_per_page, state, planning)
+        exchange = RankExchange(kernels, steps_per_page, state, ranks, shape, planning)
     return TrainingStep(*tables, kernels, engine, exchange, optimizer, state, planning)
 
 

@@ -20,6 +20,7 @@ with headers; N ranks, K batches of a page.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -47,25 +48,25 @@ class PlannedBatch(NamedTuple):
     rows: Any = None  # `Grads` or, with several ranks, a `Route`; None: the step finds its rows
 
 
+@dataclass(eq=False)
 class Exchange:
     """Plans pages, and brings weights and gradients where they are needed.
 
     This is the exchange of one process: every row is its own.
     """
 
-    def __init__(self, kernels: Kernels, batches_per_page: int):
-        self._kernels = kernels
-        self._batches_per_page = batches_per_page
+    kernels: Kernels
+    batches_per_page: int
 
     def start(self, batches: Iterator[Batch]) -> None:
         """Prepare the first pages of an epoch, on the planning stream."""
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Return the next page's batches; an empty list at the end."""
-        page = islice(batches, self._batches_per_page)
-        if not self._kernels.rows_ahead:
+        page = islice(batches, self.batches_per_page)
+        if not self.kernels.rows_ahead:
             return [PlannedBatch(batch) for batch in page]
-        return [PlannedBatch(batch, self._kernels.unique_rows(batch)) for batch in page]
+        return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
         """Prepare the page after the next one, once the next one is prefetched."""
@@ -74,7 +75,7 @@ class Exchange:
         """Set the marks of this rank's rows that the page needs."""
         for batch, rows in page:
             if rows is None:
-                self._kernels.mark(batch, marks_TV)
+                self.kernels.mark(batch, marks_TV)
                 continue
             for marks_V, its in zip(marks_TV, rows[:2], strict=True):
                 marks_V.index_fill_(0, its.rows_U.long(), True)
@@ -117,41 +118,24 @@ class Route(NamedTuple):
         return Requests(self.ids_M, self.counts.recv_N)
 
 
+@dataclass(eq=False)
 class RankExchange(Exchange):
-    """Exchange of several ranks, by all-to-all.
+    """Exchange of several ranks, by all-to-all; all make the same calls."""
 
-    All ranks make the same calls.
+    kernels: ShardKernels
+    state: StepState  # its fault is shared with the other ranks
+    ranks: Ranks
+    shape: StepShape  # of the whole tables
+    planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
-    Args:
-        ranks: The process group.
-        kernels: Operations on rows of several ranks.
-        shape: Shape of the whole tables.
-        batches_per_page: Batches of a page.
-        state: Its fault is shared with the other ranks.
-        planning: The stream on which pages are planned; None without a GPU.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        kernels: ShardKernels,
-        shape: StepShape,
-        batches_per_page: int,
-        state: StepState,
-        planning: torch.cuda.Stream | None,
-    ):
-        super().__init__(kernels, batches_per_page)
-        self._kernels: ShardKernels = kernels
-        self._ranks = ranks
-        self._shape = shape
-        self._state = state
-        self._planning = planning
+    def __post_init__(self) -> None:
         # Counts of the next page, for the CPU, which reads them before it gets those of the page
         # after it. `_counts_known` is when they have arrived.
-        size = batches_per_page, 2, ranks.size
-        self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=planning is not None)
+        size = self.batches_per_page, 2, self.ranks.size
+        on_gpu = self.planning is not None
+        self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
         self._counts_known: torch.cuda.Event | None = None
-        self._zeros = zeros_ahead(shape.device, *[(torch.int32, (ranks.size,))] * 3)
+        self._zeros = zeros_ahead(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
         self._page: list[Listed] = []  # the page that `next_page` returns
         self._page_after: list[Listed] = []
         self._route: Route | None = None  # of the batch at hand
@@ -159,15 +143,15 @@ class RankExchange(Exchange):
 
     def start(self, batches: Iterator[Batch]) -> None:
         # A page without rows comes first: its ids bring the counts of the first real one.
-        headers = self._shape.header_rows
+        headers = self.shape.header_rows
         self._host_K2N.fill_(headers)
         self._counts_known = None
-        device, size = self._shape.device, self._ranks.size
+        device, size = self.shape.device, self.ranks.size
         counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
         no_rows_U = torch.full((size * headers,), -1, device=device)
         self._page = [
             Listed(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
-            for _ in range(self._batches_per_page)
+            for _ in range(self.batches_per_page)
         ]
         # Two pages must be listed before the counts of the first of them can be sent.
         self.look_further(batches)
@@ -184,51 +168,51 @@ class RankExchange(Exchange):
         # The lists are longer than what they hold, which the CPU did not know when it made them.
         ids_KU = [its.ids_U[: sum(send)] for its, send in zip(page, send_KN, strict=True)]
         # In a group of its own: ids are not to wait for the rows of steps on another stream.
-        requested = self._ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
+        requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
             Route(its.rows_U[: sum(send)], send, ids_M, recv, its.counts)
             for its, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
         ]
         # The headers of these ids have the counts of the page after this one, which may be shorter.
         for route, its, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
-            self._kernels.read_counts(route.received, its.counts, host_2N)
-        self._counts_known = self._planning.record_event() if self._planning else None
+            self.kernels.read_counts(route.received, its.counts, host_2N)
+        self._counts_known = self.planning.record_event() if self.planning else None
         self._page = self._page_after
         return [PlannedBatch(its.batch, route) for its, route in zip(page, routes, strict=True)]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
-        drawn = list(islice(batches, self._batches_per_page))
+        drawn = list(islice(batches, self.batches_per_page))
         self._page_after = []
         # The last page may be shorter than the one before it.
         for batch, its in zip(drawn, self._page, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
             before = Requests(its.ids_U, its.counts.send_N)
-            lists = self._kernels.list_requests(batch, send_N, scratch_N, before)
+            lists = self.kernels.list_requests(batch, send_N, scratch_N, before)
             self._page_after.append(Listed(batch, *lists, Counts(send_N, recv_N)))
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
         for planned in page:
-            self._kernels.mark_requested(planned.rows.ids_M, marks_TV)
+            self.kernels.mark_requested(planned.rows.ids_M, marks_TV)
 
     def borrow(self, rows: Route, page: Page) -> tuple[Grads, Page]:
         self._route = rows
-        self._owned = self._kernels.own(rows.ids_M)
-        weights_MD = self._kernels.gather_weights(rows.ids_M, page)
+        self._owned = self.kernels.own(rows.ids_M)
+        weights_MD = self.kernels.gather_weights(rows.ids_M, page)
         # Weights go where ids came from, so that recv and send change places.
-        weights_UD = self._ranks.all_to_all(weights_MD, rows.recv, rows.send)
-        return self._kernels.borrow(rows.rows_U, weights_UD, self._owned)
+        weights_UD = self.ranks.all_to_all(weights_MD, rows.recv, rows.send)
+        return self.kernels.borrow(rows.rows_U, weights_UD, self._owned)
 
     def reduce(self, grads: Grads) -> Grads:
-        route, owned, fault = self._route, self._owned, self._state.fault
-        self._kernels.write_headers(grads, fault, route.counts.send_N)
+        route, owned, fault = self._route, self._owned, self.state.fault
+        self.kernels.write_headers(grads, fault, route.counts.send_N)
         # The borrowed rows of both tables have one tensor of gradients (`ShardKernels.borrow`).
-        grad_MD = self._ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
+        grad_MD = self.ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
         pairs_M = None
         if grads.inputs.pairs_U is not None:
-            pairs_M = self._ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
-        self._kernels.collect(route.received, (grad_MD, pairs_M), owned, fault)
+            pairs_M = self.ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
+        self.kernels.collect(route.received, (grad_MD, pairs_M), owned, fault)
         return owned
 
     @property
     def bytes_sent(self) -> int:
-        return self._ranks.bytes_sent
+        return self.ranks.bytes_sent

@@ -42,10 +42,8 @@ def fork_ranks(count: int) -> int | None:
     """Fork the ranks of a job on this host, and wait for them.
 
     Ranks import torch side by side, where torchrun imports it before it starts them. Signals go to
-    all ranks; one that fails ends the others.
-
-    Returns:
-        None in each rank; the exit status in the process that has started them.
+    all ranks; one that fails ends the others. Returns None in each rank, and the exit status in the
+    process that has started them.
     """
     parent, ranks, failed, signaled = os.getpid(), set[int](), 0, False
 

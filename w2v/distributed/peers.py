@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,50 +32,38 @@ from w2v.kernels.cuda_shard import CudaPeerKernels
 from w2v.system.files import one_line
 
 
+@dataclass(eq=False)
 class PeerExchange(Exchange):
-    """Exchange of ranks on GPUs of one host.
+    """Exchange of ranks on GPUs of one host."""
 
-    Args:
-        kernels: Those of the step.
-        batches_per_page: Batches of a page.
-        state: Its fault is shared with the other ranks.
-        memory: Maps the memory of the other ranks.
-        page: The records of all pages.
-    """
+    kernels: CudaPeerKernels
+    state: StepState  # its fault is shared with the other ranks
+    memory: InitVar[PeerMemory]
+    page: InitVar[Page]  # the records of all pages
 
-    def __init__(
-        self,
-        kernels: CudaPeerKernels,
-        batches_per_page: int,
-        state: StepState,
-        memory: PeerMemory,
-        page: Page,
-    ):
-        super().__init__(kernels, batches_per_page)
-        self._kernels: CudaPeerKernels = kernels
-        self._state = state
-        records = *page.inputs, *page.outputs
-        kernels.join(memory.rank, memory.addresses(*records, *kernels.window), page)
+    def __post_init__(self, memory: PeerMemory, page: Page) -> None:
+        records = *page.inputs, *page.outputs, *self.kernels.window
+        self.kernels.join(memory.rank, memory.addresses(*records), page)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        page = list(islice(batches, self._batches_per_page))
-        slots = self._kernels.list_rows(page)
+        page = list(islice(batches, self.batches_per_page))
+        slots = self.kernels.list_rows(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
-        self._kernels.mark_owned(marks_TV)
+        self.kernels.mark_owned(marks_TV)
 
     def borrow(self, rows: int, page: Page) -> tuple[Grads, Page]:
-        return self._kernels.borrow(rows), page
+        return self.kernels.borrow(rows), page
 
     def reduce(self, grads: Grads) -> Grads:
-        return self._kernels.find_gradients(grads, self._state.fault)
+        return self.kernels.find_gradients(grads, self.state.fault)
 
     @property
     def bytes_sent(self) -> int:
         # A weight comes for each gradient that goes.
-        shape = self._kernels.shape
-        return int(self._kernels.rows_borrowed) * shape.dim * (shape.dtype.itemsize + 4)
+        shape = self.kernels.shape
+        return int(self.kernels.rows_borrowed) * shape.dim * (shape.dtype.itemsize + 4)
 
 
 class PeerMemory:
@@ -107,10 +96,8 @@ class PeerMemory:
     def addresses(self, *tensors: Tensor | None) -> list[list[int]]:
         """Return where this process finds the tensors of each rank; 0 for None.
 
-        They are used until all ranks have stopped to exchange rows.
-
-        Raises:
-            OSError: CUDA cannot map a rank's memory.
+        They are used until all ranks have stopped to exchange rows. Raises `OSError` if CUDA cannot
+        map a rank's memory.
         """
         # Others may write to it as soon as they know where it is.
         torch.cuda.current_stream().synchronize()
@@ -126,7 +113,13 @@ class PeerMemory:
         if shared.process == os.getpid():
             return shared.address
         if shared.handle not in self._opened:
-            self._opened[shared.handle] = _open(shared.handle)
+            from cupy.cuda import runtime
+
+            flag = runtime.cudaIpcMemLazyEnablePeerAccess
+            try:
+                self._opened[shared.handle] = runtime.ipcOpenMemHandle(shared.handle, flag)
+            except RuntimeError as error:
+                raise OSError(one_line(error)) from None
         return self._opened[shared.handle] + shared.offset
 
 
@@ -153,12 +146,3 @@ class Shared(NamedTuple):
         except RuntimeError as error:
             raise OSError(one_line(error)) from None
         return cls(os.getpid(), address, handle, address - base.value)
-
-
-def _open(handle: bytes) -> int:
-    from cupy.cuda import runtime
-
-    try:
-        return runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
-    except RuntimeError as error:
-        raise OSError(one_line(error)) from None

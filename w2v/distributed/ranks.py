@@ -38,7 +38,7 @@ class Ranks:
     """A single process, and the interface of several."""
 
     rank, size = 0, 1  # number of this process, and of all
-    local_rank, local_size = 0, 1  # the same on this host
+    local_size = 1  # processes on this host
     bytes_sent = 0  # of rows, to other ranks
 
     def all_gather(self, fact: Any, group: str = "main") -> list[Any]:
@@ -161,7 +161,6 @@ class ProcessGroup(Ranks):
 
     def __init__(self, device: str):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
         self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         if device == "cuda":
             # After a timeout NCCL ends the process without waiting for the GPU to finish.

@@ -183,24 +183,14 @@ class Bags(NamedTuple):
 
 def gather_bags(
     records_SR: Tensor,
-    slot_of_V: Tensor | None,
-    rows_U: Tensor | None,
-    places_N: Tensor,
+    slot_of_V: Tensor | None,  # the record of each row, int32; None: row v is record v
+    rows_U: Tensor | None,  # int32; None: 0, 1, 2, ...
+    places_N: Tensor,  # which of these rows each id is, int64
     dim: int,
-    bags: Bags | None = None,
-    padding: int | None = None,
+    bags: Bags | None = None,  # of ids; by default each id is one
+    padding: int | None = None,  # the place that is left out of bags
 ) -> Tensor:
-    """Return weights [N, D] of ids or bags, of records on the GPU, in float32.
-
-    Args:
-        records_SR: The records.
-        slot_of_V: The record of each row, int32; by default row v is record v.
-        rows_U: The rows, int32; by default 0, 1, 2, ...
-        places_N: Which of them each id is, int64.
-        dim: Number of dimensions D.
-        bags: The bags of ids; by default each id is one.
-        padding: The place that is left out of them.
-    """
+    """Return weights [N, D] of ids or bags, of records on the GPU, in float32."""
     which = (bags or Bags(places_N.shape[0])).of(places_N, padding)
     weight_ND = torch.empty(which[0], dim, device=records_SR.device)
     macros: dict[str, int | str] = {"ELEMENT": ELEMENTS[records_SR.dtype]}
@@ -225,25 +215,15 @@ def sum_gradients(
 
 def step_rows(
     optimizer: OptimizerLike,
-    counted: tuple[float, int],
-    noise: int,
-    view: tuple[Tensor, Tensor | None],
-    rows_U: Tensor | None,
-    count: Tensor | None,
+    counted: tuple[float, int],  # by `optimizer.count_step`
+    noise: int,  # seed of the rounding to bfloat16
+    view: tuple[Tensor, Tensor | None],  # records on the GPU, and the record of each row, as above
+    rows_U: Tensor | None,  # int32; None: 0, 1, 2, ...
+    count: Tensor | None,  # their number, if the GPU knows it
     grad_UD: Tensor,
     lr: float,
 ) -> None:
     """Step stored records in place, by the fused kernel; gradients become 0.
-
-    Args:
-        optimizer: Its formula is one of the kernel's.
-        counted: What `optimizer.count_step` has returned.
-        noise: Seed of the rounding to bfloat16.
-        view: Records on the GPU, and the record of each row, int32; None if row v is record v.
-        rows_U: The rows, int32; by default 0, 1, 2, ...
-        count: Their number on the GPU, where it is there.
-        grad_UD: Gradients of unique rows, float32.
-        lr: Learning rate.
 
     A row whose step is not finite keeps its record.
     """

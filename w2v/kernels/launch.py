@@ -23,19 +23,14 @@ THREADS = 256  # of a block
 def launch(
     source: str,
     kernel: str,
-    defines: dict[str, int | str],
-    blocks: int,
+    defines: dict[str, int | str],  # macros that it is compiled with
+    blocks: int,  # of THREADS threads
     *args: Tensor | float | None,
 ) -> None:
-    """Launch a kernel of a source file on torch's current stream.
+    """Launch a kernel of a source file in cu/ on torch's current stream.
 
-    Args:
-        source: File in cu/.
-        kernel: Name of the kernel.
-        defines: Macros that it is compiled with.
-        blocks: Blocks of THREADS threads.
-        *args: A tensor is passed as the pointer to its data, None as a null pointer; integers are
-            for parameters of any width, floats for those of 4 bytes.
+    A tensor is passed as the pointer to its data, None as a null pointer; integers are for
+    parameters of any width, floats for those of 4 bytes.
     """
     # torch's public functions for device and stream take longer than the launch itself.
     device = torch._C._cuda_getDevice()
@@ -69,15 +64,11 @@ class Launcher:
 
     CuPy's own launch takes about a microsecond an argument and looks the kernel up each time, which
     was most of a step's time on the CPU.
-
-    Args:
-        function: Handle of the kernel.
-        launch: The driver's cuLaunchKernel, as CuPy has it.
     """
 
     def __init__(self, function: int, launch: Callable[..., None]):
-        self._function = function
-        self._launch = launch
+        self._function = function  # handle of the kernel
+        self._launch = launch  # the driver's cuLaunchKernel, as CuPy has it
         self._layout: struct.Struct | None = None
         self._lock = threading.Lock()
 
@@ -134,8 +125,5 @@ def _check_sources() -> str:
 
 def _is_whole(content: bytes) -> bool:
     """Whether CuPy's digest, which comes first, is that of the rest."""
-    digests = (
-        hashlib.sha1(content[40:]),
-        hashlib.md5(content[32:]),
-    )  # of this CuPy, and of older ones
+    digests = hashlib.sha1(content[40:]), hashlib.md5(content[32:])  # the latter of older CuPy
     return any(content.startswith(digest.hexdigest().encode()) for digest in digests)

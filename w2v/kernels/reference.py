@@ -88,19 +88,15 @@ def draw(
 
 
 def subsample(
-    key: int, words_N: Tensor, edges_S: np.ndarray, keep_V: Tensor, trained_S: np.ndarray
+    key: int,  # 64 random bits, unsigned, of the text
+    words_N: Tensor,  # of whole sentences, int32
+    edges_S: np.ndarray,  # where each sentence begins in `words_N`, and N
+    keep_V: Tensor,  # probability that an occurrence of each word is kept, float32
+    trained_S: np.ndarray,  # whether any word of each sentence is kept, bool
 ) -> tuple[Tensor, Tensor]:
-    """Draw which words of a text are kept, by torch's generator.
+    """Draw by torch's generator the words of a text that are kept.
 
-    Args:
-        key: 64 random bits, unsigned, of the text.
-        words_N: Words of whole sentences, int32.
-        edges_S: Where each sentence begins in `words_N`, and N.
-        keep_V: Probability that an occurrence of each word is kept, float32.
-        trained_S: Whether any word of each sentence is kept, bool.
-
-    Returns:
-        The n kept words, and the number of the sentence of each, int32 [n].
+    Returns these words, and the number of the sentence of each, int32 [n].
     """
     device = words_N.device
     edges = torch.from_numpy(edges_S).to(device)
@@ -185,11 +181,11 @@ def all_finite(values: Tensor) -> Tensor:
 
 
 def gradients(
-    input_UD: Tensor,
-    output_UD: Tensor,
-    places: Pairs,
-    grads: tuple[Tensor, Tensor],
-    product: torch.dtype | None = None,
+    input_UD: Tensor,  # vectors of context words
+    output_UD: Tensor,  # vectors of targets
+    places: Pairs,  # with the place of each word in these instead of its row
+    grads: tuple[Tensor, Tensor],  # what the gradients of both are added to
+    product: torch.dtype | None = None,  # that matrix products take and give; by default float32
     objective: Objective = SKIPGRAM,
 ) -> Tensor:
     """Return the summed loss of the pairs; add its gradients.
@@ -199,15 +195,7 @@ def gradients(
     x.y is s(x.y) - label (Mikolov et al. 2013, arXiv 1310.4546). The contexts of a window share the
     center's targets, so the logits of a center are one small matrix product (Ji et al. 2016,
     arXiv 1604.04661). CBOW has one predicting vector a center, and one row of that product.
-
-    Args:
-        input_UD: Vectors of context words.
-        output_UD: Vectors of targets.
-        places: Pairs, with the place of each word in these instead of its row.
-        grads: What the gradients of both are added to.
-        product: Type that matrix products take and give, such as torch.bfloat16. Sums over more
-            than a window stay in the vectors' type.
-        objective: What x is: the vector of a context word, or a sum or mean of them.
+    Sums over more than a window stay in the vectors' type, whatever that of products.
     """
     contexts_BC, context_mask_BC, targets_BT, target_mask_BT, labels_BT = places
     (B, C), T = context_mask_BC.shape, target_mask_BT.shape[1]

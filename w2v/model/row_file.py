@@ -31,11 +31,8 @@ class RowFile:
 
     Their layout and the table's scalars are in `<path>.json`. An .npy file has weights [V, D]
     without padding, and no .json. An existing file is continued, and `scalars` are set from it. A
-    new file has a temporary name until the first `flush`, and is removed if there is none.
-
-    Raises:
-        ValueError: The existing file has another layout.
-        OSError: The disk has no room for a new file.
+    new file has a temporary name until the first `flush`, and is removed if there is none. Raises
+    `ValueError` for an existing file of another layout, `OSError` if the disk has no room.
     """
 
     def __init__(
@@ -121,8 +118,7 @@ def open_npy(
 ) -> np.memmap:
     """Map an .npy file of rows [V, D] in float64, float32 or float16.
 
-    Raises:
-        ValueError: The file holds something else, or not rows of this shape and dtype.
+    Raises `ValueError` if it holds something else, or not rows of this shape and dtype.
     """
     try:
         rows_VD = np.lib.format.open_memmap(path, mode)

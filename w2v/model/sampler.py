@@ -113,8 +113,8 @@ class Sampler:
             words_after -= self.text.count_words(span)
             chunk_ahead = next(lookahead)
             words_n, sentences_n = self._subsample(span, epoch, chunk)
-            cuts = _even_cuts(len(words_n), self._batch_size)
-            batches = len(cuts) - 1
+            batches = -(-len(words_n) // self._batch_size)  # of nearly equal size
+            cuts = [len(words_n) * batch // batches for batch in range(batches)] + [len(words_n)]
             if self.block_words:
                 words_n, sentences_n = mix(words_n, sentences_n, self.block_words, batches)
             for batch in range(first_batch, batches):
@@ -355,9 +355,3 @@ def _copy(array_N: np.ndarray, begin: int, end: int) -> np.ndarray:
     if isinstance(array_N.base, mmap.mmap):
         array_N.base.madvise(mmap.MADV_DONTNEED)
     return part
-
-
-def _even_cuts(length: int, size: int) -> list[int]:
-    """Return the edges of the fewest equal parts of at most `size`."""
-    parts = -(-length // size)
-    return [length * part // parts for part in range(parts)] + [length]

@@ -107,7 +107,11 @@ class Machine:
         if torch.cuda.is_available():
             gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
             gpu_free //= -(-share // gpus)
-            cupy = _cupy_cuda()
+            with contextlib.suppress(ImportError):
+                from cupy.cuda import runtime
+
+                version = runtime.runtimeGetVersion()
+                cupy = f"{version // 1000}.{version % 1000 // 10}"
         lockable = lockable_bytes()
         # Some drivers ignore ulimit -l.
         if cupy and lockable < UNLIMITED and not pinning_is_limited():
@@ -420,8 +424,12 @@ class Budget:
             return not self.lacking(replace(task, config=_with(config, key, value)))
 
         def find(key: str, below: int, spelled: Callable[[int], Any] = lambda n: n) -> None:
-            if most := _largest(lambda n: fits(key, spelled(n)), below):
-                found.append(f"{key}={spelled(most)}")
+            def too_large(number: int) -> bool:
+                return not fits(key, spelled(number))
+
+            if count := bisect.bisect_left(range(2, below), True, key=too_large):
+                unit = 10 ** max(0, len(str(count + 1)) - 3)  # 3 digits are enough
+                found.append(f"{key}={spelled((count + 1) // unit * unit)}")
 
         find("vocab.max_final_vocab", task.words)
         find("model.vector_size", config.model.vector_size)
@@ -537,14 +545,6 @@ def _with(config: Config, key: str, value: Any) -> Config:
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
 
-def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """Return the largest number in [2, below) that fits, or 0; 3 digits."""
-    count = bisect.bisect_left(range(2, below), True, key=lambda number: not fits(number))
-    largest = count + 1 if count else 0
-    unit = 10 ** max(0, len(str(largest)) - 3)
-    return largest // unit * unit
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -557,12 +557,3 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _is_of_gpu(error: Exception) -> bool:
     """Return whether torch, CuPy or the driver could not allocate GPU memory."""
     return any(word in f"{type(error).__module__} {error}" for word in ("CUDA", "cuda", "cupy"))
-
-
-def _cupy_cuda() -> str:
-    try:
-        import cupy
-    except ImportError:
-        return ""
-    number = cupy.cuda.runtime.runtimeGetVersion()
-    return f"{number // 1000}.{number % 1000 // 10}"

@@ -237,17 +237,15 @@ class Metrics:
         loss, pairs = self._loss.read(), self._pairs.read()
         self.loss = loss / pairs if pairs else self.loss
         self.seconds = time.monotonic() - self._start
-        self._link_values = self._link_since_last_line()
-        self.bar.set_postfix_str(self._text(lr), refresh=False)
-
-    def _link_since_last_line(self) -> dict[str, float]:
         use, before = self._link(), self._logged_link
         rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)
-        values = {"link_gb_per_s": round(rate / 1e9, 3)}
-        if self._link_rate:
-            values["link_share"] = round(rate / self._link_rate, 4)
-        values["link_wait"] = round(use.wait_seconds - before.wait_seconds, 4)
-        return values if rate else {}
+        self._link_values = {}
+        if rate:
+            self._link_values["link_gb_per_s"] = round(rate / 1e9, 3)
+            if self._link_rate:
+                self._link_values["link_share"] = round(rate / self._link_rate, 4)
+            self._link_values["link_wait"] = round(use.wait_seconds - before.wait_seconds, 4)
+        self.bar.set_postfix_str(self._text(lr), refresh=False)
 
     def _text(self, lr: float) -> str:
         text = f"loss {self.loss:.4f}  lr {lr:.4g}"

@@ -413,7 +413,7 @@ def make_exchange(
         return Exchange(kernels, steps)
     if peers:
         return PeerExchange(cast(CudaPeerKernels, kernels), steps, state, peers, engine.page())
-    return RankExchange(ranks, cast(ShardKernels, kernels), plan.shape, steps, state, planning)
+    return RankExchange(cast(ShardKernels, kernels), steps, state, ranks, plan.shape, planning)
 
 
 def find_peers(plan: Plan) -> PeerMemory | None:

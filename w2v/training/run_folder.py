@@ -35,22 +35,16 @@ JOB = ".job"  # file with the torchrun job that created the run
 
 def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     """Create a new <run.dir>/<date>-<name>; rank 0 does it for all."""
-    with ranks.reraise():
-        folder = _create(config) if ranks.rank == 0 else None
-    return ranks.all_gather(folder)[0]
-
-
-def _create(config: Config) -> Path:
     corpus = Path(config.corpus.path).name.split(".")[0]
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
-    base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        folder = base if number == 1 else Path(f"{base}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            break
-    return folder
+    folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
+    with ranks.reraise():
+        for number in itertools.count(2) if ranks.rank == 0 else ():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
+            folder = Path(f"{base}-{number}")
+    return ranks.all_gather(folder)[0]
 
 
 def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path | None:

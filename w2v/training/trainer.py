@@ -162,11 +162,13 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the end; at a signal save and raise SystemExit."""
-        epochs = self.config.train.epochs
+        epochs, sampler = self.config.train.epochs, self.loop.sampler
         with self.timeline.phase("training"), self.metrics.bar, self.signals.recorded():
-            for epoch in range(self.loop.sampler.position.epoch, epochs):
+            for epoch in range(sampler.position.epoch, epochs):
+                # As many batches on this rank as on any.
+                batches = self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
                 # Steps, and between them what is due once in a while.
-                for done in self.loop.epoch(self._batches(epoch)):
+                for done in self.loop.epoch(batches):
                     words = round(self.loop.progress * self._total_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
@@ -185,15 +187,15 @@ class Trainer:
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
-                        self._save(self.loop.sampler.position)
+                        self._save(sampler.position)
             # The end of the run.
             self._step.engine.flush()
             self._check()
             self.metrics.log(self.loop.lr)
-            self._final = self._state(self.loop.sampler.position)
+            self._final = self._state(sampler.position)
             # A signal that came after the last vote is in no decision.
             if status := max(self.ranks.all_gather(self.signals.status)):
-                self._stop(self.loop.sampler.position, status)
+                self._stop(sampler.position, status)
         self._summarize()
 
     def export(self) -> None:
@@ -239,15 +241,9 @@ class Trainer:
 
     # Phases of the loop.
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        """Give this rank's batches of the epoch, as many as any rank has."""
-        sampler = self.loop.sampler
-        return self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
-
     def _vote(self) -> Decision:
-        return Decision(
-            self.signals.status, self._save_timer.saves + 1 if self._save_timer.due else 0
-        )
+        timer = self._save_timer
+        return Decision(self.signals.status, timer.saves + 1 if timer.due else 0)
 
     def _check(self) -> None:
         """Raise errors of writing and divergence; waits for the device."""

@@ -24,11 +24,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from w2v.config import ConfigError
 from w2v.kernels import cuda_cache
 from w2v.kernels.batch import Page, View
 from w2v.kernels.cuda_cache import Listed
 from w2v.model.table import Table
-from w2v.transfer.engine import Engine, TransferStats, cache_too_small
+from w2v.transfer.engine import Engine, TransferStats
 from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
 
@@ -153,7 +154,11 @@ class RowCache(Engine, ABC):
 
     def _check_room(self) -> None:
         if refused := self._refused():
-            raise cache_too_small(self.slots, self.slots + refused)
+            raise ConfigError(
+                f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but "
+                f"{self.slots + refused:,} are needed at once; raise it, or lower "
+                "train.batch_size, transfer.steps_per_page or model.negative_pool"
+            )
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.config import ConfigError
 from w2v.kernels.batch import Page, View
 from w2v.model.table import Table
 from w2v.transfer.links import Link
@@ -52,12 +51,9 @@ class Engine:
         return TransferStats()
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
-        """Begin to bring the rows of the next page.
+        """Begin to bring the rows of each table that the next page touches.
 
-        Args:
-            marks_TV: Which rows of each table the next page touches, bool.
-            soon_V: Which rows of each table are in the lookahead window, bool: a cache evicts
-                them last.
+        A cache evicts rows in the lookahead window, `soon_V`, last. Marks are bool.
         """
 
     def page(self) -> Page:
@@ -131,12 +127,3 @@ class Paged(Engine):
         for table, rows, view in zip(self._tables, self._rows, self._page, strict=True):
             self._link.write(table, rows, view.records_SR)
             self._rows_written += len(rows)
-
-
-def cache_too_small(slots: int, needed: float) -> ConfigError:
-    """Return the error for a page that needs more rows than the cache holds."""
-    return ConfigError(
-        f"transfer.gpu_bytes has room for {slots:,} rows on the GPU, but {needed:,.0f} are needed "
-        "at once; raise it, or lower train.batch_size, transfer.steps_per_page or "
-        "model.negative_pool"
-    )

@@ -144,11 +144,9 @@ def link_between(table: Table, device: torch.device) -> Link:
 
 def measure_copy_rate(device: torch.device) -> float:
     """Return the bytes/s of copies in both directions: the link's roofline."""
-    on_gpu = device.type == "cuda"
-    host = [torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-    there = [torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
-    ways = (there[0], host[0], streams[0]), (host[1], there[1], streams[1])
+    there = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+    ways = (there[0], here[0], torch.cuda.Stream()), (here[1], there[1], torch.cuda.Stream())
     calls = 0
     start = 0.0
     while calls < 2 or time.perf_counter() - start < SECONDS:
@@ -158,7 +156,6 @@ def measure_copy_rate(device: torch.device) -> float:
             with torch.cuda.stream(stream):
                 for _ in range(COPIES):
                     target.copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         calls += 1
     return (calls - 1) * 2 * COPIES * MOVED_BYTES / (time.perf_counter() - start)

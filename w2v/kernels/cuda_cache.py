@@ -181,32 +181,23 @@ def numbers_of(spans: int) -> int:
 
 
 def find_rows(
-    ids_N: Tensor,
+    ids_N: Tensor,  # int64 on the GPU, table by table
     spans: Spans,
-    uses_V: Tensor | None,
-    page_of_V: Tensor | None,
+    uses_V: Tensor | None,  # int16, counts the look-ups of each row
+    page_of_V: Tensor | None,  # int16, becomes `page` for these rows
     page: int,
     told: Tensor,
-    is_filled: bool = False,
-    are_rows: bool = False,
+    is_filled: bool = False,  # whether -1 stands behind the rows, and alone if an id is no row
+    are_rows: bool = False,  # whether ids are rows of one rank, of all tables in any order
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the unique rows of ids without sorting.
 
-    Args:
-        ids_N: The ids, int64 on the GPU, table by table.
-        spans: The tables.
-        uses_V: Counts the look-ups of each row, int16.
-        page_of_V: Becomes `page` for these rows, int16.
-        page: Number of a page.
-        told: Gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
-            table of each rank the rows before it, the least and the greatest id that is no row (0:
-            none), and 1 + the place of its padding row (0: it is not there).
-        is_filled: Whether -1 stands behind the rows, and alone if an id is not a row.
-        are_rows: Whether ids are numbers of rows of one rank, of all tables in any order.
+    `told` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each table
+    of each rank the rows before it, the least and the greatest id that is no row (0: none), and 1 +
+    the place of its padding row (0: it is not there).
 
-    Returns:
-        The place of each id among the rows; the rows, by rank and then sorted, in a buffer as long
-        as the ids, and in 32 bits; and their number, first of some on the GPU.
+    Returns the place of each id among the rows; the rows, by rank and then sorted, in a buffer as
+    long as the ids, and in 32 bits; and their number, first of some on the GPU.
     """
     ids, parts = ids_N.shape[0], spans.on_device.shape[0]
     stretches = -(-spans.words // (WARP_ROWS // 32))
@@ -242,24 +233,14 @@ def last_ids(places_N: Tensor, rows: int) -> Tensor:
 
 def exchange_records(
     moves: Moves,
-    addresses_T: Tensor,
-    rows: int,
-    stride: int,
-    records_SR: Tensor,
-    slot_of_TV: Tensor | None = None,
-    no_slot: int = 0,
+    addresses_T: Tensor,  # of each table's records, int64 on the GPU
+    rows: int,  # of a table
+    stride: int,  # elements from one row of a table to the next
+    records_SR: Tensor,  # the cache
+    slot_of_TV: Tensor | None = None,  # kept current, if given
+    no_slot: int = 0,  # of rows that are not cached
 ) -> None:
-    """Write evicted records back, and read the entering ones.
-
-    Args:
-        moves: Lists of rows.
-        addresses_T: Address of each table's records, int64 on the GPU.
-        rows: Rows of a table.
-        stride: Elements from one row of a table to the next.
-        records_SR: The cache.
-        slot_of_TV: Kept current, if given, with `no_slot` for an evicted row.
-        no_slot: The slot of rows that are not cached.
-    """
+    """Write evicted records back, and read the entering ones."""
     itemsize = records_SR.element_size()
     width, row_stride = records_SR.shape[1] * itemsize // 16, stride * itemsize // 16
     records = addresses_T, rows, row_stride, records_SR, width

@@ -93,6 +93,18 @@ __device__ int exclusive_sums(int* counts, int n) {
     return total;
 }
 
+// Return whether this block is the last to finish, so that all counts are written. done: number of
+// blocks that have finished, 0 before.
+__device__ bool is_last_block(unsigned* done) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (last) __threadfence();
+    return last;
+}
+
 // Whether a page comes after another. They are numbered by 16 bits: differences tell the order.
 __device__ bool is_later(short page, int other) { return (short)(page - other) > 0; }
 
@@ -110,7 +122,7 @@ __device__ int row_at(const int* order, long long position) {
 // placed.
 // misses, evict_first, evict_last: prefix sums over the stretches, written here.
 // final: no other plan is computing, so a miss without a slot is refused.
-// done: number of blocks that have finished, 0 before and after.
+// done: 0 before and after.
 extern "C" __global__ void survey(
     ROWS, const bool* marks, const bool* used_soon, int rows, const short* page_of, int page,
     const short* uses, long long* limit, const int* order, long long count, int* misses,
@@ -167,15 +179,7 @@ extern "C" __global__ void survey(
         }
     }
 
-    // Only the last block to finish goes on: all counts are written by then.
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-
+    if (!is_last_block(done)) return;
     const long long all_misses = exclusive_sums(misses, stretches);
     const long long all_first = exclusive_sums(evict_first, stretches);
     const long long all_last = exclusive_sums(evict_last, stretches);
@@ -332,13 +336,7 @@ extern "C" __global__ void count_ids(
         const int count = __reduce_add_sync(ALL, __popc(words[32 * warp_id() + lane_id()]));
         if (lane_id() == 0) counts[warp_id()] = count;
     }
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(done)) return;
     const int all = exclusive_sums(counts, stretches);
     if (threadIdx.x) return;
     numbers->unique = all;

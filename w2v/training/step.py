@@ -104,11 +104,15 @@ class TrainingStep:
             self._computed.append(current_stream().record_event())
         with on_stream(self.planning):
             page = self.exchange.next_page(batches)
-            marks_TV = self._marks(page)
+            moves = self.engine.pages and page
+            if moves:
+                size, device = (2, self.inputs.rows), self.state.fault.device
+                marks_TV = torch.zeros(size, dtype=torch.bool, device=device)
+                self.exchange.mark(page, marks_TV)
             if self.planning:
                 # The page before the current one is computed: the engine may evict its rows.
                 self.planning.wait_event(self._computed[0])
-            if marks_TV is not None:
+            if moves:
                 ahead = page[-1].batch.ahead
                 # A row is used soon if its word occurs in text of the lookahead window that is not
                 # drawn yet. Such rows are evicted last.
@@ -121,12 +125,3 @@ class TrainingStep:
             # After the moves have begun, so that they need not wait for this.
             self.exchange.look_further(batches)
         return page
-
-    def _marks(self, page: list[PlannedBatch]) -> Tensor | None:
-        """Return the rows that the page touches, bool [T, V], for the engine."""
-        if not page or not self.engine.pages:
-            return None
-        device = self.state.fault.device
-        marks_TV = torch.zeros(2, self.inputs.rows, dtype=torch.bool, device=device)
-        self.exchange.mark(page, marks_TV)
-        return marks_TV

@@ -39,23 +39,24 @@ struct SharedRow {  // a row in shared memory
     Floats<LANES_WIDE> packs[VECTORS];
 };
 
+// Call visit(i, v) for each pack i of a row that a lane has, as its v-th.
+template <class Visit>
+__device__ void each_pack(int lane, Visit visit) {
+#pragma unroll
+    for (int v = 0; v < PER_LANE; v++)
+        if (lane + 32 * v < VECTORS) visit(lane + 32 * v, v);
+}
+
 struct Row {  // one lane's elements of a row
     float at[LANE_ELEMENTS];
 
     __device__ void load(const Element* row, int lane) {
-#pragma unroll
-        for (int v = 0; v < PER_LANE; v++) {
-            const int i = lane + 32 * v;
-            Pack<LANES_WIDE> pack = {};
-            if (i < VECTORS) pack = Pack<LANES_WIDE>::load(row, i);
+        *this = {};
+        each_pack(lane, [&](int i, int v) {
+            const Pack<LANES_WIDE> pack = Pack<LANES_WIDE>::load(row, i);
 #pragma unroll
             for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] = pack.at[h];
-        }
-    }
-
-    __device__ void clear() {
-#pragma unroll
-        for (int h = 0; h < LANE_ELEMENTS; h++) at[h] = 0;
+        });
     }
 
     __device__ void scale(float factor) {
@@ -76,34 +77,25 @@ struct Row {  // one lane's elements of a row
     }
 
     __device__ void store(SharedRow& row, int lane) const {
-#pragma unroll
-        for (int v = 0; v < PER_LANE; v++) {
-            const int i = lane + 32 * v;
-            if (i >= VECTORS) continue;
+        each_pack(lane, [&](int i, int v) {
             Floats<LANES_WIDE> pack;
 #pragma unroll
             for (int h = 0; h < LANES_WIDE; h++) pack.at[h] = at[v * LANES_WIDE + h];
             row.packs[i] = pack;
-        }
+        });
     }
 
     __device__ void add(const SharedRow& row, int lane) {
-#pragma unroll
-        for (int v = 0; v < PER_LANE; v++) {
-            const int i = lane + 32 * v;
-            if (i >= VECTORS) continue;
+        each_pack(lane, [&](int i, int v) {
             const Floats<LANES_WIDE> pack = row.packs[i];
 #pragma unroll
             for (int h = 0; h < LANES_WIDE; h++) at[v * LANES_WIDE + h] += pack.at[h];
-        }
+        });
     }
 
     // Add to a row in memory, atomically, as other warps may add to it too.
     __device__ void add_to(float* row, int lane) const {
-#pragma unroll
-        for (int v = 0; v < PER_LANE; v++) {
-            const int i = lane + 32 * v;
-            if (i >= VECTORS) continue;
+        each_pack(lane, [&](int i, int v) {
             const float* from = at + LANES_WIDE * v;
 #if DIM % 4 == 0 && __CUDA_ARCH__ >= 900
             atomicAdd((float4*)row + i, make_float4(from[0], from[1], from[2], from[3]));
@@ -111,7 +103,7 @@ struct Row {  // one lane's elements of a row
 #pragma unroll
             for (int h = 0; h < LANES_WIDE; h++) atomicAdd(row + i * LANES_WIDE + h, from[h]);
 #endif
-        }
+        });
     }
 };
 
@@ -199,16 +191,14 @@ struct HotRows {
     __device__ void flush(const int* index, float* grads, int lane) {
         if (!HOT) return;
         const int warp = threadIdx.x / 32;
-        Row zero;
-        zero.clear();
+        const Row zero = {};
         for (int n = 0; n < HOT; n++)
             if (!(touched >> n & 1)) zero.store(hot_sums[warp][n], lane);
         if (lane == 0 && touched) atomicOr(&hot_touched, touched);
         __syncthreads();
         for (int n = warp; n < HOT; n += WARPS) {
             if (!(hot_touched >> n & 1)) continue;
-            Row sum;
-            sum.clear();
+            Row sum = {};
             for (int w = 0; w < WARPS; w++) sum.add(hot_sums[w][n], lane);
             sum.add_to(grads + (long long)index[root - n] * DIM, lane);
         }
@@ -245,13 +235,10 @@ extern "C" __global__ void skipgram(
             const int read_row = target_row < 0 ? batch.sure_target(center, path) : target_row;
             const long long my_record = RECORD(out, read_row);
             const long long my_index = target_row < 0 ? -1 : index_out[target_row];
-            Row target[TAKEN], grad_target[TAKEN];
+            Row target[TAKEN], grad_target[TAKEN] = {};
 #pragma unroll
-            for (int t = 0; t < TAKEN; t++) {
-                const long long record = __shfl_sync(ALL, my_record, t);
-                target[t].load(records_out + record, lane);
-                grad_target[t].clear();
-            }
+            for (int t = 0; t < TAKEN; t++)
+                target[t].load(records_out + __shfl_sync(ALL, my_record, t), lane);
             const bool counts = __shfl_sync(ALL, my_index, member) >= 0;
             const int targets = COUNTED ? __popc(__ballot_sync(ALL, my_index >= 0)) : 0;
             int contexts = 0;
@@ -268,10 +255,8 @@ extern "C" __global__ void skipgram(
                 if (COUNTED && word >= 0) atomicAdd(pairs_in + word_index, targets);
                 for (unsigned left = __ballot_sync(ALL, word >= 0); left; left &= left - 1) {
                     const int source = __ffs(left) - 1;
-                    Row context, grad_context;
-                    const long long record = __shfl_sync(ALL, word_record, source);
-                    context.load(records_in + record, lane);
-                    grad_context.clear();
+                    Row context, grad_context = {};
+                    context.load(records_in + __shfl_sync(ALL, word_record, source), lane);
                     float dots[GROUP];
 #pragma unroll
                     for (int t = 0; t < GROUP; t++)
@@ -350,16 +335,12 @@ extern "C" __global__ void cbow(
                 const long long my_record = RECORD(out, read_row);
                 my_index = target_row < 0 ? -1 : index_out[target_row];
 #pragma unroll
-                for (int t = 0; t < TAKEN; t++) {
-                    const long long record = __shfl_sync(ALL, my_record, t);
-                    target[t].load(records_out + record, lane);
-                }
+                for (int t = 0; t < TAKEN; t++)
+                    target[t].load(records_out + __shfl_sync(ALL, my_record, t), lane);
             };
             load_targets(0);  // before the context rows, so that all are on their way together
 
-            Row predicting, grad;
-            predicting.clear();
-            grad.clear();
+            Row predicting = {}, grad = {};
             int contexts = 0;
             for (int base = 0; base < 2 * WINDOW; base += 32) {
                 const int o = base + lane;
@@ -368,10 +349,9 @@ extern "C" __global__ void cbow(
                 unsigned left = __ballot_sync(ALL, word >= 0);
                 contexts += __popc(left);
                 while (left) {
-                    Row row[AT_ONCE];
+                    Row row[AT_ONCE] = {};
 #pragma unroll
                     for (int r = 0; r < AT_ONCE; r++) {
-                        row[r].clear();
                         if (!left) continue;
                         const long long record = __shfl_sync(ALL, word_record, __ffs(left) - 1);
                         row[r].load(records_in + record, lane);
@@ -441,8 +421,7 @@ extern "C" __global__ void cbow(
                 unsigned left = __ballot_sync(ALL, is_context);
                 if (!left) continue;
                 if (COUNTED && is_context) atomicAdd(pairs_in + index, targets_of[lane]);
-                Row grad;
-                grad.clear();
+                Row grad = {};
                 for (; left; left &= left - 1) grad.add(grad_of[__ffs(left) - 1], lane);
                 grad.add_to(grads_in + index * DIM, lane);
             }

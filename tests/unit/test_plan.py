@@ -34,7 +34,6 @@ from w2v.training.plan import (
 )
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import Link
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CPU_ONLY = Machine(cores=2, host_bytes=2**34, gpu="", gpu_free_bytes=0, cuda_torch="", cuda_cupy="")
@@ -403,8 +402,7 @@ def test_lookahead_where_rows_are_paged():
     assert without.paging == (paged.paging.steps, 0)
 
 
-def test_build_makes_the_planned_parts(monkeypatch):
-    monkeypatch.setitem(plan.LINKS, "staged", (Link, "cpu"))
+def test_build_makes_the_planned_parts():
     small = "model.vector_size=4", "train.batch_size=50"
     made = zipf_plan(200, 2000, *small)
     staged = replace(made, engine="staged", slots=300)
@@ -421,8 +419,7 @@ def test_build_makes_the_planned_parts(monkeypatch):
         assert not step.outputs["weight"].any()
 
 
-def test_lookahead_changes_no_bit_and_reads_fewer_rows(monkeypatch, one_thread):
-    monkeypatch.setitem(plan.LINKS, "staged", (Link, "cpu"))
+def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
     model = "model.vector_size=4", "model.negative_pool=128", "model.negative_pool_steps=8"
     steps = "optimizer.name=Adam", "optimizer.lr=0.01", "train.batch_size=128"
     made = zipf_plan(5_000, 40_000, *model, *steps, "train.kernels=reference", "train.epochs=2")

@@ -46,7 +46,7 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 from w2v.transfer.cache import MappedCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import Link, MappedLink, StagedLink, measure_copy_rate
+from w2v.transfer.links import MappedLink, link_between, measure_copy_rate
 
 log = logging.getLogger("w2v")
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
@@ -56,10 +56,7 @@ KERNELS = {  # as the plan names them
     "sequential": "compiled by numba, each center a step of its own",
     "cuda": "fused",
 }
-LINKS: dict[str, tuple[type[Link], Storage]] = {
-    "mapped": (MappedLink, "pinned"),
-    "staged": (StagedLink, "cpu"),
-}
+STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
 FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
@@ -373,7 +370,7 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
     rows = ranks.shard_rows(plan.shape.rows)
     storage: Storage = "cuda" if plan.on_gpu else "cpu"
     if plan.is_hosted:
-        _, storage = LINKS[plan.engine]
+        storage = STORAGE[plan.engine]
     if folder := plan.config.transfer.table_dir:
         storage = "mmap"
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -460,11 +457,11 @@ def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     """Return the engine of the plan."""
     if not plan.is_hosted:
         return Engine(tables)
-    link, _ = LINKS[plan.engine]
+    link = link_between(tables[0], plan.device)
     if not plan.slots:
-        return Paged(link(), tables, plan.device)
+        return Paged(link, tables, plan.device)
     room = tables, plan.slots, plan.device, expected_uses(plan)
-    return MappedCache(*room) if link is MappedLink else TorchCache(link(), *room)
+    return MappedCache(*room) if isinstance(link, MappedLink) else TorchCache(link, *room)
 
 
 def expected_uses(plan: Plan) -> Tensor:
@@ -523,7 +520,7 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
     task, machine = budget.task, budget.task.machine
     wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
     if not task.on_gpu:
-        if wanted in LINKS:
+        if wanted in STORAGE:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
         return "resident", "the CPU computes where the tables are"

@@ -64,7 +64,9 @@ class RowFile:
         self.records_VR = torch.from_numpy(self._mapped).view(dtype)
         if not self.continued:
             self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
-            self._reserve()
+            # Later, a write to mapped memory on a full disk would kill the process.
+            with open(self._temporary, "r+b") as file, naming_file(self.path):
+                os.posix_fallocate(file.fileno(), 0, self._temporary.stat().st_size)
 
     def flush(self) -> None:
         """Return when rows and scalars are on disk."""
@@ -102,12 +104,6 @@ class RowFile:
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
         return np.memmap(self.path, np.uint8, "r+", shape=shape)
-
-    def _reserve(self) -> None:
-        """Allocate the blocks of a new file, or raise `OSError`."""
-        # Later, a write to mapped memory on a full disk would kill the process.
-        with open(self._temporary, "r+b") as file, naming_file(self.path):
-            os.posix_fallocate(file.fileno(), 0, self._temporary.stat().st_size)
 
 
 def open_npy(

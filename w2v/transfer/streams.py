@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -33,13 +33,10 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
 class Waits:
     """Time that a stream has waited for moves, by events around each."""
 
-    def __init__(
-        self, event: Callable[[], torch.cuda.Event] = lambda: torch.cuda.Event(enable_timing=True)
-    ):
-        self._event = event
+    def __init__(self) -> None:
         self._seconds = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._reusable: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._open: deque[list[torch.cuda.Event]] = deque()
+        self._reusable: list[list[torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def counted(self, device: torch.device) -> Iterator[None]:
@@ -48,14 +45,13 @@ class Waits:
             yield
             return
         stream = current_stream()
-        if self._reusable:
-            before, after = self._reusable.pop()
-        else:
-            before, after = self._event(), self._event()
+        if not self._reusable:
+            self._reusable.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        before, after = self._reusable.pop()
         before.record(stream)
         yield
         after.record(stream)
-        self._open.append((before, after))
+        self._open.append([before, after])
         self._collect()
 
     @property
@@ -68,4 +64,4 @@ class Waits:
         while self._open and self._open[0][1].query():
             before, after = self._open.popleft()
             self._seconds += before.elapsed_time(after) / 1000
-            self._reusable.append((before, after))
+            self._reusable.append([before, after])

@@ -62,12 +62,19 @@ def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, cl
         metrics.log(0.1)
         state = metrics.state(0.1)
         step(metrics, 300, loss=2.0, pairs=2)
-        metrics.end_epoch(1)
+        metrics.end_epoch(2)
+        metrics.log(0.1)
     assert metrics.epoch_loss == 2.0
+    epochs = [line for line in read(path) if "epoch" in line]
+    assert epochs == [
+        {"epoch": 1, "words": 100, "seconds": 0, "loss": 9.0},
+        {"epoch": 2, "words": 300, "seconds": 1, "loss": 2.0},
+    ]
     with Metrics(path, total_words=400, log_seconds=math.inf, state=state) as resumed:
         assert resumed.epoch_loss == 9.0
         step(resumed, 300, loss=2.0, pairs=2)
-        resumed.end_epoch(1)
+        resumed.end_epoch(2)
+        resumed.state(0.1)
     assert resumed.epoch_loss == 2.0
 
 

@@ -91,6 +91,7 @@ class Metrics:
         self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
         self._epoch_loss = Total(state.get("epoch_loss", 0))
         self._epoch_pairs = Total(state.get("epoch_pairs", 0))
+        self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
         # What the next line is measured from.
         self._logged_words = int(state.get("logged_words", 0))
@@ -133,11 +134,11 @@ class Metrics:
         self.bar.update(words - self.bar.n)
 
     def end_epoch(self, epoch: int) -> None:
-        """Note the mean loss of the epoch; wait for the device."""
-        if pairs := self._epoch_pairs.read():
-            self.epoch_loss = self._epoch_loss.read() / pairs
-            seconds = round(time.monotonic() - self._start, 3)
-            self.append(epoch=epoch, words=self.words, seconds=seconds, loss=self.epoch_loss)
+        """Note that an epoch is over; its mean loss is read with the next line."""
+        # To wait for the device now would leave it idle until the next page is planned.
+        seconds = round(time.monotonic() - self._start, 3)
+        line = {"epoch": epoch, "words": self.words, "seconds": seconds}
+        self._ended.append((line, self._epoch_loss, self._epoch_pairs))
         self._epoch_loss = Total()
         self._epoch_pairs = Total()
 
@@ -233,7 +234,12 @@ class Metrics:
             self._board.close()
 
     def _read(self, lr: float) -> None:
-        """Update loss, link and bar."""
+        """Update losses, link and bar; wait for the device."""
+        for line, epoch_loss, epoch_pairs in self._ended:
+            if pairs := epoch_pairs.read():
+                self.epoch_loss = epoch_loss.read() / pairs
+                self.append(**line, loss=self.epoch_loss)
+        self._ended.clear()
         loss, pairs = self._loss.read(), self._pairs.read()
         self.loss = loss / pairs if pairs else self.loss
         self.seconds = time.monotonic() - self._start

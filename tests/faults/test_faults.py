@@ -430,12 +430,13 @@ def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch
     monkeypatch.setattr(Budget, "copies", copies)
     monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
     monkeypatch.setattr(shards, "FILE_BYTES", 1 << 20)
-    arguments = tiny_arguments(tmp_path, BIG, train__epochs=4, train__batch_size=4096)
+    larger = {"model__vector_size": 16, "train__epochs": 4, "train__batch_size": 4096}
+    arguments = tiny_arguments(tmp_path, BIG, **larger)
     with mounted(tmp_path / "small", 12 << 20) as small:
         status, error = run_main(train, *arguments, f"run.dir={small}")
         run = next(small.iterdir())
         assert status == 2 and f"{run}/checkpoints: No space left" in error, error
-        assert "a checkpoint of 5,120,000 bytes" in error and "make room there" in error
+        assert "a checkpoint of 5,280,000 bytes" in error and "make room there" in error
         saved = latest(run / "checkpoints")  # one that falls due while another is written waits
         assert saved.state["epochs_done"] in (1, 2, 3) and not temporary_files(run)
         assert run_main(train, "--resume", run)[0] == 2  # still full
@@ -449,7 +450,7 @@ def test_disk_full_while_vectors_are_exported(tmp_path, run_main, monkeypatch):
     monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 50)
     larger = {"model__vector_size": 16, "optimizer__name": "SGD", "train__batch_size": 4096}
     arguments = tiny_arguments(tmp_path, BIG, run__checkpoint_minutes=0, **larger)
-    with mounted(tmp_path / "small", 6 << 20) as small:
+    with mounted(tmp_path / "small", 5 << 20) as small:
         status, error = run_main(train, *arguments, f"run.dir={small}")
         run = next(small.iterdir())
         assert status == 2 and f"error: {run}" in error and "make room" in error, error

@@ -16,7 +16,7 @@ from w2v.distributed.ranks import RanksDiffer
 from w2v.training import checkpoint, shards
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest
 
-NONE, SOME, ALL = 0, 1200, 1 << 30  # bytes for copies; the six files of two tables have 5,888
+NONE, SOME, ALL = 0, 500, 1 << 30  # bytes for copies; the six files of two tables have 2,760
 INPUT = "input-00000-of-00003.safetensors"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Let each table have three files."""
-    monkeypatch.setattr(shards, "FILE_BYTES", 1024)
+    monkeypatch.setattr(shards, "FILE_BYTES", 500)
 
 
 def save(folder, step=1, room=NONE, tables=None, **state):
@@ -143,7 +143,7 @@ def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
 
     checked(together(2, save_again, 1))
     failing.set()
-    expected = "No space left on device, so that a checkpoint of 5,888 bytes cannot be written"
+    expected = "No space left on device, so that a checkpoint of 2,760 bytes cannot be written"
     for error in raised(together(2, save_again, 2)):
         assert expected in str(error) and error.filename == str(tmp_path)
         assert error.failed_rank == (0 if broken == "manifest" else 1)
@@ -251,7 +251,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
         older.setattr(checkpoint, "FORMAT", 2)
         save(tmp_path)
-    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 5"):
+    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 6"):
         latest(tmp_path)
 
 

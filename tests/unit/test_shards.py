@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
-    monkeypatch.setattr(shards, "FILE_BYTES", 600)
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(shards, "FILE_BYTES", 280)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 140)
 
 
 def records(tables):
-    return {table.name: table.records_VR for table in tables}
+    return {table.name: table.saved_VR for table in tables}
 
 
 def write(ranks, folder, tables=None, **what):
@@ -92,7 +92,7 @@ def test_file_names_and_content(tmp_path):
     }
     second = sorted(tmp_path.glob("input-rank-1-*"))
     found = torch.cat([load_file(path)["records"] for path in second])
-    assert torch.equal(found, make_tables()[0].records_VR[1::2])
+    assert torch.equal(found, make_tables()[0].saved_VR[1::2])
     write(SINGLE, tmp_path)
     assert (tmp_path / "input-00000-of-00006.safetensors").exists()
 
@@ -124,4 +124,4 @@ def test_files_are_read_in_chunks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shards, "_read_file", measured)
     checked(together(3, assert_read, tmp_path, entries, 2))
-    assert len(sizes) > 8 and max(sizes) <= 300
+    assert len(sizes) > 8 and max(sizes) <= 140

@@ -102,6 +102,11 @@ class Table:
         return self.records_VR[:, self.columns[name]]
 
     @property
+    def saved_VR(self) -> Tensor:
+        """The records without their padding: what a file needs."""
+        return self.records_VR[:, : max(part.stop for part in self.columns.values())]
+
+    @property
     def parts(self) -> list[Table]:
         """This table; of a split one, that of the weights and that of the states."""
         return [self]

@@ -29,7 +29,7 @@ from w2v.system.files import sealed, sync, unsealed, write_synced
 from w2v.training import shards
 
 log = logging.getLogger("w2v")
-FORMAT = 5
+FORMAT = 6
 KEPT = 2
 EPOCH_SECONDS = 60.0  # after the last checkpoint, the end of an epoch is worth one
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
@@ -99,10 +99,11 @@ class Checkpoints:
         self.folder, self._tables, self._ranks = folder, tables, ranks
         folder.mkdir(exist_ok=True)
         self._leads = ranks.rank == 0
-        own_bytes = sum(table.rows * shards.row_bytes(table.records_VR) for table in tables)
+        files = self._files()
+        own_bytes = sum(records_nR.nbytes for records_nR in files.values())
         self._bytes = sum(ranks.all_gather(own_bytes))
         self._copied: list[str] = []  # files of which `room` holds copies
-        for name, records_nR in self._files().items():
+        for name, records_nR in files.items():
             if records_nR.nbytes <= room:
                 self._copied.append(name)
                 room -= records_nR.nbytes
@@ -165,18 +166,19 @@ class Checkpoints:
             writing.result()
 
     def _files(self) -> dict[str, Tensor]:
-        return shards.files({table.name: table.records_VR for table in self._tables}, self._ranks)
+        return shards.files({table.name: table.saved_VR for table in self._tables}, self._ranks)
 
     def _allocate(self) -> dict[str, Tensor]:
         files = self._files()
         return {name: host_memory(files[name].nbytes) for name in self._copied}
 
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        memory = self._memory.result()
-        return {
-            name: memory[name].view(records_nR.dtype).view(records_nR.shape).copy_(records_nR)
-            for name, records_nR in files.items()
-        }
+        memory, copies = self._memory.result(), {}
+        for name, records_nR in files.items():
+            copies[name] = memory[name].view(records_nR.dtype).view(records_nR.shape)
+            for copy_nR, part_nR in zip(*map(shards.chunks, (copies[name], records_nR)), strict=True):
+                copy_nR.copy_(part_nR)
+        return copies
 
     def _finish(
         self,
@@ -269,7 +271,7 @@ class Checkpoint:
                     remedy = "resume with the settings of the run"
                     raise CheckpointError(f"{self.path} {differs}; {remedy}")
             records = {
-                table.name: (wanted[table.name]["rows"], table.records_VR) for table in tables
+                table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables
             }
             try:
                 shards.read(self.path, self._files, records, self.ranks, ranks)

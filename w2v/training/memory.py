@@ -278,7 +278,7 @@ class Task:
         disk = {
             # The oldest checkpoint is removed when the third is whole.
             "checkpoints": (3 if config.run.checkpoint_minutes else 1)
-            * (2 * self.rows * self._record_bytes(ALIGNMENT)),
+            * (2 * self.rows * self._record_bytes(self.shape.dtype.itemsize)),
             "vectors": 2 * weights + 32 * words,  # vectors.kv and vectors.bin
             "tables": ranks * tables * in_files,
         }

@@ -1,6 +1,6 @@
 """Files of a checkpoint: records of each rank as safetensors.
 
-    input-00000-of-00002.safetensors              "records" [n, P]: n rows, padded to 128 bytes
+    input-00000-of-00002.safetensors              "records" [n, R]: n rows, without padding
     input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
 
 Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
-from w2v.model.table import FILE_BYTES, padded
+from w2v.model.table import FILE_BYTES
 from w2v.system.files import write_synced
 
 CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a time
@@ -106,8 +106,13 @@ def read(
 
 
 def row_bytes(records_VR: Tensor) -> int:
-    """Return the bytes of a row in a file, whatever its padding in memory."""
-    return _width(records_VR) * records_VR.element_size()
+    """Return the bytes of a row in a file."""
+    return records_VR.shape[1] * records_VR.element_size()
+
+
+def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
+    """Split records into parts of CHUNK_BYTES."""
+    return records_VR.split(_chunk_rows(records_VR))
 
 
 def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
@@ -125,15 +130,14 @@ def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> lis
 def _write_file(path: Path, records_nR: Tensor) -> dict[str, int]:
     def parts() -> Iterator[bytes | memoryview]:
         yield _header(len(records_nR), records_nR)
-        rows, columns, width = _chunk_rows(records_nR), records_nR.shape[1], _width(records_nR)
-        if columns == width and not records_nR.is_cuda and records_nR.is_contiguous():
-            yield from map(_bytes, records_nR.split(rows))
+        if records_nR.is_contiguous() and not records_nR.is_cuda:
+            yield from map(_bytes, chunks(records_nR))
             return
         # One buffer, as new memory for each chunk takes longer than the copy.
-        buffer_nP = torch.zeros(min(rows, len(records_nR)), width, dtype=records_nR.dtype)
-        for chunk_nR in records_nR.split(rows):
-            buffer_nP[: len(chunk_nR), :columns].copy_(chunk_nR)
-            yield _bytes(buffer_nP[: len(chunk_nR)])
+        first, *_ = parts_nR = chunks(records_nR)
+        buffer_nR = torch.empty(first.shape, dtype=first.dtype)
+        for part_nR in parts_nR:
+            yield _bytes(buffer_nR[: len(part_nR)].copy_(part_nR))
 
     crc32 = write_synced(path, parts())
     return {"bytes": path.stat().st_size, "crc32": crc32}
@@ -152,10 +156,10 @@ def _read_file(
             crc32 = zlib.crc32(opened.read(len(_header(rows, like_VR))))
             for start in range(0, rows, _chunk_rows(like_VR)):
                 count = min(_chunk_rows(like_VR), rows - start)
-                chunk_nP = torch.empty(count, _width(like_VR), dtype=like_VR.dtype)
-                opened.readinto(_bytes(chunk_nP))
-                crc32 = zlib.crc32(_bytes(chunk_nP), crc32)
-                yield chunk_nP[:, : like_VR.shape[1]]
+                chunk_nR = torch.empty(count, like_VR.shape[1], dtype=like_VR.dtype)
+                opened.readinto(_bytes(chunk_nR))
+                crc32 = zlib.crc32(_bytes(chunk_nR), crc32)
+                yield chunk_nR
     except OSError as error:
         raise Damaged(file, error.strerror or str(error)) from None
     if crc32 != entry["crc32"]:
@@ -164,20 +168,14 @@ def _read_file(
 
 def _header(rows: int, like_VR: Tensor) -> bytes:
     """Return the beginning of a safetensors file of that many such records."""
-    width = _width(like_VR)
     tensor = {
         "dtype": DTYPES[like_VR.dtype],
-        "shape": [rows, width],
+        "shape": [rows, like_VR.shape[1]],
         "data_offsets": [0, rows * row_bytes(like_VR)],
     }
     text = json.dumps({"records": tensor}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _width(records_VR: Tensor) -> int:
-    """Return the elements of a row in a file, always padded."""
-    return padded(records_VR.shape[1], records_VR.element_size())
 
 
 def _chunk_rows(records_VR: Tensor) -> int:

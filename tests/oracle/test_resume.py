@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, latest
 from w2v.training.trainer import Diverged, Trainer, TrainingLoop
+from w2v.vectors import export
 
 
 @pytest.fixture(autouse=True)
@@ -345,6 +347,32 @@ def test_the_last_checkpoint_and_the_binary_file_can_be_left_out(tmp_path):
         trainer.export()
     assert latest(tmp_path / "checkpoints") is None
     assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".sha256"}
+
+
+@pytest.mark.parametrize("place", ["resident", pytest.param("mapped", marks=pytest.mark.gpu)])
+def test_large_vectors_are_written_once(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(export, "LARGE", 1)
+    with make(tmp_path / "run", place=place) as trainer:
+        trainer.train()
+        save_config(trainer.config, tmp_path / "run" / "config.yaml")
+        trainer.export()
+    saved = latest(tmp_path / "run" / "checkpoints")
+    assert (saved.path / "input.npy").samefile(tmp_path / "run" / export.ARRAY)
+    assert_same(trained(tmp_path / "run", place=place), trainer)
+    longer = trained(tmp_path / "run", "train.epochs=5", place=place)
+    assert longer.metrics.step == 250
+
+
+def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "LARGE", 1)
+    monkeypatch.setattr(export, "_write_kv", Mock(side_effect=OSError(28, "No space left")))
+    with make(tmp_path) as trainer:
+        trainer.train()
+        with pytest.raises(OSError, match="No space left"):
+            trainer.export()
+    saved = latest(tmp_path / "checkpoints")
+    assert not (saved.path / "input.npy").exists() and saved.state["epochs_done"] == 4
+    assert_same(trained(tmp_path), trainer)
 
 
 def test_moved_rows_are_counted_through(tmp_path):

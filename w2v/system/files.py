@@ -74,6 +74,19 @@ def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     return crc32
 
 
+def link(file: Path, to: Path) -> None:
+    """Link a file that is on disk, or copy it where that is impossible.
+
+    Nobody may write to it under either name from now on.
+    """
+    file.chmod(file.stat().st_mode & ~0o222)
+    try:
+        os.link(file, to)
+    except OSError:  # such as a file system without links
+        shutil.copyfile(file, to)
+        sync(to)
+
+
 def start_writeback(descriptor: int, last: int = 0) -> None:
     """Start writing a file's cached pages to disk, and free written ones.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system.files import sealed, sync, unsealed, write_synced
+from w2v.system.files import link, sealed, sync, unsealed, write_synced
 from w2v.training import shards
 
 log = logging.getLogger("w2v")
@@ -121,11 +121,17 @@ class Checkpoints:
         if self._memory is None:
             self._memory = self._writer.submit(self._allocate)
 
-    def save(self, state: dict[str, Any], copied: bool = True) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        copied: bool = True,
+        weights: Future[tuple[Path, int]] | None = None,
+    ) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
 
         `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
-        written in the background.
+        written in the background. `weights` then becomes an .npy file with the weights of the first
+        table, and its CRC-32; it is linked, not written again.
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
@@ -134,7 +140,7 @@ class Checkpoints:
             return
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
         manifest["tables"] = _describe(self._tables, self._ranks)
-        files = self._files()
+        files = self._files(apart=weights is not None)
         entries: shards.Entries = {}
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
@@ -147,7 +153,7 @@ class Checkpoints:
                 )
                 entries = shards.write(partial, files)
                 files = copying.result()
-        self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
+        self._writing = self._writer.submit(self._finish, path, manifest, entries, files, weights)
 
     def raise_failure(self) -> None:
         """Raise the error of the last checkpoint, if it has failed by now."""
@@ -165,8 +171,12 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _files(self) -> dict[str, Tensor]:
-        return shards.files({table.name: table.saved_VR for table in self._tables}, self._ranks)
+    def _files(self, apart: bool = False) -> dict[str, Tensor]:
+        """Return the files by name; `apart` from the weights of the first table."""
+        first, *others = self._tables
+        parts = _parts(first, apart)
+        parts.pop(_weights_file(first), None)
+        return shards.files(parts | {table.name: table.saved_VR for table in others}, self._ranks)
 
     def _allocate(self) -> dict[str, Tensor]:
         files = self._files()
@@ -175,9 +185,9 @@ class Checkpoints:
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
         memory, copies = self._memory.result(), {}
         for name, records_nR in files.items():
-            copies[name] = memory[name].view(records_nR.dtype).view(records_nR.shape)
-            for copy_nR, part_nR in zip(*map(shards.chunks, (copies[name], records_nR)), strict=True):
-                copy_nR.copy_(part_nR)
+            copies[name] = copy_nR = memory[name].view(records_nR.dtype).view(records_nR.shape)
+            for to, part in zip(shards.chunks(copy_nR), shards.chunks(records_nR), strict=True):
+                to.copy_(part)
         return copies
 
     def _finish(
@@ -186,12 +196,18 @@ class Checkpoints:
         manifest: dict[str, Any],
         entries: shards.Entries,
         files: Mapping[str, Tensor],
+        weights: Future[tuple[Path, int]] | None,
     ) -> None:
         """Write the files and, when all ranks are done, the manifest."""
         partial, ranks = _partial(path), self._ranks
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
                 entries = {**entries, **shards.write(partial, files)}
+                if weights:
+                    file, crc32 = weights.result()
+                    name = _weights_file(self._tables[0])
+                    link(file, partial / name)
+                    entries |= {name: {"bytes": file.stat().st_size, "crc32": crc32}}
                 sync(partial)
             of_ranks = ranks.all_gather(entries, group="background")
             # The manifest is written last: a folder with a manifest is complete.
@@ -271,7 +287,9 @@ class Checkpoint:
                     remedy = "resume with the settings of the run"
                     raise CheckpointError(f"{self.path} {differs}; {remedy}")
             records = {
-                table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables
+                name: (wanted[table.name]["rows"], records_VR)
+                for table in tables
+                for name, records_VR in _parts(table, _weights_file(table) in self._files).items()
             }
             try:
                 shards.read(self.path, self._files, records, self.ranks, ranks)
@@ -309,6 +327,18 @@ def _saved(folder: Path) -> list[Path]:
 
 def _partial(path: Path) -> Path:
     return Path(f"{path}.partial")
+
+
+def _weights_file(table: Table) -> str:
+    return f"{table.name}.npy"
+
+
+def _parts(table: Table, apart: bool) -> dict[str, Tensor]:
+    """Return what is saved of a table: all, or weights and states apart."""
+    if not apart:
+        return {table.name: table.saved_VR}
+    parts = {_weights_file(table): table["weight"], table.name: table.saved_VR[:, table.dim :]}
+    return {name: part_VR for name, part_VR in parts.items() if part_VR.shape[1]}
 
 
 def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:

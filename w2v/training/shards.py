@@ -2,6 +2,8 @@
 
     input-00000-of-00002.safetensors              "records" [n, R]: n rows, without padding
     input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
+    input.npy                                     weights of one rank that vectors.kv shares; the
+                                                  records of its other files are without them
 
 Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
 finds every flipped bit and misses other damage once in four billion times, at 4 GB/s a core where
@@ -117,6 +119,8 @@ def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
 
 def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
     """Return the files of a rank's shard of that many rows."""
+    if table.endswith(".npy"):
+        return [Part(table, 0, rows)]
     file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
     owner = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
     count = -(-rows // file_rows)
@@ -153,7 +157,7 @@ def _read_file(
         if found != expected:
             raise Damaged(file, f"{found:,} bytes instead of {expected:,}")
         with open(file, "rb") as opened:
-            crc32 = zlib.crc32(opened.read(len(_header(rows, like_VR))))
+            crc32 = zlib.crc32(opened.read(expected - rows * row_bytes(like_VR)))
             for start in range(0, rows, _chunk_rows(like_VR)):
                 count = min(_chunk_rows(like_VR), rows - start)
                 chunk_nR = torch.empty(count, like_VR.shape[1], dtype=like_VR.dtype)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -204,12 +205,15 @@ class Trainer:
         took = self.took()
         self._step.finish()
         return_freed_memory()
+        weights = self._shared_weights()
         if self.config.run.final_checkpoint:
             with self.timeline.phase("saving"):
-                self.checkpoints.save(self._final, copied=False)
+                self.checkpoints.save(self._final, copied=False, weights=weights)
         try:
-            self._write_vectors(took)
+            self._write_vectors(took, weights)
         except BaseException:
+            if weights and not weights.done():
+                weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
             try:
                 self.checkpoints.wait()
             except OSError:  # the disk was full: vectors that failed have made room by now
@@ -378,7 +382,15 @@ class Trainer:
         weights = self._step.inputs["weight"], self._step.outputs["weight"]
         return self.held_out.loss(*weights, self.ranks)
 
-    def _write_vectors(self, took: dict[str, Any]) -> None:
+    def _shared_weights(self) -> Future[tuple[Path, int]] | None:
+        """Return what will be the file of vectors that the checkpoint can share."""
+        inputs, words = self._step.inputs, len(self.vocab.words)
+        is_whole = inputs.rows == words and inputs.dtype == torch.float32
+        return Future() if is_whole and export.has_array(words, inputs.dim) else None
+
+    def _write_vectors(
+        self, took: dict[str, Any], weights: Future[tuple[Path, int]] | None
+    ) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs, folder = self._step.inputs, self.folder
         weights_ND = self._asked()
@@ -392,7 +404,9 @@ class Trainer:
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
                 saving = threads.submit(self.vocab.save, folder / "vocab.tsv")
-                export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
+                crc32 = export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
+                if weights:
+                    weights.set_result((folder / export.ARRAY, crc32))
                 saving.result()
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()

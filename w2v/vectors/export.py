@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("kv", "bin", "txt")  # also the suffixes of the files
 LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of its own
+ARRAY = "vectors.kv.vectors.npy"  # its name
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
 BLOCKS_AHEAD = 3  # blocks that wait for the thread of a file
 EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: small vectors twice, or blocks of 2 files
@@ -67,6 +69,7 @@ class _File:
     def __init__(self, path: Path):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._digest = hashlib.sha256()
+        self.crc32 = 0
         self._thread = ThreadPoolExecutor(1, path.name)
         self._writing: deque[Future] = deque()
 
@@ -96,6 +99,12 @@ class _File:
         self._file.flush()
         start_writeback(self._file.fileno(), len(part))
         self._digest.update(part)
+        self.crc32 = zlib.crc32(part, self.crc32)
+
+
+def has_array(words: int, dim: int) -> bool:
+    """Return whether vectors.kv has a file for the vectors, `ARRAY`."""
+    return words * dim >= LARGE
 
 
 def save_rows(
@@ -105,33 +114,32 @@ def save_rows(
     blocks: Iterator[np.ndarray],
     folder: Path,
     formats: Sequence[str] = ("kv", "bin"),
-) -> None:
+) -> int:
     """Write vectors.kv, vectors.bin and their checksums, without gensim.
 
     The V words are sorted by falling count. The blocks are float32 [n, D]; only small
     vectors are ever whole in memory. An error is raised after the last block, as other ranks
-    wait until theirs are received.
+    wait until theirs are received. Return the CRC-32 of `ARRAY`, 0 if there is no such file.
     """
     shape = len(words), dim
-    array_name = "vectors.kv.vectors.npy"
     try:
         with _new_files(folder) as new, contextlib.ExitStack() as stack:
             files = {}
             if "bin" in formats:
                 files["vectors.bin"] = stack.enter_context(_File(new / "vectors.bin"))
                 files["vectors.bin"].write("{} {}\n".format(*shape).encode)
-            if len(words) * dim >= LARGE:
-                files[array_name] = stack.enter_context(_File(new / array_name))
-                files[array_name].write(_npy_header, shape)
+            if has_array(*shape):
+                files[ARRAY] = stack.enter_context(_File(new / ARRAY))
+                files[ARRAY].write(_npy_header, shape)
             # Small vectors are in the pickle, which is written last.
-            vectors = None if array_name in files else np.empty(shape, np.float32)
+            vectors = None if ARRAY in files else np.empty(shape, np.float32)
             first = 0
             for block_nD in blocks:
                 end = first + len(block_nD)
                 if "vectors.bin" in files:
                     files["vectors.bin"].write(_binary_rows, words[first:end], block_nD)
                 if vectors is None:
-                    files[array_name].write(lambda block_nD: block_nD.data.cast("B"), block_nD)
+                    files[ARRAY].write(lambda block_nD: block_nD.data.cast("B"), block_nD)
                 else:
                     vectors[first:end] = block_nD
                 first = end
@@ -141,6 +149,7 @@ def save_rows(
             sums["vectors.kv"] = hash_file(new / "vectors.kv", hashlib.sha256())
             (folder / SUMS).unlink(missing_ok=True)  # wrong until all files are in place
         _write_sums(folder, sums)
+        return files[ARRAY].crc32 if ARRAY in files else 0
     finally:
         for _ in blocks:  # what other ranks still send
             pass

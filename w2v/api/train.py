@@ -89,14 +89,17 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         if config.train.device != "cpu":
             open_gpu(launcher.number("LOCAL_RANK"))
         gc.disable()  # it would search a million objects of torch several times, for 0.3 s
+        import torch
+
         from w2v.model import sampler
+
+        if is_new and config.train.device != "cpu" and torch.cuda.is_available():
+            threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
         from w2v.training import plan, run_folder, trainer
 
         if is_new:
             gc.freeze()
         gc.enable()
-        if is_new and config.train.device != "cpu":
-            threading.Thread(target=sampler.warm_up, daemon=True).start()
         ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
     folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)

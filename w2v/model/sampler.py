@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from w2v.config import ModelConfig
-from w2v.kernels import reference
+from w2v.kernels import cuda, reference
 from w2v.kernels.batch import Ahead, Batch, Draw, Objective, Position, Subsample, Tree, chunk_words
 
 Span = tuple[int, int]  # sentences [first, last)
@@ -282,18 +282,18 @@ class Sampler:
 
 
 def warm_up() -> None:
-    """Have torch load the GPU kernels for a chunk of text, for 0.1 s.
+    """Load the GPU kernels of torch for a chunk of text, and CuPy's compiler.
 
-    For a thread, while others prepare what is trained.
+    For a thread, for 0.2 s, while others prepare what is trained.
     """
-    if not torch.cuda.is_available():
-        return
-    with contextlib.suppress(RuntimeError):  # such as too little memory, which the plan explains
+    # The plan says what is missing, such as memory or CuPy.
+    with contextlib.suppress(RuntimeError, ImportError):
         words_N = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
         edges_S = np.array([0, len(words_N)])
         keep_V = torch.ones(1, device="cuda")
         words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
         mix(words_n, sentences_n, 16, 2)
+        cuda.draw(1, 1, (1, 1), 1, (0, 0, 0), keep_V.double())
 
 
 def mix(

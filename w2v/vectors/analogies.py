@@ -37,9 +37,14 @@ def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> T
         torch.set_float32_matmul_precision(precision)
     correct_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
     if doubtful_Q.any():
-        doubtful_ids = ids_Q4.cpu()[doubtful_Q]
-        answers = torch.tensor(_answers_as_gensim(vectors_ND, group_N, doubtful_ids))
-        correct_Q[doubtful_Q] = answers == doubtful_ids[:, 3]
+        doubtful_ids = ids_Q4[doubtful_Q.to(ids_Q4.device)]
+        answer_Q = torch.cat(
+            [_settle(vectors_ND, length_N, group_N, ids) for ids in doubtful_ids.split(QUESTIONS)]
+        )
+        doubtful_ids, left_Q = doubtful_ids.cpu(), answer_Q < 0
+        answers = _answers_as_gensim(vectors_ND, group_N, doubtful_ids[left_Q])
+        answer_Q[left_Q] = torch.tensor(answers, dtype=torch.long)
+        correct_Q[doubtful_Q] = answer_Q == doubtful_ids[:, 3]
     return correct_Q
 
 
@@ -47,27 +52,55 @@ def _answer_block(
     vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return two bool [Q]: correct answers; answers that rounding may change."""
-    a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
-    target_QD = b_QD + c_QD - a_QD
-    length_Q1 = target_QD.norm(dim=1, keepdim=True)
-    best_Qn, top_Qn = _nearest(vectors_ND, length_N, target_QD / length_Q1, ids_Q4[:, :3])
+    best_Qn, top_Qn, margin_Q1 = _nearest(vectors_ND, length_N, ids_Q4)
     # The answer is the first of the five that is no case variant of a, b or c.
     group_Qn = group_N[top_Qn[:, :TOPN]]
     other_Qn = (group_Qn[:, :, None] != ids_Q4[:, None, :3]).all(2)
     place_Q1 = other_Qn.int().argmax(1, keepdim=True)
     next_Q1 = (place_Q1 + 1).clamp(max=best_Qn.shape[1] - 1)
-    gap_Q = (best_Qn.gather(1, place_Q1) - best_Qn.gather(1, next_Q1)).squeeze(1)
+    gap_Q1 = best_Qn.gather(1, place_Q1) - best_Qn.gather(1, next_Q1)
+    certain_Q1 = other_Qn.any(1, keepdim=True) & (gap_Q1 > margin_Q1)  # False where anything is NaN
+    return group_Qn.gather(1, place_Q1).squeeze(1) == ids_Q4[:, 3], ~certain_Q1.squeeze(1)
+
+
+def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
+    """Return the group of the answer, -1 where gensim's rounding decides: [Q], on the CPU.
+
+    The cosines of the nearest words are computed in float64, from lengths rounded as gensim's.
+    """
+    best_Qn, top_Qn, margin_Q1 = (its.cpu() for its in _nearest(vectors_ND, length_N, ids_Q4))
+    near = vectors_ND[torch.cat([ids_Q4[:, :3].cpu(), top_Qn], 1).to(vectors_ND.device)].cpu()
+    unit = near.double() / torch.from_numpy(np.linalg.norm(near.numpy(), axis=2))[:, :, None]
+    target_QD = unit[:, 1] + unit[:, 2] - unit[:, 0]
+    length_Q1 = target_QD.norm(dim=1, keepdim=True)
+    terms_QnD = unit[:, 3:] * (target_QD / length_Q1)[:, None]
+    # What float32 can change in a sum of D terms, in any order, and in the target.
+    error_Qn = 2.0**-24 * (near.shape[2] * terms_QnD.abs().sum(2) + 16 / length_Q1)
+    group_Qn, cosine_Qn = group_N.cpu()[top_Qn], terms_QnD.sum(2)
+    is_variant_Qn = (group_Qn[:, :, None] == ids_Q4[:, None, :3].cpu()).any(2)
+    is_variant_Qn[:, TOPN:] = True  # too far to be an answer
+    least_Qn = (cosine_Qn - error_Qn).masked_fill(is_variant_Qn, -math.inf)
+    most_Qn = (cosine_Qn + error_Qn).masked_fill(is_variant_Qn, -math.inf)
+    least_Q1, place_Q1 = least_Qn.max(1, keepdim=True)
+    most_Qn.scatter_(1, place_Q1, -math.inf)  # of the others
+    # Words that are not among these are below the last.
+    certain_Q1 = best_Qn.gather(1, place_Q1) - best_Qn[:, -1:] > margin_Q1
+    certain_Q1 &= (least_Q1 > most_Qn.amax(1, keepdim=True)) & least_Q1.isfinite()
+    return group_Qn.gather(1, place_Q1).where(certain_Q1, -1).squeeze(1)
+
+
+def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the TOPN + 1 greatest cosines to b - a + c, their rows, and the margin [Q, 1].
+
+    A word that is nearer by less than the margin may be farther in gensim's rounding.
+    """
+    a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
+    target_QD = b_QD + c_QD - a_QD
+    length_Q1 = target_QD.norm(dim=1, keepdim=True)
     # float32's worst rounding of two dot products of D terms, of the norms, and of the sum,
     # whose relative error grows as its length shrinks.
-    margin_Q = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.squeeze(1).clamp(max=1)
-    certain_Q = other_Qn.any(1) & (gap_Q > margin_Q)  # False where anything is NaN
-    return group_Qn.gather(1, place_Q1).squeeze(1) == ids_Q4[:, 3], ~certain_Q
-
-
-def _nearest(
-    vectors_ND: Tensor, length_N: Tensor, target_QD: Tensor, excluded_Q3: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the TOPN + 1 greatest cosines to each target, and their rows."""
+    margin_Q1 = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.clamp(max=1)
+    target_QD /= length_Q1
     size = WORDS[vectors_ND.device.type]
     # One buffer for all blocks: allocating each takes 15 % more time on the CPU.
     buffer = target_QD.new_empty(len(target_QD) * size)
@@ -81,9 +114,9 @@ def _nearest(
         best = cosines_Qn.topk(min(TOPN + 4, len(part_nD)), dim=1)
         found.append((best.values, best.indices + first))
     best_Qn, top_Qn = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    best_Qn.masked_fill_((top_Qn[:, :, None] == excluded_Q3[:, None]).any(2), -math.inf)
+    best_Qn.masked_fill_((top_Qn[:, :, None] == ids_Q4[:, None, :3]).any(2), -math.inf)
     nearest = best_Qn.topk(min(TOPN + 1, best_Qn.shape[1]), dim=1)
-    return nearest.values, top_Qn.gather(1, nearest.indices)
+    return nearest.values, top_Qn.gather(1, nearest.indices), margin_Q1
 
 
 def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> list[int]:

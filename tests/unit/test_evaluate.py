@@ -128,7 +128,7 @@ def test_clear_questions_are_answered_in_blocks(tmp_path, monkeypatch):
         return as_gensim(vectors_ND, group_N, ids_Q4)
 
     monkeypatch.setattr(batched, "_answers_as_gensim", count)
-    monkeypatch.setattr(batched, "QUESTIONS", 7)
+    monkeypatch.setattr(batched, "QUESTIONS", {"cpu": 7})
     monkeypatch.setattr(batched, "WORDS", {"cpu": 11})
     score = assert_equals_gensim(words, vectors, path)
     assert len(doubtful) < 0.05 * score.total.counted

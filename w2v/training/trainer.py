@@ -404,15 +404,19 @@ class Trainer:
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
                 saving = threads.submit(self.vocab.save, folder / "vocab.tsv")
+                shown_ND = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
+                examples = threads.submit(query.examples, words, shown_ND)
                 crc32 = export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
                 if weights:
                     weights.set_result((folder / export.ARRAY, crc32))
                 saving.result()
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
-            self._report(scores, weights_ND, took)
+            self._report(scores, examples.result(), took)
 
-    def _report(self, scores: evaluate.Scores, weights_ND: Tensor, took: dict[str, Any]) -> None:
+    def _report(
+        self, scores: evaluate.Scores, examples: Iterable[str], took: dict[str, Any]
+    ) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
         last = {"analogies": scores.analogies.total.accuracy}
@@ -427,8 +431,7 @@ class Trainer:
         sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
-        vectors = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
-        log.info("\n".join(query.examples(self.vocab.words, vectors)))
+        log.info("\n".join(examples))
         log.log(
             RESULTS,
             f"\n{sums}\n\n"

@@ -14,9 +14,10 @@ from torch import Tensor
 from w2v.vectors.query import normalize
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
-# Questions and words of a block: its cosines are 8 MiB, near a CPU's cache, or 128 MiB on a GPU.
-QUESTIONS = 512
-WORDS = {"cpu": 1 << 12, "cuda": 1 << 16}
+# Questions and words of a block: its cosines are 8 MiB, near a CPU's cache, or 128 MiB on a GPU,
+# where few large blocks take fewer launches.
+QUESTIONS = {"cpu": 1 << 9, "cuda": 1 << 11}
+WORDS = {"cpu": 1 << 12, "cuda": 1 << 14}
 
 
 def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
@@ -30,17 +31,15 @@ def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> T
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # the margin below is that of float32
     try:
-        blocks = [
-            _answer_block(vectors_ND, length_N, group_N, ids) for ids in ids_Q4.split(QUESTIONS)
-        ]
+        parts = ids_Q4.split(QUESTIONS[vectors_ND.device.type])
+        blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in parts]
     finally:
         torch.set_float32_matmul_precision(precision)
     correct_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
     if doubtful_Q.any():
         doubtful_ids = ids_Q4[doubtful_Q.to(ids_Q4.device)]
-        answer_Q = torch.cat(
-            [_settle(vectors_ND, length_N, group_N, ids) for ids in doubtful_ids.split(QUESTIONS)]
-        )
+        parts = doubtful_ids.split(QUESTIONS["cpu"])
+        answer_Q = torch.cat([_settle(vectors_ND, length_N, group_N, ids) for ids in parts])
         doubtful_ids, left_Q = doubtful_ids.cpu(), answer_Q < 0
         answers = _answers_as_gensim(vectors_ND, group_N, doubtful_ids[left_Q])
         answer_Q[left_Q] = torch.tensor(answers, dtype=torch.long)
@@ -64,9 +63,9 @@ def _answer_block(
 
 
 def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
-    """Return the group of the answer, -1 where gensim's rounding decides: [Q], on the CPU.
+    """Return groups of answers, or -1 where gensim's rounding decides: [Q].
 
-    The cosines of the nearest words are computed in float64, from lengths rounded as gensim's.
+    The cosines of the nearest words are computed on the CPU in float64, from gensim's lengths.
     """
     best_Qn, top_Qn, margin_Q1 = (its.cpu() for its in _nearest(vectors_ND, length_N, ids_Q4))
     near = vectors_ND[torch.cat([ids_Q4[:, :3].cpu(), top_Qn], 1).to(vectors_ND.device)].cpu()
@@ -90,9 +89,9 @@ def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tenso
 
 
 def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the TOPN + 1 greatest cosines to b - a + c, their rows, and the margin [Q, 1].
+    """Return the TOPN + 1 greatest cosines to b - a + c, and their rows.
 
-    A word that is nearer by less than the margin may be farther in gensim's rounding.
+    Third, the margin [Q, 1]: what is nearer by less may be farther in gensim's rounding.
     """
     a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
     target_QD = b_QD + c_QD - a_QD
@@ -101,7 +100,7 @@ def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tens
     # whose relative error grows as its length shrinks.
     margin_Q1 = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.clamp(max=1)
     target_QD /= length_Q1
-    size = WORDS[vectors_ND.device.type]
+    size = min(WORDS[vectors_ND.device.type], len(vectors_ND))
     # One buffer for all blocks: allocating each takes 15 % more time on the CPU.
     buffer = target_QD.new_empty(len(target_QD) * size)
     found = []

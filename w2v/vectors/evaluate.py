@@ -101,22 +101,21 @@ def analogies(
     # Questions are in upper case; a word stands for the most frequent of its case variants.
     first, group = folded or fold_case(words)
     sections = datasets.read_questions(questions)
-    known = [
-        [[first[word] for word in question] for question in asked if first.keys() >= set(question)]
-        for _, asked in sections
-    ]
+    rows = [first.get(word, -1) for _, asked in sections for four in asked for word in four]
+    ids_Q4 = torch.tensor(rows).view(-1, 4)
     # All sections are answered in one call, as batches are fastest.
-    ids_Q4 = torch.tensor([ids for section in known for ids in section], dtype=torch.long)
-    correct_Q = answered_correctly(
-        vectors_ND,
-        torch.tensor(group, device=vectors_ND.device),
-        ids_Q4.reshape(-1, 4).to(vectors_ND.device),
+    known_Q = (ids_Q4 >= 0).all(1)
+    correct_Q = torch.zeros_like(known_Q)
+    device = vectors_ND.device
+    correct_Q[known_Q] = answered_correctly(
+        vectors_ND, torch.tensor(group, device=device), ids_Q4[known_Q].to(device)
     )
-    parts = correct_Q.split([len(section) for section in known])
+    sizes = [len(asked) for _, asked in sections]
+    parts = zip(correct_Q.split(sizes), known_Q.split(sizes), strict=True)
     return AnalogyScore(
         [
-            Section(name, int(part.sum()), len(part), len(asked) - len(part))
-            for (name, asked), part in zip(sections, parts, strict=True)
+            Section(name, int(correct.sum()), int(known.sum()), int((~known).sum()))
+            for (name, _), (correct, known) in zip(sections, parts, strict=True)
         ]
     )
 

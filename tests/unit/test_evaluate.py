@@ -134,6 +134,17 @@ def test_clear_questions_are_answered_in_blocks(tmp_path, monkeypatch):
     assert len(doubtful) < 0.05 * score.total.counted
 
 
+@pytest.mark.gpu
+def test_gpu_answers_as_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(batched, "QUESTIONS", {"cpu": 7, "cuda": 50})
+    monkeypatch.setattr(batched, "WORDS", {"cpu": 11, "cuda": 100})
+    words, vectors, sections = planted()
+    path = write_questions(tmp_path / "q.txt", sections)
+    on_gpu = evaluate.scores(words, torch.from_numpy(vectors).cuda(), [path])
+    assert on_gpu == evaluate.scores(words, vectors, [path])
+    assert_equals_gensim(words, vectors, path)
+
+
 def test_strided_half_precision_and_grad_vectors_score_as_plain_ones(tmp_path):
     words, vectors, sections = planted()
     path = write_questions(tmp_path / "q.txt", sections)

@@ -92,7 +92,10 @@ def test_memory_of_the_cpu(arguments, tmp_path, settings):
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", GPU)
 def test_memory_of_a_gpu(arguments, tmp_path, settings):
-    """Tables have some GiB, beside which what CUDA takes is small; kernels are compiled."""
+    """Tables have some GiB, beside which what CUDA takes is small.
+
+    A run that compiles its kernels takes the most, and may be any.
+    """
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"w{n} w{n + 1} w{n + 2} w{n + 3}" for n in range(0, 800_000, 4)))
     more = (

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,11 @@ def hash_file(path: Path, digest: Any) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def in_gensim(name: str) -> Path:
+    """Return the path of a data file of gensim, whose import takes a second."""
+    return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
 
 
 @contextlib.contextmanager

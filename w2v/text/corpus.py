@@ -95,16 +95,15 @@ class Corpus:
                 writing.result()
         if not end:
             raise NoKnownWords(raw_words)
+        header = {"format": FORMAT, "raw_words": raw_words, "text": text}
         if vocab:
             (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
             (folder / COUNTS).write_bytes(vocab.counts)
-        files = {path.name: checksums(path) for path in sorted(folder.iterdir())}
-        header = {"format": FORMAT, "raw_words": raw_words, "files": files, "text": text}
-        if vocab:
             header["raw_types"] = vocab.raw_types
         if phrases:
             shown = ", ".join(phrases[:SHOWN_PHRASES])
             header["phrases"] = f"{len(phrases):,} phrases, such as {shown}"
+        header["files"] = {path.name: checksums(path) for path in folder.iterdir()}
         (folder / HEADER).write_text(sealed(header))
         return cls.open(folder, checked=True)
 

@@ -2,10 +2,9 @@
 
 Each thread reads a stretch of the text, block by block, as neighbouring blocks share rare words. It
 numbers the words that it meets in a table of its own; the numbers go to a temporary file. Tables
-are merged by the hash of their words when they are large, and at the end, which gives each word a
-code. Then frequent pairs of words may be joined (see
-`phrases`), the vocabulary is known, and threads replace numbers by ids: a number in a thread's
-table leads to a code, and that to the word's row in the vocabulary, its id.
+are merged when they are large, and at the end, which gives each word a code. Then frequent pairs of
+words may be joined (see `phrases`), the vocabulary is selected, and threads replace numbers by ids:
+a number in a thread's table leads to a code, and that to the word's row in the vocabulary, its id.
 
 The vocabulary and the ids do not depend on blocks or threads: words are ordered by count and by
 their first position in the text. Memory is bounded by the distinct words of the text, and for each
@@ -74,28 +73,25 @@ def encode_files(
     `CorpusError` for a file that is no text, and `VocabError`.
     """
     merged = Partitions()
-    with contextlib.ExitStack() as stack:  # closes temporary files
-        blocks = _number_words(files, settings, merged, workers, folder, stack)
-        counts, firsts = merged.totals()
-        joined_codes = np.empty(0, np.int32)
-        if settings.phrases:
-            # To count pairs, words need numbers that are the same in all blocks.
-            text = _coded(blocks, workers, folder)
-            stack.pop_all().close()
-            passes, threshold = settings.phrases, settings.phrases_threshold
-            joined = join_phrases(text, merged, passes, threshold, workers, folder)
-            text, counts, firsts, joined_codes = joined
-            stack.enter_context(text.file)
-            all_codes = _Table(np.arange(len(counts), dtype=np.int32))
-            blocks = [_Numbers(text, block, all_codes) for block in text.blocks]
-        vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
-        # Words that are not kept have row -1.
-        row_of = np.full(len(counts), -1, np.int32)
-        row_of[kept] = np.arange(len(kept))
-        phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
-        max_length, still_open = settings.max_sentence_length, stack.pop_all()
-        encoded = _encode_blocks(blocks, row_of, max_length, workers, still_open)
-        return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
+    blocks = _number_words(files, settings, merged, workers, folder)
+    counts, firsts = merged.totals()
+    joined_codes = np.empty(0, np.int32)
+    if settings.phrases:
+        # To count pairs, words need numbers that are the same in all blocks.
+        text = _coded(blocks, workers, folder)
+        del blocks  # and their files
+        passes, threshold = settings.phrases, settings.phrases_threshold
+        joined = join_phrases(text, merged, passes, threshold, workers, folder)
+        text, counts, firsts, joined_codes = joined
+        all_codes = _Table(np.arange(len(counts), dtype=np.int32))
+        blocks = [_Numbers(text, block, all_codes) for block in text.blocks]
+    vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
+    # Words that are not kept have row -1.
+    row_of = np.full(len(counts), -1, np.int32)
+    row_of[kept] = np.arange(len(kept))
+    phrases = np.flatnonzero(np.isin(kept, joined_codes)).tolist()
+    encoded = _encode_blocks(blocks, row_of, settings.max_sentence_length, workers)
+    return EncodedText(vocab, encoded, [vocab.words[row] for row in phrases])
 
 
 def encode_sentences(
@@ -143,22 +139,12 @@ class _Numbered(NamedTuple):
 
 
 def _number_words(
-    files: list[Path],
-    settings: CorpusConfig,
-    merged: Partitions,
-    workers: int,
-    folder: Path,
-    stack: contextlib.ExitStack,
+    files: list[Path], settings: CorpusConfig, merged: Partitions, workers: int, folder: Path
 ) -> list[_Numbers]:
-    """Number all words of files, in threads; return the numbers in order.
-
-    The words are merged into `merged`, and the stack closes the files of the numbers.
-    """
+    """Number all words of files, in threads, and add the words to `merged`."""
     is_stream = any(not is_plain(path) for path in files)
     source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
     texts = [CodedText(folder) for _ in range(workers)]
-    for text in texts:
-        stack.enter_context(text.file)
     numbered: list[_Numbered] = []
     stopped = threading.Event()
 
@@ -349,11 +335,7 @@ def _coded(blocks: list[_Numbers], workers: int, folder: Path) -> CodedText:
 
 
 def _encode_blocks(
-    blocks: list[_Numbers],
-    row_of: np.ndarray,
-    max_length: int,
-    workers: int,
-    stack: contextlib.ExitStack,
+    blocks: list[_Numbers], row_of: np.ndarray, max_length: int, workers: int
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
@@ -369,12 +351,11 @@ def _encode_blocks(
             yield text, block, table, words
             words = (block.tail if block.lines else words + block.tail) % max_length
 
-    with stack:
-        tables = list(dict.fromkeys(numbers.table for numbers in blocks))
-        rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
-        for table, of_table in zip(tables, rows, strict=True):
-            table.codes = of_table
-        yield from _join_sentences(map_in_order(workers, encode, with_words()))
+    tables = list(dict.fromkeys(numbers.table for numbers in blocks))
+    rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
+    for table, of_table in zip(tables, rows, strict=True):
+        table.codes = of_table
+    yield from _join_sentences(map_in_order(workers, encode, with_words()))
 
 
 def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:

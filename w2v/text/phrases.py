@@ -12,6 +12,7 @@ time. A part with more than MOST_PAIRS is counted in two halves, which bounds th
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,8 @@ class CodedText:
     """
 
     def __init__(self, folder: Path):
-        self.file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - its user closes it
+        self.file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below
+        weakref.finalize(self, self.file.close)
         self.blocks: list[Block] = []
         self.tokens = 0
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader, RawIOBase
 from itertools import islice
 from multiprocessing import get_context
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from w2v.config import CorpusConfig
-from w2v.system.files import atomic_path, hash_file, nearest, one_line, refused
+from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
@@ -118,18 +117,11 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     file.
     """
     remedy = "is it whole, what its ending says, and the package for that installed?"
-    with refused(CorpusError, f"{path} cannot be read", remedy):
-        file: Any
-        with _opener(path)(path, "rb") as file:
-            yield BufferedReader(_JsonText(file, path, field)) if _is_json(path) else file
-
-
-def _opener(path: Path) -> Callable[..., Any]:
-    if not _is_packed(path):
-        return open
-    import smart_open  # takes 50 ms
-
-    return smart_open.open
+    opener: Callable[..., Any] = open
+    if _is_packed(path):
+        from smart_open import open as opener  # takes 50 ms
+    with refused(CorpusError, f"{path} cannot be read", remedy), opener(path, "rb") as file:
+        yield BufferedReader(_JsonText(file, path, field)) if _is_json(path) else file
 
 
 class _JsonText(RawIOBase):
@@ -186,10 +178,10 @@ def tokenize_mode(
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Return a hash of size, times and inode of files: 32 hex digits.
+    """Return a hash of size, times and inode of files, in hex digits.
 
-    It changes with every change of a file, though not within one tick of the file system's clock:
-    see `wait_for_clock`.
+    It changes with every change of a file, but for one within a tick of the file system's clock
+    (see `wait_for_clock`).
     """
     hash_ = hashlib.blake2b(digest_size=16)
     for status in map(_status, files):
@@ -283,9 +275,7 @@ def _prepare_worker(parent: int) -> None:
 
 def _enwiki_sample(data_dir: Path) -> Path:
     """Return 106 articles of the English Wikipedia, gensim's sample."""
-    gensim = Path(find_spec("gensim").origin).parent  # importing it takes a second
-    dump = gensim / "test" / "test_data" / WIKI_SAMPLE
-    return _converted(dump, data_dir / "enwiki-sample.txt")
+    return _converted(in_gensim(WIKI_SAMPLE), data_dir / "enwiki-sample.txt")
 
 
 def _text8(data_dir: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -69,18 +70,14 @@ class WordTable:
 
     def words(self, numbers: np.ndarray) -> list[str]:
         """Return words by their numbers."""
-        return str(self.joined(numbers).data, "utf-8").split("\n")[:-1]
-
-    def joined(self, numbers: np.ndarray) -> np.ndarray:
-        """Return words as bytes, each followed by a line feed."""
         starts = self.starts[numbers]
-        sizes = self.starts[numbers + 1] - starts + 1  # one chunk more, for the line feed
+        sizes = self.starts[numbers + 1] - starts + 1  # one chunk more, for a line feed
         ends = np.cumsum(sizes)
         places = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
         chunks = self.chunks.take(places, mode="clip")
         chunks[ends - 1] = NEWLINE
         text = chunks.view(np.uint8)
-        return text[text != 0]
+        return str(text[text != 0].data, "utf-8").split("\n")[:-1]
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -273,16 +270,6 @@ def _chunk(typing_context, array, byte):
     return types.uint64(array, types.int64), generate
 
 
-@intrinsic
-def _zero_bits(typing_context, integer):
-    """Return the number of zero bits below the lowest one bit."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), True))
-
-    return types.int64(types.uint64), generate
-
-
 @inlined
 def _ends(chunk):
     """Mark bytes up to a space by their highest bits; the lowest is exact."""
@@ -381,7 +368,7 @@ def _number(text, size, first, table, known, i, token, longest, numbers):
         while not ends:
             end += 8
             ends = _ends(_chunk(text, end))
-        end += _zero_bits(ends) >> 3
+        end += np.int64(trailing_zeros(ends)) >> 3
         kind = KINDS[text[end]]
         while kind == WORD:  # a control character is part of the word
             end += 1

@@ -6,11 +6,10 @@ import gzip
 import re
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from w2v.system.files import refused
+from w2v.system.files import in_gensim, refused
 
 ASKED = 300_000  # only this many of the most frequent words are used, as in gensim
 GOOGLE = "questions-words.txt"
@@ -30,11 +29,6 @@ class Further(NamedTuple):
 
 class EvaluationError(ValueError):
     """An impossible evaluation; one line with the value and the remedy."""
-
-
-def in_gensim(name: str) -> Path:
-    """Return the path of a data file of gensim, without importing it."""
-    return Path(find_spec("gensim").origin).parent / "test" / "test_data" / name
 
 
 def set_name(path: str | Path) -> str:

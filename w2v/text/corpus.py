@@ -69,7 +69,7 @@ class Corpus:
         phrases: Sequence[str] = (),
         text: str = "",
     ) -> Corpus:
-        """Write ids, and the vocabulary, into a new folder.
+        """Write ids into a new folder, with the vocabulary if there is one.
 
         Raises `NoKnownWords` if there is nothing to write.
         """
@@ -109,13 +109,10 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path, checked: bool = False) -> Corpus:
-        """Map the ids in a folder.
+        """Map the ids in a folder; raise `CorpusError` if a file is damaged.
 
-        Every byte is compared with its checksum unless it has been `checked`: on all cores, at some
-        GB/s each. Ids that are altered would be trained on, or address memory of others.
-
-        Raises:
-            CorpusError: A file is damaged.
+        All bytes are compared with their checksums, on all cores, unless they have been `checked`:
+        ids that are altered would be trained on, or address the memory of others.
         """
         folder = Path(folder)
         try:
@@ -159,9 +156,7 @@ def checksums(path: Path) -> list[int]:
 def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     """Open the vocabulary and the ids of a text; encode it if it is new.
 
-    Args:
-        config: Text, vocabulary and data_dir.
-        checked: Another process has just opened it, so checksums need not be compared again.
+    `checked` says that another process has just compared the checksums.
 
     Raises:
         CorpusError: There is no such text, it cannot be read, or it is being changed.
@@ -206,9 +201,9 @@ def _cache_name(files: list[Path], config: Config) -> str:
 def cached(
     folder: Path, text: str, checked: bool = False, report: Callable[[str], None] = log.debug
 ) -> tuple[Vocab, Corpus] | None:
-    """Open a folder of the cache; return None without a whole one.
+    """Open a cached text; return None if it is damaged or has changed.
 
-    It must have been made of files with the stamp `text`.
+    `text` is the stamp of the files.
     """
     if not (folder / HEADER).exists():
         return None

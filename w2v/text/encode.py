@@ -70,7 +70,7 @@ def encode_files(
     """Count and encode the words of text files; a line is a sentence.
 
     `workers` threads read the text; temporary files in `folder` keep its word numbers. Raises
-    `CorpusError` for a file that is no text, and `VocabError`.
+    `CorpusError` for a file that is not text, and `VocabError`.
     """
     merged = Partitions()
     blocks = _number_words(files, settings, merged, workers, folder)
@@ -108,14 +108,14 @@ def encode_sentences(
 
 
 class _Table:
-    """The words that a thread has met, and what their numbers stand for."""
+    """Words that a thread has read, and the codes of their numbers."""
 
     def __init__(self, codes: np.ndarray | None = None):
         self.words = WordTable()
-        self.codes = codes  # by number, when the words are merged; at last rows of the vocabulary
+        self.codes = codes  # by number, once the words are merged; in the end, rows
 
     def merge(self, merged: Partitions) -> None:
-        """Give the words to `merged`, for their codes."""
+        """Add the words to `merged`, which gives them codes."""
         self.codes = merged.merge(self.words)
         self.words = WordTable()
 

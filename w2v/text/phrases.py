@@ -1,6 +1,6 @@
 """Join frequent pairs of words, such as new_york, as gensim's Phrases.
 
-A pass counts all pairs of adjacent words of a line, scores them, and writes the text again with the
+A pass counts all pairs of adjacent words in a line, scores them, and writes the text again with the
 best ones joined (Mikolov et al. 2013, arXiv 1310.4546, section 4). The text is a file of word
 codes, see `Partitions`. A pair is one integer with the first code in its upper half; it is negative
 where a line ends.
@@ -85,15 +85,14 @@ class CodedText:
 def join_phrases(
     text: CodedText, merged: Partitions, passes: int, threshold: float, workers: int, folder: Path
 ) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
-    """Join pairs that score above the threshold, in some passes.
+    """Join the pairs that score above the threshold; add them to `merged`.
 
-    Returns the text; the count and the first position of each code in it; and the codes of all
-    joined words, some of which may have been joined again and no longer occur.
+    The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and pairs. Unlike
+    gensim's, n_ab does not include words of the text that are spelled like the joined pair. Words
+    are joined from the left, each to one other at most; a later pass may join joined words.
 
-    Words are joined from the left, and each becomes part of one pair at most; a later pass may join
-    joined words. The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and
-    pairs. Other than in gensim, n_ab does not include words of the text that are spelled like the
-    joined pair. Joined words are added to `merged`; the text is closed, unless it is returned.
+    Returns the text (another one is closed), the count and the first position of each code in it,
+    and the codes of all joined words, some of which a later pass may have joined again.
     """
     counts, firsts = merged.totals()
     found = [np.empty(0, np.int32)]

@@ -37,14 +37,13 @@ class Vocab:
         firsts: np.ndarray,
         limits: VocabConfig,
     ) -> tuple[Vocab, np.ndarray]:
-        """Keep words of at least `min_count` occurrences, and their numbers.
+        """Keep the words that occur often enough; return their numbers too.
 
-        As in gensim, `min_count` is raised until at most `max_final_vocab` words are left: words
-        that tie with the first one too many are dropped too. Raises `VocabError` if fewer than two
-        words are left.
+        As in gensim, `min_count` is raised until at most `max_final_vocab` words are left. Raises
+        `VocabError` if fewer than two words are left.
 
-        `words` returns distinct words by their numbers. `counts` and `firsts`, int64, are how often
-        a number occurs, which may be never, and where first.
+        `words` returns words by their numbers. `counts` and `firsts`, int64, tell how often a
+        number occurs, which may be never, and where first.
         """
         types = int(np.count_nonzero(counts))
         if not types:
@@ -96,8 +95,8 @@ def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.nd
     """Return the probability that subsampling keeps a word.
 
     It is (sqrt(f / t) + 1) * t / f, at most 1, where f is the word's share of the `total` and t is
-    `sample`; t = 0 keeps everything. This is the formula of word2vec.c and gensim, not the
-    1 - sqrt(t / f) of the paper (Mikolov et al. 2013, arXiv 1310.4546).
+    `sample`; t = 0 keeps everything. word2vec.c and gensim use it in place of the paper's
+    1 - sqrt(t / f) (Mikolov et al. 2013, arXiv 1310.4546).
     """
     if sample == 0:
         return np.ones(len(counts))

@@ -1,8 +1,8 @@
-"""One training step, and the pages of rows that are brought ahead of it.
+"""One training step, and the pages of rows that are prefetched for it.
 
-A page serves several batches. While the batches of one page compute, the next page is planned: its
-batches are drawn, the rows that they touch are found, and the engine begins to bring them. On a GPU
-this happens on a stream of its own. Called in order, without overlap, it gives the same result.
+A page holds the rows of several batches. While these compute, the next page is planned: its batches
+are drawn, the rows that they touch are found, and the engine begins to move them. On a GPU this
+happens on a stream of its own. Called in order, without overlap, it gives the same result.
 
 Shapes: T = 2 tables, V rows of this rank's part of a table.
 """
@@ -97,7 +97,7 @@ class TrainingStep:
         self.engine = Engine([self.inputs, self.outputs])
 
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        """Draw the next page's batches, find their rows and start to bring them."""
+        """Draw the next page's batches, find their rows and start to move them."""
         if self.planning:
             # Recorded behind the steps just launched. Of the two events, [0] is behind those of
             # the page before; at the first page there is only one, with nothing to wait for.

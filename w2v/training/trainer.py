@@ -173,7 +173,7 @@ class Trainer:
                     words = round(self.loop.progress * self._total_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
-                        self.checkpoints.allocate()
+                        self.checkpoints.allocate()  # for copies; a short run never needs them
                         self._check()
                         self.metrics.log(self.loop.lr)
                     decision = self._lockstep.decision()

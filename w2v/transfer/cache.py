@@ -7,6 +7,8 @@ computation run
     plans    which rows miss, which slots they get, which rows are evicted (the caller's stream)
     moves    evicted rows to CPU memory, missing rows into their slots
 
+Rows used least are evicted first, those in the lookahead window last (kernels/cu/cache.cu).
+
 Page t computes while the rows of page t + 1 move, and rows of either are never evicted then. Moves
 follow the order of their plans, and the writes of a plan come before its reads. The computation
 waits for its reads. A plan waits for the page before the current one, whose rows it may evict.

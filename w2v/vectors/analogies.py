@@ -1,4 +1,4 @@
-"""Batched analogy questions in torch, with the same answers as gensim.
+"""Answer analogy questions in batches, as gensim would; `evaluate` scores.
 
 Shapes: N words, D dimensions, Q questions, n words of a block.
 """

@@ -37,12 +37,7 @@ COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split
 GREY = "#808890"
 PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the usual ones: the divergence is 2 % greater
-CORNERS = (  # of a dot, for its name: offset in points, and alignment
-    ((3, 1), "left", "bottom"),
-    ((3, -1), "left", "top"),
-    ((-3, 1), "right", "bottom"),
-    ((-3, -1), "right", "top"),
-)
+CORNERS = (3, 1), (3, -1), (-3, 1), (-3, -1)  # of a dot, in points, where its name may begin
 
 
 class PlotError(ValueError):
@@ -131,8 +126,8 @@ def _draw_panel(
 def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
     """Draw the most frequent words in two dimensions, by t-SNE.
 
-    Each word is a dot, in the color of its group; more frequent words have larger names. A name
-    is left out where it would cover that of a more frequent word.
+    Each word is a dot in the color of its group; more frequent words have larger names. A name is
+    left out where it would cover one that is there.
     """
     vectors_ND = np.array(kv.vectors[:words], np.float32)
     places_N2, group_N = project(vectors_ND)
@@ -183,9 +178,9 @@ def _name_dots(
         name = printable(word).replace("$", r"\$")
         text = axis.annotate(name, place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
-        # To the upper right of the dot, or else in another corner.
-        for offset, across, along in CORNERS:
-            text.set(position=offset, horizontalalignment=across, verticalalignment=along)
+        for x, y in CORNERS:
+            text.set(position=(x, y), ha="left" if x > 0 else "right")
+            text.set(va="bottom" if y > 0 else "top")
             box = text.get_window_extent().padded(1)
             beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)
             above = (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbours
 EXAMPLE_WORDS = 20_000  # enough for good neighbours, and quick
+SPELLED = 100_000  # words that are compared with one that is unknown, for 0.3 s
 
 
 def combination(
@@ -75,13 +76,9 @@ def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
 
 
 def nearest_spellings(kv: KeyedVectors | Words, word: str) -> list[str]:
-    """Return words spelled like `word`, the most similar first."""
-    letters = set(word.lower())
+    """Return frequent words spelled like `word`, the most similar first."""
     spellings: dict[str, str] = {}  # lower case -> the most frequent of the case variants
-    for candidate in kv.index_to_key:
-        # A cheap test first: difflib is slow on a whole vocabulary.
-        shared = letters.intersection(candidate.lower())
-        if abs(len(candidate) - len(word)) <= 2 and len(shared) >= len(letters) - 2:
-            spellings.setdefault(candidate.lower(), candidate)
+    for candidate in kv.index_to_key[:SPELLED]:
+        spellings.setdefault(candidate.lower(), candidate)
     matches = difflib.get_close_matches(word.lower(), spellings, cutoff=0.7)
     return [spellings[match] for match in matches]

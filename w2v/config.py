@@ -100,7 +100,7 @@ class CorpusConfig(Section):
     )
     field: str = key("text", "Field of .jsonl files that holds the text.")
     tokenize: Literal["auto", "whitespace", "words"] = key(
-        "auto", "Split at white space, or keep letters and numbers, in lower case (auto: raw text)."
+        "auto", "Split at white space, or keep letters and numbers in lower case (auto: raw text)."
     )
     lowercase: bool = key(False, "Convert the text to lower case.")
     phrases: int = key(0, "Passes that join frequent pairs, such as new_york.", at_least=0)
@@ -127,9 +127,9 @@ class ModelConfig(Section):
     cbow_mean: bool = key(True, "CBOW predicts from the mean of the context words, or their sum.")
     vector_size: int = key(100, "Dimension of the word vectors.", at_least=1)
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
-    shrink_windows: bool = key(True, "Near words weigh more, as in windows from 1 to window.")
+    shrink_windows: bool = key(True, "Give near words more weight, as windows of 1 to window do.")
     shrink_by: Literal["draw", "weigh", "auto"] = key(
-        "auto", "Draw windows, or weigh the words of whole ones (auto: weigh on a GPU)."
+        "auto", "Draw each window, or weight the words of whole ones (auto: weigh on a GPU)."
     )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
@@ -200,7 +200,7 @@ class TransferConfig(Section):
     """Placement of the tables, and transfer of rows between CPU and GPU."""
 
     engine: Literal["auto", "resident", "mapped", "staged"] = key(
-        "auto", "Tables on the device, or in CPU memory: read in place (mapped) or copied (staged)."
+        "auto", "Tables on the device, or in CPU memory, read in place (mapped) or copied (staged)."
     )
     gpu_bytes: str = key("auto", "GPU memory for cached rows: 20GiB, 50% of the tables, 0, auto.")
     steps_per_page: int = key(0, "Steps whose rows move together (0: up to 8).", at_least=0)
@@ -230,7 +230,7 @@ class TrainConfig(Section):
         0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
     )
     block_words: int = key(
-        -1, "Words of the blocks that steps mix (0: none; auto: on a GPU).", auto=-1, at_least=0
+        -1, "Words of a block of text; steps mix many (0: no; auto: on a GPU).", auto=-1, at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
@@ -252,10 +252,10 @@ class RunConfig(Section):
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
-        10.0, "Between checkpoints, besides one a long epoch (0: only at the end).", at_least=0
+        10.0, "Most minutes between two checkpoints (0: only one at the end).", at_least=0
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
-    formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files of vectors: gensim's, word2vec's.")
+    formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -158,7 +158,7 @@ def test_runs_that_start_together_encode_a_text_once(configured, monkeypatch, ca
     assert len(calls) == 1
     assert (
         sum(
-            "waiting for another run, which reads a text into" in message
+            "waiting for another run that reads a text into" in message
             for message in caplog.messages
         )
         == 2

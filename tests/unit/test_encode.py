@@ -130,7 +130,7 @@ def test_bytes_that_are_not_utf8_are_counted_and_located(tmp_path, monkeypatch, 
 def test_binary_files_are_refused(tmp_path, monkeypatch, data, block_bytes):
     (tmp_path / "text").write_bytes(data)
     monkeypatch.setattr(encode, "BLOCK_BYTES", block_bytes)
-    with pytest.raises(CorpusError, match=r"text looks binary .*; bring .*text"):
+    with pytest.raises(CorpusError, match=r"text looks binary .*; use .*text"):
         read([tmp_path / "text"], tmp_path)
 
 

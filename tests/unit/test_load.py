@@ -24,7 +24,7 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="onee does not exist; did you mean .*one"):
         load.find(tmp_path / "runs" / "onee")
     (folder / "notes.md").write_text("x")
-    with pytest.raises(VectorsError, match="notes.md is no vectors file; .* .kv .bin .txt .vec"):
+    with pytest.raises(VectorsError, match="notes.md is not a vectors file; .* .kv .bin .txt .vec"):
         load.find(folder / "notes.md")
 
 

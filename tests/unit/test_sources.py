@@ -77,7 +77,7 @@ def test_a_folder_is_searched_without_hidden_and_empty_files(tmp_path):
     found = [str(file.relative_to(texts)) for file in locate(str(texts), tmp_path)]
     assert found == ["a/b/c.gz", "a/z.xml", "b.txt"]
     for path in [texts / "c", texts / "c" / "empty"]:
-        with pytest.raises(CorpusError, match="is empty or no text"):
+        with pytest.raises(CorpusError, match="is empty or not text"):
             locate(str(path), tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_a_field_of_json_lines_is_the_text(tmp_path, ending):
         ('{"title": "t", "body": "b"}', r"no text in the field 'text' \(it has title, body\)"),
         ('{"text": 3}', "no text in the field 'text'"),
         ("[1]", "no text in the field 'text'"),
-        ('{"text": ', "no JSON"),
+        ('{"text": ', "not JSON"),
     ],
 )
 def test_json_lines_without_the_text_are_named(tmp_path, line, message):
@@ -322,5 +322,5 @@ def test_raw_text_is_recognised(tmp_path, text, setting, mode):
 
 @pytest.mark.parametrize("path", ["https://example.org/text.gz", "s3://bucket/text"])
 def test_a_url_is_no_corpus(tmp_path, path):
-    with pytest.raises(CorpusError, match="is a URL; fetch the text"):
+    with pytest.raises(CorpusError, match="is a URL; download the text"):
         locate(path, tmp_path)

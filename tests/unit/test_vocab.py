@@ -59,7 +59,7 @@ def test_keep_probabilities():
         ([[]], 5, None, ["no words", "corpus.path"]),
         (TEXT, 9, None, ["vocab.min_count=9", "no word", "3 times", "lower it to 3"]),
         ([["a", "a", "b"]], 2, None, ["vocab.min_count=2", "only one word", "lower it to 1"]),
-        ([["a", "a"]], 1, None, ["vocab.min_count=1", "only one word", "bring more text"]),
+        ([["a", "a"]], 1, None, ["vocab.min_count=1", "only one word", "use more text"]),
         ([["a", "b", "c"]], 1, 2, ["vocab.max_final_vocab=2", "no word", "1 times", "raise"]),
     ],
 )

@@ -68,10 +68,10 @@ COMMANDS = {
     "export": ("write vectors in other formats", "commands:export_vectors"),
     "map": ("draw the most frequent words: map.png", "commands:draw_map"),
     "plot": ("draw curves of runs, finished or not: curves.png", "commands:plot"),
-    "report": ("write a page about runs: report.html", "commands:write_report"),
-    "compare": ("train configs, or take runs; print a table", "compare:run"),
+    "report": ("write an HTML page about runs: report.html", "commands:write_report"),
+    "compare": ("train configs and compare them, or compare runs", "compare:run"),
     "sweep": ("search for the best settings of optimizers", "sweep:run"),
-    "completion": ("print the completion of a shell", "cli:print_completion"),
+    "completion": ("print the completion script of a shell", "cli:print_completion"),
 }
 OVERVIEW = """\
 usage: w2v COMMAND ...      w2v COMMAND --help      w2v --version
@@ -96,12 +96,12 @@ def make_parser(name: str) -> Parser:
         metavar = "text | config | section.key=value"
         add("settings", nargs="*", metavar=metavar, help=settings)
         add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
-        needs = "print what the run needs; exit with 3 if too much"
+        needs = "print what the run needs, and train nothing; exit with 3 if it is too much"
         add("--dry-run", action="store_true", help=needs)
         add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
         add("--gpus", type=count, default=1, metavar="N", help="GPUs of this machine (default: 1)")
         add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
-        add("-q", "--quiet", action="store_true", help="print warnings and the result alone")
+        add("-q", "--quiet", action="store_true", help="print only warnings and the result")
         add("--help-config", action="store_true", help="print every key, its default and meaning")
     # Commands on the vectors of one run.
     if name in ("score", "nn", "analogies", "export", "map"):
@@ -112,7 +112,7 @@ def make_parser(name: str) -> Parser:
         add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
         add("--json", action="store_true", help="print JSON instead of a table")
     if name in ("nn", "analogies"):
-        words = "words, each asked by itself"
+        words = "words, each looked up by itself"
         if name == "analogies":
             words = "three words, man king woman, or a sum, king - man + woman"
         words += " (default: one question per line from stdin)"
@@ -122,7 +122,7 @@ def make_parser(name: str) -> Parser:
         for option, suffix in (("--kv", "kv"), ("--bin", "bin"), ("--text", "txt")):
             file = f"write vectors.{suffix}"
             add(option, action="append_const", dest="formats", const=suffix, help=file)
-        add("--to", metavar="FOLDER", help="output folder (default: the vectors')")
+        add("--to", metavar="FOLDER", help="output folder (default: that of the vectors)")
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
         add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
@@ -144,21 +144,21 @@ def make_parser(name: str) -> Parser:
         metavar = "config | text | section.key=value"
         add("settings", nargs="+", metavar=metavar, help=settings)
     if name in ("compare", "sweep"):
-        base = "config with the settings that the others do not have (default: text8)"
+        base = "config of the settings that the others leave open (default: text8)"
         add("--base", default="text8", metavar="CONFIG", help=base)
-        seeds = "train with each of these seeds, written after all else (default: 1)"
+        seeds = "train with each of these seeds; write this option last (default: 1)"
         add("--seeds", nargs="+", type=int, default=[1], metavar="N", help=seeds)
         add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
-        corpora = "train on each of several texts, and rank by the mean over all"
+        corpora = "train on each of these texts, and rank by the mean over all"
         add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
     if name in ("score", "compare", "sweep"):
         use = "score" if name == "score" else "rank by"
-        questions = f"{use} further files of analogies, beside Google's; also .gz"
+        questions = f"{use} these files of analogies too, beside Google's; also .gz"
         add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
-        pairs = f"{use} further files of judged word pairs, beside WordSim-353 and SimLex-999"
+        pairs = f"{use} these files of word pairs too, beside WordSim-353 and SimLex-999"
         add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
     if name == "completion":
-        add("shell", choices=("bash", "zsh"), help="print: source <(w2v completion bash)")
+        add("shell", choices=("bash", "zsh"), help="to use it: source <(w2v completion bash)")
     return parser
 
 

@@ -165,7 +165,7 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
     for entry in entries:
         path = Path(entry).expanduser()
         if len(path.name) > LONGEST_NAME:
-            raise ConfigError(f"'{entry[:57]}...' is no file; name a file that holds the text")
+            raise ConfigError(f"'{entry[:57]}...' is not a file; name one that holds the text")
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{entry} is a run folder; continue it with --resume {entry}")
         is_config = path.suffix in YAML_SUFFIXES

@@ -34,7 +34,7 @@ def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
         remedy = f"set it to {ids // 10} or less" if sentences >= 10 else "set it to 0"
         raise ConfigError(
             f"train.held_out_words={words} would leave too little of {ids:,} words "
-            f"in {sentences:,} sentences; {remedy}, or bring a text of more lines"
+            f"in {sentences:,} sentences; {remedy}, or use a text of more lines"
         )
     return (2 * np.arange(chosen) + 1) * sentences // (2 * max(1, chosen))
 

@@ -175,7 +175,7 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     if not opened:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            waiting = f"waiting for another run, which reads a text into {folder.parent}"
+            waiting = f"waiting for another run that reads a text into {folder.parent}"
             with exclusive(folder.parent, lambda: log.warning(waiting)):
                 remove_partial(folder.parent)
                 # Another run may just have written it.
@@ -216,7 +216,7 @@ def cached(
         counts = np.fromfile(folder / COUNTS, np.int64)
         return Vocab(words, counts, corpus.raw_words, corpus.raw_types), corpus
     except (OSError, ValueError) as error:
-        report(f"{error}; it is made anew from the text")
+        report(f"{error}; it is rebuilt from the text")
         return None
 
 

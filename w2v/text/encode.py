@@ -309,7 +309,7 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndar
 
 
 def _binary_error(path: Path, reason: str) -> CorpusError:
-    remedy = "bring UTF-8 text with spaces between words, plain or as .gz .bz2 .xz .zst"
+    remedy = "use UTF-8 text with spaces between words, plain or as .gz .bz2 .xz .zst"
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 

@@ -56,7 +56,7 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
         candidates = _visible_files(found) if found.is_dir() else [found]
         files = sorted(file for file in candidates if file.is_file() and file.stat().st_size)
         if not files:
-            raise CorpusError(f"corpus.path={path} is empty or no text; bring a text or a folder")
+            raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
         return [_as_text(file, data_dir) for file in files]
     if path in NAMES:
         return [NAMES[path](data_dir)]
@@ -71,7 +71,7 @@ def require_source(path: str, data_dir: str | Path) -> None:
     if (path and found.exists()) or path in NAMES:
         return
     if "://" in path:
-        raise CorpusError(f"corpus.path={path} is a URL; fetch the text, and name the file")
+        raise CorpusError(f"corpus.path={path} is a URL; download the text and name the file")
     if os.pathsep in path:
         for part in path.split(os.pathsep):
             require_source(part, data_dir)
@@ -81,7 +81,7 @@ def require_source(path: str, data_dir: str | Path) -> None:
     files_there = [str(file) for folder in folders for file in folder.iterdir()]
     near = nearest(path, [*NAMES, *files_there])
     hint = f"; did you mean {near}?" if near else ""
-    known = f"no file, no directory and no corpus name ({', '.join(NAMES)})"
+    known = f"no file, no folder and no corpus name ({', '.join(NAMES)})"
     raise CorpusError(f"corpus.path={path!r} is {known}{hint}")
 
 
@@ -116,7 +116,7 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     Of a .jsonl file it is the text in `field` of each line, with a line feed. Any error names the
     file.
     """
-    remedy = "is it whole, what its ending says, and the package for that installed?"
+    remedy = "is it complete, its ending right, and the package that unpacks it installed?"
     opener: Callable[..., Any] = open
     if _is_packed(path):
         from smart_open import open as opener  # takes 50 ms
@@ -149,7 +149,9 @@ class _JsonText(RawIOBase):
                 entry = json.loads(line)
                 yield entry[field].encode(errors="surrogatepass") + b"\n"
             except ValueError as error:
-                raise CorpusError(f"{path} line {number} is no JSON ({error}); mend it") from None
+                raise CorpusError(
+                    f"{path} line {number} is not JSON ({error}); correct it"
+                ) from None
             except (KeyError, TypeError, AttributeError):
                 found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
                 reason = f"has no text in the field {field!r} (it has {found[:80]})"
@@ -211,7 +213,7 @@ def _status(path: Path) -> os.stat_result:
             return os.fstat(file.fileno())
     except OSError as error:
         raise CorpusError(
-            f"{path} cannot be read ({error.strerror}); is it there, and are you allowed to?"
+            f"{path} cannot be read ({error.strerror}); check the path and its permissions"
         ) from None
 
 
@@ -292,7 +294,7 @@ def _text8(data_dir: Path) -> Path:
         fetched = Path(downloader.load("text8", return_path=True))
     except Exception as error:  # whatever the network and gensim's cache raise
         reason = one_line(error)
-        raise CorpusError(f"text8 cannot be fetched ({reason}); {remedy}") from None
+        raise CorpusError(f"text8 cannot be downloaded ({reason}); {remedy}") from None
     found = hash_file(fetched, hashlib.md5(usedforsecurity=False))
     if found != TEXT8_MD5:
         raise CorpusError(

@@ -47,7 +47,7 @@ class Vocab:
         """
         types = int(np.count_nonzero(counts))
         if not types:
-            raise VocabError("the text holds no words; bring another with corpus.path=FILE")
+            raise VocabError("the text holds no words; set corpus.path to another one")
         threshold = limits.min_count
         most = limits.max_final_vocab
         if most is not None and most < types:
@@ -59,12 +59,12 @@ class Vocab:
         kept = kept[np.argsort(-counts[kept], kind="stable")]
         if len(kept) < 2:
             setting = f"vocab.min_count={limits.min_count}"
-            remedy = "bring more text"
+            remedy = "use more text"
             if threshold > limits.min_count:
                 setting = f"vocab.max_final_vocab={most}, a minimum count of {threshold},"
                 remedy = "raise vocab.max_final_vocab"
             elif threshold > 1 and types > 1:
-                remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or bring more text"
+                remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or use more text"
             few = f"keeps {'only one word' if len(kept) else 'no word'} and training needs two"
             raise VocabError(
                 f"{setting} {few}; the most frequent is there {counts.max()} times; {remedy}"

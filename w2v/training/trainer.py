@@ -477,7 +477,7 @@ class Trainer:
         if state["text"] != self._text:
             raise CheckpointError(
                 f"{saved.path} was trained on another text or vocabulary than "
-                f"corpus.path={config.corpus.path} is now; bring that text back"
+                f"corpus.path={config.corpus.path} is now; restore that text"
             )
         if state["epochs_done"] > config.train.epochs:
             done = f"{state['epochs_done']:.4g} passes are done"

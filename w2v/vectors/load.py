@@ -39,7 +39,7 @@ def find(run: str | Path) -> Path:
         return runs.find(run, "vectors.kv") / "vectors.kv"
     if path.suffix not in READABLE:
         suffixes = f"the suffixes are {' '.join(READABLE)}; of a Word2Vec model, save model.wv"
-        raise VectorsError(f"{run} is no vectors file; {suffixes}")
+        raise VectorsError(f"{run} is not a vectors file; {suffixes}")
     if path.suffix in (".txt", ".vec"):  # a text to train on is a common mistake
         with open(path, "rb") as file:
             first = file.readline(1000).split()

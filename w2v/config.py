@@ -252,7 +252,7 @@ class RunConfig(Section):
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
     checkpoint_minutes: float = key(
-        10.0, "Most minutes between two checkpoints (0: only one at the end).", at_least=0
+        10.0, "Minutes from one checkpoint to the next (0: only one at the end).", at_least=0
     )
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")

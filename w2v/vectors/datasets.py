@@ -68,7 +68,7 @@ def read_questions(path: str | Path | None) -> list[tuple[str, list[list[str]]]]
 def judged_pairs(name: str | Path) -> list[tuple[str, str, float]]:
     """Read word pairs: (WORD, WORD, human judgement).
 
-    `name` is one of PAIR_SETS or a file. Its columns are parted by tabs, commas or spaces: two
+    `name` is one of PAIR_SETS or a file. Its columns are separated by tabs, commas or spaces: two
     words, then the judgement as the first number. Lines without one, such as a header, are skipped.
     """
     path = in_gensim(PAIR_SETS[str(name)][1]) if str(name) in PAIR_SETS else Path(name)
@@ -80,7 +80,7 @@ def judged_pairs(name: str | Path) -> list[tuple[str, str, float]]:
             pairs.append((columns[0].strip(), columns[1].strip(), float(number)))
     if not pairs:
         raise EvaluationError(
-            f"{path} holds no pair of words; write lines of two words and a number, parted by tabs"
+            f"{path} holds no pair of words; write two words and a number, with tabs, on each line"
         )
     return pairs
 

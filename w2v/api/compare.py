@@ -196,18 +196,6 @@ def by_name(paths: Iterable[str]) -> dict[str, str]:
     return named
 
 
-def load_configs(options: argparse.Namespace) -> dict[str, Config]:
-    """Return the configs by name, each checked to be trainable."""
-    files, assignments = sort_settings(options.settings)
-    if not files:
-        raise ConfigError("name the configs to compare, such as adam adamw")
-    return {
-        f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
-        for ending, corpus in by_corpus(options).items()
-        for name, path in by_name(files).items()
-    }
-
-
 def write(trained: Sequence[runs.Run], folder: Path) -> str:
     """Write the table, the runs and their curves; return the table as text."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +227,14 @@ def run(options: argparse.Namespace) -> None:
         print(report(options.settings, options.to))
         return
     console.log_to_console()
-    configs = load_configs(options)
+    files, assignments = sort_settings(options.settings)
+    if not files:
+        raise ConfigError("name the configs to compare, such as adam adamw")
+    configs = {
+        f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
+        for ending, corpus in by_corpus(options).items()
+        for name, path in by_name(files).items()
+    }
     planned = list(configs.values())
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))

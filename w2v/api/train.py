@@ -44,7 +44,9 @@ def run(options: argparse.Namespace) -> int | None:
         print(describe_config(), end="")
         return None
     if options.threads:
-        use_cores(options.threads)
+        if options.threads > cores():
+            raise ConfigError(f"--threads {options.threads} is more than the {cores()} cores")
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     if options.gpus > 1:
         with launcher.on_all_ranks():
             if launcher.started():
@@ -224,10 +226,3 @@ def spool(data_dir: str) -> Path:
         if not (spooled.exists() and filecmp.cmp(file.name, spooled, shallow=False)):
             Path(file.name).replace(spooled)
         return spooled
-
-
-def use_cores(number: int) -> None:
-    """Limit this process, with all its threads, to a number of CPU cores."""
-    if number > cores():
-        raise ConfigError(f"--threads {number} is more than the {cores()} cores there are")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import errno
@@ -198,12 +199,9 @@ def _private(folder: Path) -> Path:
         return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         log.warning(f"kernels are compiled in each run, as {folder} cannot be used ({error})")
-    temporary = tempfile.TemporaryDirectory(prefix="w2v-kernels-")
-    _temporary.append(temporary)
-    return Path(temporary.name)
-
-
-_temporary: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
+    temporary = tempfile.mkdtemp(prefix="w2v-kernels-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)
 
 
 def remove_damaged(file: Path, is_whole: Callable[[bytes], bool]) -> None:

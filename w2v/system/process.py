@@ -64,11 +64,19 @@ def terminate_with_parent(parent: int) -> None:
 def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.BaseProcess]:
     """Run a function in a forked process during the block, and wait for it.
 
-    For work that leaves its result on disk and that the caller would do otherwise: what fails in
-    the other process is left to the caller. There must be no threads yet, and no GPU in use.
+    For work that leaves its result on disk, and that the caller repeats if it fails. There must be
+    no threads yet, and no GPU in use.
     """
-    arguments = function, os.getpid()
-    child = multiprocessing.get_context("fork").Process(target=_run_forked, args=arguments)
+    parent = os.getpid()
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this one
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
+        terminate_with_parent(parent)
+        function()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     try:
         yield child
@@ -77,14 +85,6 @@ def forked(function: Callable[[], None]) -> Iterator[multiprocessing.process.Bas
         raise
     finally:
         child.join()
-
-
-def _run_forked(function: Callable[[], None], parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # cleans up
-    terminate_with_parent(parent)
-    function()
 
 
 def escape_unencodable() -> None:

@@ -77,8 +77,10 @@ def encode_files(
     counts, firsts = merged.totals()
     joined_codes = np.empty(0, np.int32)
     if settings.phrases:
-        # To count pairs, words need numbers that are the same in all blocks.
-        text = _coded(blocks, workers, folder)
+        # Pairs are counted by codes, as a word has other numbers in other tables.
+        text = CodedText(folder)
+        for codes in map_in_order(workers, _Numbers.codes, zip(blocks)):
+            text.append(codes)
         del blocks  # and their files
         passes, threshold = settings.phrases, settings.phrases_threshold
         joined = join_phrases(text, merged, passes, threshold, workers, folder)
@@ -126,6 +128,10 @@ class _Numbers(NamedTuple):
     text: CodedText
     place: Block  # in that text
     table: _Table  # of the words
+
+    def codes(self) -> np.ndarray:
+        """Return the code of each word; its table is merged."""
+        return self.table.codes[self.text.read(*self.place[:2])]
 
 
 class _Numbered(NamedTuple):
@@ -320,18 +326,6 @@ class _Rows(NamedTuple):
     lengths: np.ndarray  # of sentences that end in the block
     open: int  # ids of the last sentence, which has not ended
     raw_words: int
-
-
-def _coded(blocks: list[_Numbers], workers: int, folder: Path) -> CodedText:
-    """Replace word numbers by codes, which are the same in all blocks."""
-
-    def coded(text: CodedText, block: Block, table: _Table) -> np.ndarray:
-        return table.codes[text.read(*block[:2])]
-
-    new = CodedText(folder)
-    for codes in map_in_order(workers, coded, blocks):
-        new.append(codes)
-    return new
 
 
 def _encode_blocks(

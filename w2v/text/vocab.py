@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,6 @@ import numpy as np
 
 from w2v.config import VocabConfig
 from w2v.system.files import atomic_path
-
-HEADER = re.compile(r"# words (\d+) raw_words (\d+) raw_types (\d+)")
 
 
 class VocabError(ValueError):

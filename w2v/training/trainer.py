@@ -176,6 +176,7 @@ class Trainer:
                         self.checkpoints.allocate()  # for copies; a short run never needs them
                         self._check()
                         self.metrics.log(self.loop.lr)
+                    # All ranks do the same after this step: go on, save, or save and stop.
                     decision = self._lockstep.decision()
                     if decision.status:
                         self._stop(done.batch.after, decision.status)

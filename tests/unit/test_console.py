@@ -94,7 +94,7 @@ def test_messages_are_written_at_once(monkeypatch, tmp_path, level, expected):
 
 
 @pytest.mark.parametrize(("no_color", "expected"), [("", True), ("1", False)])
-def test_warnings_have_a_colour_in_a_terminal_alone(monkeypatch, no_color, expected):
+def test_warnings_have_a_color_in_a_terminal_alone(monkeypatch, no_color, expected):
     monkeypatch.setenv("NO_COLOR", no_color)
     for is_terminal in (True, False):
         output = io.StringIO()

@@ -1,4 +1,4 @@
-"""Neighbours, analogies and sums of words are gensim's answers."""
+"""Neighbors, analogies and sums of words are gensim's answers."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_malformed_sums_are_refused(terms):
         query.combination(kv, terms.split())
 
 
-def test_examples_are_neighbours_of_frequent_words_that_say_something():
+def test_examples_are_neighbors_of_frequent_words_that_say_something():
     words = ["the", "of", *(f"word{n}" for n in range(3000))]
     lines = query.examples(words, np.random.default_rng(1).standard_normal((len(words), 4)))
     assert [line.split()[1] for line in lines] == [

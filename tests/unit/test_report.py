@@ -84,7 +84,7 @@ def test_words_and_names_are_escaped(page):
     assert parsed.tags.count("script") == 2
     (data,) = json.loads(parsed.text["script"][0])
     assert data["name"] == "a<b>" and ATTACK in data["words"]
-    assert any(ATTACK in cell for cell in parsed.text["td"]), "as a neighbour"
+    assert any(ATTACK in cell for cell in parsed.text["td"]), "as a neighbor"
 
 
 def test_map_has_places_groups_and_nearest_words(page):

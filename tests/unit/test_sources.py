@@ -312,7 +312,7 @@ HINDI = "बिल्ली बैठी थी और कुत्ता\n" * 5
         ("", "auto", "whitespace"),
     ],
 )
-def test_raw_text_is_recognised(tmp_path, text, setting, mode):
+def test_raw_text_is_recognized(tmp_path, text, setting, mode):
     (tmp_path / "text").write_text(text, encoding="utf-8")
     found, why = tokenize_mode([tmp_path / "text"], CorpusConfig(tokenize=setting))
     assert found == mode

@@ -18,7 +18,7 @@ def number(data, table, first=0):
 def cleaned(text, words_only=False, lowercase=False):
     data = text.encode()
     becomes = tokenize.replacements(words_only, lowercase)
-    new, size = tokenize.normalised(tokenize.padded(data), len(data), becomes)
+    new, size = tokenize.normalized(tokenize.padded(data), len(data), becomes)
     return new[:size].tobytes().decode() if size >= 0 else None
 
 
@@ -108,7 +108,7 @@ def test_a_nul_is_found():
 )
 def test_what_is_not_utf8_is_not_replaced(data):
     becomes = tokenize.replacements(False, False)
-    assert tokenize.normalised(tokenize.padded(data), len(data), becomes)[1] == -1
+    assert tokenize.normalized(tokenize.padded(data), len(data), becomes)[1] == -1
 
 
 def test_lower_case_is_that_of_python():

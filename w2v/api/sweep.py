@@ -76,9 +76,9 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(assignments)
     first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
     first_corpus = next(iter(corpora.values()))
-    centre = compare.planned_config(files, [*first, *first_corpus], path.stem)
-    lrs = [float(f"{centre.optimizer.lr * factor:.2g}") for factor in LR_FACTORS]
-    batches = [max(1, int(centre.train.batch_size * factor)) for factor in BATCH_FACTORS]
+    center = compare.planned_config(files, [*first, *first_corpus], path.stem)
+    lrs = [float(f"{center.optimizer.lr * factor:.2g}") for factor in LR_FACTORS]
+    batches = [max(1, int(center.train.batch_size * factor)) for factor in BATCH_FACTORS]
     around: dict[str, list[Any]] = {"train.batch_size": batches, "optimizer.lr": lrs}
     axes = around | axes
     configs = {}
@@ -90,7 +90,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
         settings = [f"{key}={json.dumps(value)}" for key, value in point.items()]
         for ending, corpus in corpora.items():
             given = [*SETTINGS, *settings, *corpus]
-            with compare.quiet():  # the centre's plan has said what there is to say
+            with compare.quiet():  # the center's plan has said what there is to say
                 configs[f"{name}{ending}"] = compare.planned_config(files, given, name)
     return configs
 

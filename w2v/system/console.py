@@ -20,7 +20,7 @@ from w2v.system.process import escape_unencodable
 log = logging.getLogger("w2v")
 DETAILS, RESULTS, ERRORS = logging.DEBUG, logging.INFO + 5, logging.ERROR  # levels of messages
 logging.addLevelName(RESULTS, "RESULT")
-COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
+COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 # Messages of before the run folder exists, which train.log begins with: the plan, for example.
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
@@ -79,9 +79,9 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = printable(self.format(record))
-            coloured = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
-            if coloured and record.levelno in COLOURS:
-                text = f"{COLOURS[record.levelno]}{text}\033[0m"
+            colored = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+            if colored and record.levelno in COLORS:
+                text = f"{COLORS[record.levelno]}{text}\033[0m"
             tqdm.write(text)
             sys.stdout.flush()  # at once, into files and pipes too
         except OSError:

@@ -1,6 +1,6 @@
 """Encode text as word ids, on all cores.
 
-Each thread reads a stretch of the text, block by block, as neighbouring blocks share rare words. It
+Each thread reads a stretch of the text, block by block, as neighboring blocks share rare words. It
 numbers the words that it meets in a table of its own; the numbers go to a temporary file. Tables
 are merged when they are large, and at the end, which gives each word a code. Then frequent pairs of
 words may be joined (see `phrases`), the vocabulary is selected, and threads replace numbers by ids:
@@ -300,17 +300,17 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndar
     if not lowercase and text[:size].max() < 0x80:
         return text, size, 0, 0
     becomes = tokenize.replacements(words_only, lowercase)
-    new, new_size = tokenize.normalised(text, size, becomes)
+    new, new_size = tokenize.normalized(text, size, becomes)
     if new_size >= 0:
         return new, new_size, 0, 0
-    # Bytes that are not UTF-8, or upper case that depends on its neighbours: seldom, so in Python.
+    # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
     bad_line = 0
     if bad := UNDECODABLE.search(decoded):
         bad_line = 1 + decoded.count("\n", 0, bad.start())
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
     repaired = (decoded.lower() if lowercase else decoded).encode()
-    new, new_size = tokenize.normalised(tokenize.padded(repaired), len(repaired), becomes)
+    new, new_size = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
     return new, new_size, bad_bytes, bad_line
 
 

@@ -29,7 +29,7 @@ from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_lin
 from w2v.system.process import cores, terminate_with_parent
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
-SAMPLE_BYTES = 1_000_000  # in which raw text is recognised
+SAMPLE_BYTES = 1_000_000  # in which raw text is recognized
 RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
 CLOCK_TICK_NS = 20_000_000  # between two times that a file system tells apart
 COARSE_TICK_NS = 2_000_000_000  # where it keeps whole seconds

@@ -183,21 +183,21 @@ def padded(text: bytes) -> np.ndarray:
     return np.frombuffer(text + b" " + bytes(PADDING - 1), np.uint8)
 
 
-def normalised(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
+def normalized(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
     """Replace characters by others; return the new text and its size.
 
     The size is -1 if the text is not UTF-8 or a character has no replacement of its own, which is
     -1 in `becomes`, int32: what each code point becomes. Later ones stay.
     """
     new = np.empty(3 * size // 2 + PADDING, np.uint8)  # 2 bytes become at most 3
-    size = _normalise(text, size, becomes, new)
+    size = _normalize(text, size, becomes, new)
     new[max(size, 0)] = ord(" ")
     return new, size
 
 
 @cache
 def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
-    """Return the replacement of each code point, for `normalised`.
+    """Return the replacement of each code point, for `normalized`.
 
     White space becomes a space, but not line feeds. `words_only` makes a space of all but letters,
     their marks, numbers and the underscore. Upper case without exactly one lower case in all
@@ -220,7 +220,7 @@ def replacements(words_only: bool, lowercase: bool) -> np.ndarray:
 
 
 @compiled
-def _normalise(text, size, becomes, new):
+def _normalize(text, size, becomes, new):
     """Decode UTF-8, replace code points, encode; return the new size, or -1."""
     i = 0
     out = 0

@@ -14,8 +14,8 @@ from w2v.vectors.load import Words
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
-EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbours
-EXAMPLE_WORDS = 20_000  # enough for good neighbours, and quick
+EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbors
+EXAMPLE_WORDS = 20_000  # enough for good neighbors, and quick
 SPELLED = 100_000  # words that are compared with one that is unknown, for 0.3 s
 
 
@@ -59,14 +59,14 @@ def normalize(vectors_ND: np.ndarray) -> np.ndarray:
 
 def example_words(words: Sequence[str]) -> list[str]:
     """Return up to five words of falling frequency, without function words."""
-    # Short words are mostly function words, whose neighbours tell little.
+    # Short words are mostly function words, whose neighbors tell little.
     long = [word for word in words if len(word) >= 5] or words
     ranks = {min(rank, len(long) * n // 6) for n, rank in enumerate(EXAMPLE_RANKS, start=1)}
     return [long[rank] for rank in sorted(ranks)]
 
 
 def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
-    """Return lines with the neighbours of some of the N most frequent words."""
+    """Return lines with the neighbors of some of the N most frequent words."""
     kv = Words(words[: len(vectors_ND)], vectors_ND)
     lines = []
     for word in example_words(kv.index_to_key):

@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 Runs = Mapping[str, Run]  # by the name that is shown
 
 MAP_WORDS = 500  # the most frequent ones
-NEAR = 8  # neighbours of each word
+NEAR = 8  # neighbors of each word
 # Characters that Markdown, its tables and HTML would read as marks.
 MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
 
@@ -50,7 +50,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
             kv = load.load_words(run.folder)
             nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
             for word, cells in nearest.items():
-                cells.append(_neighbours(kv, word))
+                cells.append(_neighbors(kv, word))
             maps.append(_map(label, kv))
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
@@ -147,14 +147,14 @@ def _phases(shown: Runs) -> str:
     return f"<h2>Where the time went</h2>{bars}{_table(['', *map(_text, taken)], rows)}"
 
 
-def _neighbours(kv: load.Words, word: str) -> str:
+def _neighbors(kv: load.Words, word: str) -> str:
     if word not in kv.key_to_index:
         return "-"
     return _text(", ".join(near for near, _ in query.combination(kv, [word], NEAR)))
 
 
 def _map(name: str, kv: load.Words) -> dict[str, Any]:
-    """Return words, places from 0 to 1, groups and neighbours for the map."""
+    """Return words, places from 0 to 1, groups and neighbors for the map."""
     vectors_ND = np.array(kv.vectors[:MAP_WORDS], np.float32)
     places_N2, group_N = plots.project(vectors_ND)
     low_2 = places_N2.min(0)

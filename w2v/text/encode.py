@@ -134,16 +134,6 @@ class _Numbers(NamedTuple):
         return self.table.codes[self.text.read(*self.place[:2])]
 
 
-class _Numbered(NamedTuple):
-    """A block of the text whose words are numbered."""
-
-    order: int  # among the blocks
-    path: Path
-    numbers: _Numbers
-    bad_bytes: int  # that are not UTF-8
-    bad_line: int  # of the block, with the first of these
-
-
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: Partitions, workers: int, folder: Path
 ) -> list[_Numbers]:
@@ -151,7 +141,9 @@ def _number_words(
     is_stream = any(not is_plain(path) for path in files)
     source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
     texts = [CodedText(folder) for _ in range(workers)]
-    numbered: list[_Numbered] = []
+    # By place in the order of blocks: file and numbers; bytes that are not UTF-8, and their line.
+    numbered: dict[int, tuple[Path, _Numbers]] = {}
+    bad: dict[int, tuple[int, int]] = {}
     stopped = threading.Event()
 
     def number(worker: int) -> None:
@@ -175,8 +167,9 @@ def _number_words(
                     raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
                 if words.longest > MAX_WORD_BYTES:
                     raise _binary_error(path, LONG_WORD)
-                written = _Numbers(text, text.append(words.numbers), table)
-                numbered.append(_Numbered(order, path, written, bad_bytes, bad_line))
+                numbered[order] = path, _Numbers(text, text.append(words.numbers), table)
+                if bad_bytes:
+                    bad[order] = bad_bytes, bad_line
                 progress(end - start)
             table.merge(merged)
         finally:
@@ -187,15 +180,15 @@ def _number_words(
             list(pool.map(number, range(workers)))
         finally:  # a signal
             stopped.set()
-    numbered.sort(key=lambda block: block.order)
-    bad = [block for block in numbered if block.bad_bytes]
+    blocks = sorted(numbered.items())
     if bad:
-        before = itertools.takewhile(lambda block: block is not bad[0], numbered)
-        lines = sum(block.numbers.place.lines for block in before if block.path == bad[0].path)
-        where = f"{bad[0].path} line {lines + bad[0].bad_line}"
-        count = sum(block.bad_bytes for block in bad)
+        first = min(bad)
+        path, _ = numbered[first]
+        before = (its for order, (other, its) in blocks if order < first and other == path)
+        where = f"{path} line {sum(its.place.lines for its in before) + bad[first][1]}"
+        count = sum(bad_bytes for bad_bytes, _ in bad.values())
         log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
-    return [block.numbers for block in numbered]
+    return [numbers for _, (_, numbers) in blocks]
 
 
 class _Files:
@@ -319,25 +312,18 @@ def _binary_error(path: Path, reason: str) -> CorpusError:
     return CorpusError(f"{path} looks binary ({reason}); {remedy}")
 
 
-class _Rows(NamedTuple):
-    """Ids of a block, whose first and last sentence may be parts of one."""
-
-    ids: np.ndarray
-    lengths: np.ndarray  # of sentences that end in the block
-    open: int  # ids of the last sentence, which has not ended
-    raw_words: int
-
-
 def _encode_blocks(
     blocks: list[_Numbers], row_of: np.ndarray, max_length: int, workers: int
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
-    def encode(text: CodedText, block: Block, table: _Table, words: int) -> _Rows:
+    def encode(
+        text: CodedText, block: Block, table: _Table, words: int
+    ) -> tuple[EncodedBlock, int]:
         numbers = text.read(*block[:2])
         lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
         ids, ended, last = tokenize.kept_sentences(numbers, table.codes, max_length, words, lengths)
-        return _Rows(numbers[:ids], lengths[:ended], last, block.tokens - block.lines)
+        return EncodedBlock(numbers[:ids], lengths[:ended], block.tokens - block.lines), last
 
     def with_words() -> Iterator[tuple[CodedText, Block, _Table, int]]:
         words = 0  # of the open sentence, before the block
@@ -352,11 +338,14 @@ def _encode_blocks(
     yield from _join_sentences(map_in_order(workers, encode, with_words()))
 
 
-def _join_sentences(blocks: Iterable[_Rows]) -> Iterator[EncodedBlock]:
-    """Join the sentences that span blocks; drop those of a single word."""
+def _join_sentences(blocks: Iterable[tuple[EncodedBlock, int]]) -> Iterator[EncodedBlock]:
+    """Join the sentences that span blocks; drop those of a single word.
+
+    With each block comes how many of its ids are in the last sentence, which has not ended.
+    """
     kept = 0  # ids of the open sentence so far
     single = np.empty(0, np.int32)  # its only id, which waits for a second one
-    for ids, lengths, last, raw_words in blocks:
+    for (ids, lengths, raw_words), last in blocks:
         if len(lengths):
             lengths[0] += kept
             if lengths[0] == 1:  # a single word has no context

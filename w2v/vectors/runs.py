@@ -310,10 +310,9 @@ def markdown(columns: Columns) -> str:
 
 def as_csv(found: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
-    lines = []
-    for run in found:
-        settings = {key: _text(value) for key, value in run.settings.items()}
-        lines.append(settings | figures(run))
+    lines = [
+        {key: _text(run.settings[key]) for key in run.settings} | figures(run) for run in found
+    ]
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

@@ -248,8 +248,7 @@ def table(compared: Sequence[Row]) -> Columns:
     lines = []
     for row in compared:
         line = {heading: _text(row.settings.get(key)) for key, heading in SHOWN.items()}
-        own = {key: _text(row.settings.get(key)) for key in differing}
-        others = [f"{key.partition('.')[2]}={text}" for key, text in own.items()]
+        others = [f"{key.partition('.')[2]}={_text(row.settings.get(key))}" for key in differing]
         line[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
         # A seed whose run diverged counts as one, but has no scores.
         seeds = {run.settings["train.seed"]: "diverged" in run.scores for run in row.runs}

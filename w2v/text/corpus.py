@@ -82,17 +82,14 @@ class Corpus:
             open(folder / OFFSETS, "wb") as offsets,
             ThreadPoolExecutor(1) as thread,
         ):
-            offsets.write(np.zeros(1, np.int64))
-            writing = None
+            writing = thread.submit(offsets.write, np.zeros(1, np.int64))
             for block in blocks:
-                if writing:
-                    writing.result()
+                writing.result()
                 writing = thread.submit(ids.write, block.ids)  # while the next block is awaited
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
-            if writing:
-                writing.result()
+            writing.result()
         if not end:
             raise NoKnownWords(raw_words)
         header = {"format": FORMAT, "raw_words": raw_words, "text": text}

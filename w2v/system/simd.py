@@ -178,15 +178,12 @@ def blend(typing, keep, rows, row, scale, others, other, dim):
 
 
 def _groups(code: Code, targets: Any, most: Any) -> Iterator[list[Any]]:
-    """Write loops over all targets, in groups of a literal `most` at first.
+    """Write loops over all targets: in groups of `most`, then of 4, 2 and 1.
 
     Gives the numbers of each group, whose rows or sums stay in registers while contexts pass.
     """
-    builder, begin = code.builder, INT64(0)
-    sizes = [most.literal_value]
-    while sizes[-1] > 1:
-        sizes.append(max(2 ** ((sizes[-1] - 1).bit_length() - 1), 1))
-    for size in sizes:
+    builder, begin, most = code.builder, INT64(0), most.literal_value
+    for size in (most, *(1 << power for power in reversed(range((most - 1).bit_length())))):
         groups = builder.udiv(builder.sub(targets, begin), INT64(size))
         with cgutils.for_range(builder, groups, intp=INT64) as loop:
             first = builder.add(begin, builder.mul(loop.index, INT64(size)))

@@ -82,9 +82,7 @@ def encode_files(
         for codes in map_in_order(workers, _Numbers.codes, zip(blocks)):
             text.append(codes)
         del blocks  # and their files
-        passes, threshold = settings.phrases, settings.phrases_threshold
-        joined = join_phrases(text, merged, passes, threshold, workers, folder)
-        text, counts, firsts, joined_codes = joined
+        text, counts, firsts, joined_codes = join_phrases(text, merged, settings, workers, folder)
         all_codes = _Table(np.arange(len(counts), dtype=np.int32))
         blocks = [_Numbers(text, block, all_codes) for block in text.blocks]
     vocab, kept = Vocab.select(merged.words, counts, firsts, limits)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from w2v.config import CorpusConfig
 from w2v.text import tokenize
 from w2v.text.tokenize import FACTOR, HALF, LINE_END, Partitions
 
@@ -83,9 +84,9 @@ class CodedText:
 
 
 def join_phrases(
-    text: CodedText, merged: Partitions, passes: int, threshold: float, workers: int, folder: Path
+    text: CodedText, merged: Partitions, settings: CorpusConfig, workers: int, folder: Path
 ) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
-    """Join the pairs that score above the threshold; add them to `merged`.
+    """Join the pairs that score above the threshold, and add them to `merged`.
 
     The score is (n_ab - MIN_COUNT) / (n_a n_b) times the number of distinct words and pairs. Unlike
     gensim's, n_ab does not include words of the text that are spelled like the joined pair. Words
@@ -96,8 +97,8 @@ def join_phrases(
     """
     counts, firsts = merged.totals()
     found = [np.empty(0, np.int32)]
-    for _ in range(passes):
-        pairs = _best_pairs(text, counts, threshold, workers)
+    for _ in range(settings.phrases):
+        pairs = _best_pairs(text, counts, settings.phrases_threshold, workers)
         if not len(pairs):
             break
         codes = _add_words(pairs, merged)

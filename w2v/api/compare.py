@@ -33,7 +33,7 @@ from w2v.training import plan
 from w2v.training.memory import Machine
 from w2v.training.trainer import Diverged, Trainer
 from w2v.vectors import evaluate, export, plots, runs
-from w2v.vectors.datasets import Further, set_name
+from w2v.vectors.datasets import EvaluationError, Further, set_name
 
 log = logging.getLogger("w2v")
 # The last two are for the curves.
@@ -103,7 +103,7 @@ def train_and_score(
             export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
         scores = evaluate.scores(vocab.words, table["weight"][:words], *further)
         return evaluate.as_dict(scores) | trainer.took()
-    except (Diverged, evaluate.EvaluationError) as error:
+    except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}
 
 

@@ -1,16 +1,21 @@
-"""Answer analogy questions in batches, as gensim would; `evaluate` scores.
+"""Score analogies by gensim's protocol, all questions in batches.
 
-Shapes: N words, D dimensions, Q questions, n words of a block.
+Shapes: V words, the first N of them used, D dimensions, Q questions, n words of a block.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.vectors import datasets
+from w2v.vectors.datasets import ASKED, EvaluationError
 from w2v.vectors.query import normalize
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
@@ -18,6 +23,95 @@ TOPN = 5  # gensim looks for the answer among the five nearest words
 # where few large blocks take fewer launches.
 QUESTIONS = {"cpu": 1 << 9, "cuda": 1 << 11}
 WORDS = {"cpu": 1 << 12, "cuda": 1 << 14}
+Folded = tuple[dict[str, int], list[int]]
+
+
+@dataclass
+class Section:
+    """Counts of answers; questions with unknown words are skipped."""
+
+    name: str
+    correct: int
+    counted: int
+    skipped: int
+    accuracy: float = field(init=False)  # share of the counted; 0 if there are none, as in gensim
+
+    def __post_init__(self) -> None:
+        self.accuracy = self.correct / self.counted if self.counted else 0.0
+
+
+@dataclass
+class AnalogyScore:
+    """Scores of sections, and their sums."""
+
+    total: Section = field(init=False)
+    semantic: Section = field(init=False)
+    syntactic: Section = field(init=False)
+    sections: Sequence[Section]
+
+    def __post_init__(self) -> None:
+        # Google's syntactic sections are named "gram1-adjective-to-adverb" and so on.
+        syntactic = [part for part in self.sections if part.name.startswith("gram")]
+        semantic = [part for part in self.sections if part not in syntactic]
+        self.total = _sum("total", self.sections)
+        self.semantic = _sum("semantic", semantic)
+        self.syntactic = _sum("syntactic", syntactic)
+
+
+def _sum(name: str, parts: Sequence[Section]) -> Section:
+    correct = sum(part.correct for part in parts)
+    counted = sum(part.counted for part in parts)
+    return Section(name, correct, counted, sum(part.skipped for part in parts))
+
+
+def analogies(
+    words: Sequence[str],
+    vectors: Tensor | np.ndarray,
+    questions: str | Path | None = None,
+    restrict_vocab: int | None = ASKED,
+    folded: Folded | None = None,
+) -> AnalogyScore:
+    """Score "a is to b as c is to ?" by the word nearest to b - a + c.
+
+    This is 3CosAdd (Mikolov et al. 2013, arXiv 1301.3781). Counts equal those of gensim's
+    `evaluate_word_analogies`, among the first `restrict_vocab` words, the most frequent ones. The
+    default questions are Google's. `folded` is what `fold_case` returns for these words.
+    """
+    words = words[:restrict_vocab]
+    vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float()
+    finite_N = torch.stack(vectors_ND.aminmax(dim=1)).isfinite().all(0)
+    if not finite_N.all():
+        word = words[int(finite_N.int().argmin())]
+        raise EvaluationError(
+            f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
+        )
+    # Questions are in upper case; a word stands for the most frequent of its case variants.
+    first, group = folded or fold_case(words)
+    sections = datasets.read_questions(questions)
+    rows = [first.get(word, -1) for _, asked in sections for four in asked for word in four]
+    ids_Q4 = torch.tensor(rows).view(-1, 4)
+    # All sections are answered in one call, as batches are fastest.
+    known_Q = (ids_Q4 >= 0).all(1)
+    correct_Q = torch.zeros_like(known_Q)
+    device = vectors_ND.device
+    correct_Q[known_Q] = answered_correctly(
+        vectors_ND, torch.tensor(group, device=device), ids_Q4[known_Q].to(device)
+    )
+    sizes = [len(asked) for _, asked in sections]
+    parts = zip(correct_Q.split(sizes), known_Q.split(sizes), strict=True)
+    return AnalogyScore(
+        [
+            Section(name, int(correct.sum()), int(known.sum()), int((~known).sum()))
+            for (name, _), (correct, known) in zip(sections, parts, strict=True)
+        ]
+    )
+
+
+def fold_case(words: Sequence[str]) -> Folded:
+    """Return the first row of each upper-case word, and that of every word."""
+    first: dict[str, int] = {}
+    group = [first.setdefault(word.upper(), row) for row, word in enumerate(words)]
+    return first, group
 
 
 def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:

@@ -103,25 +103,25 @@ class TrainingStep:
             # the page before; at the first page there is only one, with nothing to wait for.
             self._computed.append(current_stream().record_event())
         with on_stream(self.planning):
-            page = self.exchange.next_page(batches)
-            moves = self.engine.pages and page
+            planned = self.exchange.next_page(batches)
+            moves = self.engine.pages and planned
             if moves:
                 size, device = (2, self.inputs.rows), self.state.fault.device
                 marks_TV = torch.zeros(size, dtype=torch.bool, device=device)
-                self.exchange.mark(page, marks_TV)
+                self.exchange.mark(planned, marks_TV)
             if self.planning:
                 # The page before the current one is computed: the engine may evict its rows.
                 self.planning.wait_event(self._computed[0])
             if moves:
-                ahead = page[-1].batch.ahead
+                ahead = planned[-1].batch.ahead
                 # A row is used soon if its word occurs in text of the lookahead window that is not
                 # drawn yet. Such rows are evicted last.
                 soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
                 self.engine.prefetch(marks_TV, soon_V)
         if self.planning:
             current_stream().wait_stream(self.planning)
-            self._in_use.append(page)
+            self._in_use.append(planned)
         with on_stream(self.planning):
-            # After the moves have begun, so that they need not wait for this.
+            # Several ranks list the rows of the page after it: only now, so that moves begin first.
             self.exchange.look_further(batches)
-        return page
+        return planned

@@ -131,11 +131,10 @@ def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
     rise = weighed.config.optimizer.lr / drawn.config.optimizer.lr
     assert rise == pytest.approx(auto.WEIGHED, rel=0.05)  # two digits are kept
     for on_gpu, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
-        mixed = auto.mix_blocks(load_config([], [f"model.window={window}"]), on_gpu)
+        given = load_config([], [f"model.window={window}"])
+        mixed = auto.choose(given, vocab, "cuda", on_gpu=on_gpu)
         assert mixed.config.train.block_words == words
-        assert bool(mixed.reasons) == bool(words)
-    given = load_config([], ["train.block_words=0"])
-    assert auto.mix_blocks(given, True) == (given, {})
+        assert ("train.block_words" in mixed.reasons) == bool(words)
 
 
 def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
@@ -150,7 +149,7 @@ def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
 def test_what_is_set_by_hand_is_kept():
     vocab = vocab_of([50] * 40)
     settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"
-    config = load_config([], [*settings.split(), "model.shrink_by=draw"])
+    config = load_config([], [*settings.split(), "model.shrink_by=draw", "train.block_words=0"])
     assert auto.choose(config, vocab, on_gpu=True) == (config, {})
     chosen = auto.choose(load_config(), vocab)
     assert chosen.reasons.keys() == {"train.batch_size", "optimizer.lr"}

@@ -85,7 +85,7 @@ class Choice(NamedTuple):
 def choose(
     config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1, on_gpu: bool = False
 ) -> Choice:
-    """Choose windows, batch size and optimizer settings that are `auto`.
+    """Choose windows, batches and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
     `ConfigError` if the learning rate is auto and the optimizer has none.
@@ -130,6 +130,13 @@ def choose(
         cap = max(1, int(STABLE * pairs / optimizer.lr))
         optimizer = replace(optimizer, occurrence_cap=cap)
         reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE * pairs:.2g}"
+    if train.block_words < 0:
+        # A word that one page of a book repeats is then in several steps.
+        words = BLOCK_WINDOWS * (model.window + 3)
+        words = words if on_gpu and words < LARGEST else 0
+        train = replace(train, block_words=words)
+        if words:
+            reasons["train.block_words"] = f"{words}, so that a step has words of many places"
     return Choice(replace(config, model=model, train=train, optimizer=optimizer), reasons)
 
 
@@ -186,21 +193,6 @@ def learning_rate(
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)
     return float(f"{rate:.2g}")
-
-
-def mix_blocks(config: Config, on_gpu: bool) -> Choice:
-    """Choose the blocks of text that a step mixes, where they are `auto`.
-
-    A word that one page of a book repeats is then in several steps.
-    """
-    train = config.train
-    if train.block_words >= 0:
-        return Choice(config, {})
-    words = BLOCK_WINDOWS * (config.model.window + 3)
-    words = words if on_gpu and words < LARGEST else 0
-    why = f"{words}, so that a step has words of many places"
-    reasons = {"train.block_words": why} if words else {}
-    return Choice(replace(config, train=replace(train, block_words=words)), reasons)
 
 
 def share_negatives(config: Config, is_paged: bool) -> Choice:

@@ -264,7 +264,6 @@ def make_plan(
     slots = min(ranks.all_gather(budget.slots))
     is_paged = task.is_hosted and slots < 2 * task.shape.stride
     config, shared = auto.share_negatives(config, is_paged)
-    config, mixed = auto.mix_blocks(config, task.on_gpu)
     task = replace(task, config=config)
     if is_paged and slots:
         size, fits = config.train.batch_size, fitting_batch_size(task, ranks.size * slots)
@@ -284,7 +283,7 @@ def make_plan(
     if ranks.size > 1 and not task.on_gpu:
         slow = f"{ranks.size} ranks without GPUs are slower than one process with all cores"
         log.warning(f"{slow}; leave out --gpus or torchrun")
-    chosen = chosen | shared | mixed
+    chosen = chosen | shared
     return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
 
 
@@ -328,7 +327,7 @@ def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) 
     """Return a sampler of the text, by the plan's settings and kernels."""
     model, train = plan.config.model, plan.config.train
     more |= {"subsample": kernels.subsample, "draw": kernels.draw}
-    more["block_words"] = max(0, train.block_words)  # none while it is auto
+    more["block_words"] = train.block_words
     if plan.kernels in ("cpu", "sequential"):
         more["draws_ahead"] = useful_threads(plan.config) > 1
     return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)

@@ -3,11 +3,11 @@
     python tests/bench/tuning.py cases.jsonl --texts wiki=wiki100.txt books=books45.txt --to FILE
 
 Each line of cases.jsonl is a run: {"text": "wiki:4", "set": ["optimizer.lr=.05", ...]}, where 4 is
-the number of millions of words from the beginning of the text (none: all). "graph:5x200-1" are
-random walks in a graph of GRAPHS with seed 1, scored by how well the communities are found. "B" and
-"lr" are factors of the automatic batch size and rate. A line with "gensim": {"alpha": .05} trains
-gensim instead. Worker processes share the GPU, as short runs wait for the
-CPU. Each run adds a line to the file of results as soon as it ends.
+the number of millions of words (none: all) from the beginning of the text, or with "wiki:4@.5" from
+its middle. "graph:5x200-1" are random walks in a graph of GRAPHS with seed 1, scored by how well
+the communities are found. "B" and "lr" are factors of the automatic batch size and rate. A line
+with "gensim": {"alpha": .05} trains gensim instead. Worker processes share the GPU, as short runs
+wait for the CPU. Each run adds a line to the file of results as soon as it ends.
 """
 
 from __future__ import annotations
@@ -190,27 +190,25 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def prefix(paths: dict[str, Path], text: str, folder: Path) -> Path:
-    """Return the file of a text, or of its first so many millions of words."""
-    name, _, millions = text.partition(":")
+def stretch(paths: dict[str, Path], text: str, folder: Path) -> Path:
+    """Return the file of a text, or of a stretch of its words."""
+    name, _, part = text.partition(":")
     if name == "graph":
-        file = folder / f"{millions}.txt"
+        file = folder / f"{part}.txt"
         if not file.exists():
-            write_walks(millions, file)
+            write_walks(part, file)
         return file
     path = paths[name]
-    if not millions:
+    if not part:
         return path
-    cut = folder / f"{path.stem}-{millions}M.txt"
+    cut = folder / f"{path.stem}-{part}M.txt"
     if not cut.exists():
-        left, lines = float(millions) * 1e6, []
-        with path.open() as file:
-            for line in file:
-                lines.append(line)
-                left -= line.count(" ") + 1
-                if left <= 0:
-                    break
-        cut.write_text("".join(lines))
+        millions, _, place = part.partition("@")
+        lines = path.read_text().splitlines(keepends=True)
+        words_L = np.cumsum([0] + [line.count(" ") + 1 for line in lines])
+        first = np.searchsorted(words_L, float(place or 0) * words_L[-1])
+        last = np.searchsorted(words_L, words_L[first] + float(millions) * 1e6)
+        cut.write_text("".join(lines[first:last]))
     return cut
 
 
@@ -238,7 +236,7 @@ def work(number: int, tasks, args, folder: Path, deadline: float) -> None:
     while time.time() < deadline and (case := tasks.get()):
         began = time.monotonic()
         try:
-            text = prefix(args.paths, case["text"], folder)
+            text = stretch(args.paths, case["text"], folder)
             if "gensim" in case:
                 result = train_gensim(case, text, device, args)
             else:
@@ -291,7 +289,7 @@ def main() -> None:
         logging.getLogger("w2v").setLevel(logging.ERROR)
         texts = dict.fromkeys(case["text"] for case in cases)
         for text in texts:
-            path = prefix(args.paths, text, Path(folder))
+            path = stretch(args.paths, text, Path(folder))
             open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
         print(f"texts ready {time.time() - deadline + args.seconds:.1f} s", flush=True)
         for case in cases:

@@ -20,7 +20,7 @@ LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
 STEPS = 700  # optimizer steps of a run
 # Of SGD more, as its steps are as long as the sum of a row's gradients.
-MORE_STEPS = {"SGD": 10_000, "ASGD": 10_000}
+MORE_STEPS = {"SGD": 5_000, "ASGD": 5_000}
 # Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
 RATES = {
     "AdamW": 0.075,

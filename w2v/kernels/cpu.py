@@ -69,7 +69,7 @@ class ThreadGrads:
     the row of each number; grad_NP: its gradient, of all threads together; pairs_nU: int32, how
     many pairs it sums; count_n: unique rows; owned_rows_nU, owned_numbers_nU: int32, rows and
     numbers sorted by the thread that owns the row, those of owner o from starts_nO[n, o] on;
-    first_V: int32 -1, for `step_rows`.
+    first_V: int32 -1, and summed_nU: int32, for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
@@ -85,6 +85,8 @@ class ThreadGrads:
         self.owned_numbers_nU = np.empty((threads, most), np.int32)
         self.starts_nO = np.zeros((threads, threads + 1), np.int64)
         self.first_V = np.full(rows, -1, np.int32)
+        blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
+        self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
         arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
         owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO
         # Sliced once: it takes longer than the centers of a small batch.
@@ -126,6 +128,7 @@ class CpuKernels:
         self.shape = shape
         self.threads = Threads(threads)
         self._rows: Any = None  # `ThreadGrads` of both tables
+        self._buffers: dict[tuple, list] = {}  # of each thread, by shape
         self._cdf_V = torch.empty(0)  # the distribution that `_starts` are of
         self._starts = np.empty(0, np.int32)
 
@@ -211,13 +214,17 @@ class CpuKernels:
         weight_d = batch.objective.weights(batch.window) * (lr if is_sgd else 1)
         rates = weight_d.astype(np.float32), mean, self.input_factors
         shape, more = (dim, batch.window, targets), (text, drawn, records, rates, path)
+        if (*shape, cbow) not in self._buffers:
+            made = [cpu_loops.buffers(*shape, cbow) for _ in range(threads.count)]
+            self._buffers = {(*shape, cbow): made}
+        buffers = self._buffers[*shape, cbow]
         taken_1 = np.zeros(1, np.int64)
 
         def run_share(thread: int) -> tuple[float, int]:
             unique = tuple(table.of_thread[0 if is_sgd else thread] for table in rows[:2])
             # Centers of SGD belong to no thread: one that is done early takes more of them.
             edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-            return kernel(*edges, shape, unique, *more)
+            return kernel(*edges, shape, unique, buffers[thread], *more)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         loss = torch.tensor(sum(losses), dtype=torch.float64)
@@ -282,5 +289,8 @@ def step_arguments(
     cap = optimizer.occurrence_cap
     gradients = grads.grad_NP, grads.pairs_nU.reshape(-1)[: None if cap else 0]
     owners = grads.owned_rows_nU, grads.owned_numbers_nU, grads.starts_nO, grads.first_V
-    records = view.records_SR.numpy(), step_column, constants
-    return formula, optimizer.state_count, *records, *gradients, *owners, cap, grads.dim
+    records_SR = view.records_SR.numpy()
+    spare_nR = np.empty((len(grads.count_n), records_SR.shape[1]), np.float32)
+    memory = grads.summed_nU, spare_nR
+    records = records_SR, step_column, constants
+    return formula, optimizer.state_count, *records, *gradients, *owners, *memory, cap, grads.dim

@@ -1,8 +1,9 @@
 """Loops that numba compiles for cpu.py.
 
 Each function works on one thread's share without the interpreter's lock. The machine code is kept
-on disk if a folder for it can be written. Arrays are passed whole with an index, as numba would
-count references to views; parts of a loop are small functions, which the compiler inlines.
+on disk if a folder for it can be written. Parts of a loop are small functions, which the compiler
+inlines. Loops become vectors only over views that begin at 0: numba counts a column of a matrix
+from its end if it is negative.
 
 Shapes: n words of a text, B centers, K negatives, T targets of a center, V rows of a table, U
 unique rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors,
@@ -31,9 +32,9 @@ SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 # Vectors need sums in any order and fused products. NaN and infinity stay what they are.
 FAST: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-compiled = jit(**FAST)
-# Without the counts of references to arrays, which took half of the time; nothing is allocated.
-uncounted = jit(_nrt=False, **FAST)
+# Nothing is allocated, and references to arrays are not counted: that took half of the time, and
+# as long as to load a loop from disk.
+compiled = jit(_nrt=False, **FAST)
 inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
 
@@ -99,22 +100,16 @@ def _add(row, values_NP, place, pairs, unique):
         simd.blend(0, grad_UP, index, one, values_NP, place, padded)
 
 
-@compiled
-def _buffers(dim, window, targets, cbow):
+def buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple:
     """Return a thread's matrices, and arrays of targets, pairs and ids."""
     contexts, places = 1 if cbow else 2 * window, 2 * window + 1
     padded = (dim + LANES - 1) // LANES * LANES
-    context_CP = np.zeros((contexts, padded), np.float32)
-    grad_TP = np.zeros((targets, padded), np.float32)
-    ring_CP = np.zeros((places, padded), np.float32)
-    matrices = context_CP, np.zeros_like(context_CP), grad_TP, ring_CP
-    numbers_T = np.zeros((3, targets), np.float32)
-    of_targets = numbers_T[0], numbers_T[1], numbers_T[2], np.ones(targets, np.float32)
-    factors_N = np.zeros(contexts * targets + LANES, np.float32)
-    bits_N = factors_N.view(np.int32)
-    of_pairs = np.zeros_like(factors_N), np.zeros_like(factors_N), factors_N, bits_N
+    heights = contexts, contexts, targets, places
+    matrices = tuple(np.zeros((height, padded), np.float32) for height in heights)
+    of_targets = *np.zeros((3, targets), np.float32), np.ones(targets, np.float32)
+    of_pairs = (*np.zeros((3, contexts * targets + LANES), np.float32),)
     ids = np.zeros(targets, np.int64), np.full(places, -1)
-    return matrices, of_targets, of_pairs, ids
+    return matrices, of_targets, (*of_pairs, of_pairs[2].view(np.int32)), ids
 
 
 @inlined
@@ -209,7 +204,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     """
     subtracts = int(in_place)
 
-    @uncounted
+    @compiled
     def loop(begin, end, shape, unique, memory, text, drawn, records, rates, path):
         dim, window, _ = shape
         unique_in, unique_out = unique
@@ -327,7 +322,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         """Run the thread's own centers, and sort its rows by owner."""
         for table in unique:
             table[4][0] = 0
-        found = loop(begin, end, shape, unique, _buffers(*shape, cbow), *more)
+        found = loop(begin, end, shape, unique, *more)
         for table in unique:
             sort_by_owner(*table)
         return found
@@ -335,13 +330,12 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     @compiled
     def shared(taken_1, centers, shape, unique, *more):
         """Run blocks of centers that no thread has taken."""
-        memory = _buffers(*shape, cbow)
         loss, pairs = 0.0, 0
         while True:
             begin = simd.fetch_add(taken_1, 0, BLOCK)
             if begin >= centers:
                 return loss, pairs
-            its = loop(begin, min(begin + BLOCK, centers), shape, unique, memory, *more)
+            its = loop(begin, min(begin + BLOCK, centers), shape, unique, *more)
             loss += its[0]
             pairs += its[1]
 
@@ -362,12 +356,14 @@ def sort_by_owner(index_V, rows_U, _, __, count_1, owned_rows_U, owned_numbers_U
         index_V[rows_U[u]] = -1
     for owner in range(owners):
         starts_O[owner + 1] += starts_O[owner]
-    next_O = starts_O.copy()
     for u in range(count_1[0]):
         owner = rows_U[u] // ROWS_PER_OWNER % owners
-        owned_rows_U[next_O[owner]] = rows_U[u]
-        owned_numbers_U[next_O[owner]] = u
-        next_O[owner] += 1
+        owned_rows_U[starts_O[owner]] = rows_U[u]
+        owned_numbers_U[starts_O[owner]] = u
+        starts_O[owner] += 1
+    for owner in range(owners, 0, -1):  # each has come to where the next one begins
+        starts_O[owner] = starts_O[owner - 1]
+    starts_O[0] = 0
 
 
 @compiled
@@ -418,6 +414,8 @@ def step_rows(
     owned_numbers_nU,
     starts_nO,
     first_V,
+    summed_nU,
+    spare_nR,
     cap,
     dim,
 ):
@@ -426,11 +424,9 @@ def step_rows(
     The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
     with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
     pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
-    of such rows.
+    of such rows. summed_nU, spare_nR: memory for the owner's rows and sums, and for a record.
     """
-    threads = len(starts_nO)
-    owned_most = (len(first_V) // (ROWS_PER_OWNER * threads) + 1) * ROWS_PER_OWNER
-    rows_U, sums_U = np.empty(owned_most, np.int64), np.empty(owned_most, np.int64)
+    rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
     owned = owned_rows_nU, owned_numbers_nU, starts_nO, first_V
     count = _sum_threads(owner, grad_NP, pairs_N, *owned, rows_U, sums_U)
     lr, eps, weight_decay, lr_decay = constants[:4]
@@ -438,78 +434,76 @@ def step_rows(
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)
     beta1, rest1 = np.float32(beta1), np.float32(rest1)
     beta2, rest2 = np.float32(beta2), np.float32(rest2)
-    first, last = dim, states * dim  # columns where a record's states begin
     width = records_VR.shape[1]
-    grad_D = np.empty(dim, np.float32)
-    before_R = np.empty_like(records_VR[0])
+    before_R = spare_nR[owner]
     faults = 0
     for u in range(count):
         if u + ROWS_AHEAD < count:
             _prefetch_row(records_VR, rows_U[u + ROWS_AHEAD], width)
         row, number = rows_U[u], sums_U[u]
-        scale = np.float32(cap / pairs_N[number]) if 0 < cap < pairs_N[number] else one
-        for d in range(dim):
-            grad_D[d] = scale * grad_NP[number, d]
+        grad_D, record_R = grad_NP[number, :dim], records_VR[row]
+        # The weight, and the first and the last of its states.
+        weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
+        last_D = record_R[states * dim : (states + 1) * dim]
+        if 0 < cap < pairs_N[number]:
+            scale = np.float32(cap / pairs_N[number])
+            for d in range(dim):
+                grad_D[d] *= scale
         for r in range(width):
-            before_R[r] = records_VR[row, r]
+            before_R[r] = record_R[r]
 
         # The count of steps, the row's own or the table's, and what it corrects.
         step = table_step
         if step_column >= 0:
-            step = records_VR[row, step_column] + 1.0
-            records_VR[row, step_column] = step
+            step = record_R[step_column] + 1.0
+            record_R[step_column] = step
         rate = np.float32(lr / -math.expm1(step * log_beta1))  # lr / (1 - beta1 ** step)
         bias = np.float32(-math.expm1(step * log_beta2))  # 1 - beta2 ** step
         if formula == ADAMW:
             for d in range(dim):
-                records_VR[row, d] *= one - lr * weight_decay
+                weight_D[d] *= one - lr * weight_decay
         elif weight_decay != 0:
             for d in range(dim):
-                grad_D[d] += weight_decay * records_VR[row, d]
+                grad_D[d] += weight_decay * weight_D[d]
 
         if formula == SGD:
             for d in range(dim):
-                records_VR[row, d] -= lr * grad_D[d]
+                weight_D[d] -= lr * grad_D[d]
         elif formula == ADAGRAD:
             rate = np.float32(lr / (1 + (step - 1) * lr_decay))
             for d in range(dim):
-                square = records_VR[row, first + d] + grad_D[d] * grad_D[d]
-                records_VR[row, first + d] = square
-                records_VR[row, d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
+                square = first_D[d] + grad_D[d] * grad_D[d]
+                first_D[d] = square
+                weight_D[d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
         elif formula == RMSPROP:
             for d in range(dim):
-                square = beta1 * records_VR[row, first + d] + rest1 * grad_D[d] * grad_D[d]
-                records_VR[row, first + d] = square
-                records_VR[row, d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
-        elif formula == ADAMAX:
-            for d in range(dim):
-                mean = grad_D[d]
-                if states == 2:
-                    mean = records_VR[row, first + d]
-                    mean += rest1 * (grad_D[d] - mean)
-                    records_VR[row, first + d] = mean
-                largest = max(beta2 * records_VR[row, last + d], abs(grad_D[d]) + eps)
-                records_VR[row, last + d] = largest
-                records_VR[row, d] -= rate * mean / largest
+                square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
+                first_D[d] = square
+                weight_D[d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
         else:
-            for d in range(dim):
-                mean = grad_D[d]
-                if states == 2:
-                    mean = records_VR[row, first + d]
-                    mean += rest1 * (grad_D[d] - mean)
-                    records_VR[row, first + d] = mean
-                square = beta2 * records_VR[row, last + d] + rest2 * grad_D[d] * grad_D[d]
-                records_VR[row, last + d] = square
-                records_VR[row, d] -= rate * mean / (np.sqrt(square / bias) + eps)
+            mean_D = grad_D
+            if states == 2:
+                mean_D = first_D
+                for d in range(dim):
+                    first_D[d] += rest1 * (grad_D[d] - first_D[d])
+            if formula == ADAMAX:
+                for d in range(dim):
+                    last_D[d] = max(beta2 * last_D[d], abs(grad_D[d]) + eps)
+                    weight_D[d] -= rate * mean_D[d] / last_D[d]
+            else:
+                for d in range(dim):
+                    square = beta2 * last_D[d] + rest2 * grad_D[d] * grad_D[d]
+                    last_D[d] = square
+                    weight_D[d] -= rate * mean_D[d] / (np.sqrt(square / bias) + eps)
 
         # Zero times a number is zero, unless that is infinite or NaN.
         zeros = zero
         for r in range(width):
-            zeros += records_VR[row, r] * zero
+            zeros += record_R[r] * zero
         if zeros != 0:
             faults += 1
             for r in range(width):
-                records_VR[row, r] = before_R[r]
+                record_R[r] = before_R[r]
     return faults
 
 

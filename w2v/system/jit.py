@@ -13,7 +13,8 @@ from types import FunctionType
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from llvmlite import binding
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.runtime import rtsys
 
 from w2v.system.files import kernel_folder, remove_damaged
@@ -42,12 +43,33 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
     return dispatcher
 
 
+class MachineCode(CompileResultCacheImpl):
+    """What numba's cache keeps of a function, of which a call needs little."""
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """Load machine code; what only callers are compiled with waits for them."""
+        (name, kind, (machine_code, bitcode)), function, *rest = payload
+        if b"NRT_" in machine_code:  # it allocates arrays or counts references to them
+            rtsys.initialize(target_context)
+        wrapper = function.llvm_cpython_wrapper_name  # which calls look for
+        declared = f'define void @"{wrapper}"() {{ ret void }}'
+        no_code = binding.parse_assembly(declared).as_bitcode()
+        payload = (name, kind, (machine_code, no_code)), function, *rest
+        found = super().rebuild(target_context, payload)
+        # To parse it takes longer than all else.
+        inlined = functools.cache(lambda: binding.parse_bitcode(bitcode))
+        found.library._get_module_for_linking = inlined
+        return found
+
+
 class KernelCache(FunctionCache):
     """numba's cache of a function, in checked files and by keys that last.
 
     numba's own key has a random number for each compiled function that the function gets from an
     enclosing one: it would be compiled in every process, and each time a file more written.
     """
+
+    _impl_class = MachineCode
 
     def __init__(self, function: Callable):
         super().__init__(function)
@@ -57,7 +79,6 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Load machine code, without .3 s of imports for the compiler."""
-        rtsys.initialize(target_context)
         return self._load_overload(signature, target_context)
 
     def _index_key(self, signature: Any, codegen: Any) -> tuple:

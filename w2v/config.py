@@ -336,9 +336,7 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is wrong.
     """
-    merged = OmegaConf.structured(Config)
-    for section in SECTIONS:
-        OmegaConf.set_readonly(merged[section], False)  # a frozen dataclass starts read-only
+    merged: dict[str, Any] = {}  # sections of which a key is set: to make one takes milliseconds
     sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
     optimizer = None
     for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
@@ -349,8 +347,8 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
             optimizer = name
         for key_name, value in entries:
             _set(merged, key_name, value, source)
-    config: Any = OmegaConf.to_object(merged)  # which checks ranges
-    return config
+    # This checks ranges.
+    return Config(**{name: OmegaConf.to_object(section) for name, section in merged.items()})
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -440,8 +438,9 @@ def check_optimizer(name: str) -> None:
 def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the shipped settings of an optimizer, and defaults for other keys."""
     check_optimizer(name)
-    default = flat_config(Config())
-    yield from ((key_name, default[key_name]) for key_name in PER_OPTIMIZER)
+    default = OptimizerConfig()
+    for key_name in PER_OPTIMIZER:
+        yield key_name, _spelled(key_name, getattr(default, key_name.partition(".")[2]))
     if name in OPTIMIZERS:
         yield from _read_yaml(CONFIGS / "optimizers" / f"{name.lower()}.yaml")
     elif "optimizer.lr" not in given:
@@ -491,7 +490,7 @@ def _parse(assignment: str) -> tuple[str, Any]:
         raise ConfigError(f"{where} cannot be read as YAML: {reason}") from None
 
 
-def _set(merged: Any, name: str, value: Any, source: str) -> None:
+def _set(merged: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set a key, or raise a `ConfigError` that says what is expected."""
     where = f"{name}={_show(value)} (from {source})"
     if name in SECTIONS:
@@ -512,7 +511,11 @@ def _set(merged: Any, name: str, value: Any, source: str) -> None:
         if value == "auto" and name in AUTO:
             value = AUTO[name]["auto"]
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
-        OmegaConf.update(merged, name, value, merge=False)
+        section, _, its_key = name.partition(".")
+        if section not in merged:
+            merged[section] = OmegaConf.structured(SECTIONS[section])
+            OmegaConf.set_readonly(merged[section], False)  # a frozen dataclass starts read-only
+        OmegaConf.update(merged[section], its_key, value, merge=False)
     except (OmegaConfBaseException, ValueError, OverflowError):
         raise ConfigError(f"{where} is not {_expected(name, value)}") from None
 

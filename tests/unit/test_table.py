@@ -15,7 +15,8 @@ from w2v.model.table import (
     uniform,
 )
 
-STATES = {"exp_avg": RowState(100, 0.0), "exp_inf": RowState(100, 0.25), "step": RowState(1, 3.0)}
+STATES = {"exp_avg": RowState(100, 0.0), "exp_inf": RowState(100, 0.25)}
+STATES["step"] = RowState(1, 3.0, counts=True)
 
 
 def small_table(rows=5, dim=100, states=STATES, scalars=None, storage="cpu", **settings):
@@ -170,6 +171,11 @@ def test_small_updates_are_not_lost_in_bfloat16():
 def test_unusable_arguments_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         small_table(**settings)
+
+
+def test_a_state_of_one_dimension_is_no_count_of_steps():
+    table = small_table(4, 1, {"exp_avg": RowState(1, 0.5)}, dtype=torch.bfloat16)
+    assert table["exp_avg"].tolist() == 4 * [[0.5]]
 
 
 @pytest.mark.gpu

@@ -261,13 +261,14 @@ class Word2Vec(word2vec.Word2Vec):
         epochs = _number(operator.index, "epochs", epochs)
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
-        architecture = "skipgram" if given["sg"] else "cbow"
-        settings = [f"train.device={self.device}", f"model.architecture={architecture}"]
-        settings = [*self.settings, *settings, f"optimizer.name={self.optimizer}"]
+        model["architecture"] = "skipgram" if given["sg"] else "cbow"
+        settings = [*self.settings, f"optimizer.name={self.optimizer}"]
+        settings += [] if self.device == "auto" else [f"train.device={self.device}"]
         settings += [] if alpha is None else ["optimizer.lr=1"]  # until it is replaced
         with _naming_arguments():
             config = _load_config((), tuple(settings))
             if self.optimizer == "SGD" and not self.optimizer_args:
+                settings += [f"train.device={self.device}"]  # not as in that file
                 like_gensims = _load_config((CPU_SGD,), tuple(settings))
                 machine = Machine.here()
                 device = choose_device(like_gensims, machine)
@@ -367,7 +368,7 @@ class Word2Vec(word2vec.Word2Vec):
             lock()
             loss = loss + done.loss  # on the device, so that no step waits for it
             pairs = pairs + done.pairs
-            centers += len(done.batch.windows_B)
+            centers += done.batch.windows_B.shape[0]  # len() of a tensor takes 7 us
         loop.check_finite(lambda: f"give alpha={loop.config.optimizer.lr / 4:.3g}")
         self.loss_per_pair = float(loss) / max(1.0, float(pairs))
         if self.compute_loss:

@@ -96,9 +96,8 @@ class Objective(NamedTuple):
 
     def weights(self, window: int) -> np.ndarray:
         """Return the weight of a pair by its distance, float64 [window + 1]."""
-        distances = np.arange(window + 1.0)
         widest = self.weighted
-        return (widest + 1 - distances) / widest if widest else np.ones_like(distances)
+        return (widest + 1 - np.arange(window + 1.0)) / widest if widest else np.ones(window + 1)
 
     def to(self, device: torch.device) -> Objective:
         """Return the objective with its tree on a device."""

@@ -208,16 +208,16 @@ class CpuKernels:
         drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
         path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
         nodes = tree.depth if tree else 0
-        centers, targets = len(batch.windows_B), 1 + batch.negatives_BK.shape[1] + nodes
+        centers, targets = drawn[0].shape[0], 1 + drawn[1].shape[1] + nodes
         kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         weight_d = batch.objective.weights(batch.window) * (lr if is_sgd else 1)
         rates = weight_d.astype(np.float32), mean, self.input_factors
         shape, more = (dim, batch.window, targets), (text, drawn, records, rates, path)
-        if (*shape, cbow) not in self._buffers:
-            made = [cpu_loops.buffers(*shape, cbow) for _ in range(threads.count)]
-            self._buffers = {(*shape, cbow): made}
-        buffers = self._buffers[*shape, cbow]
+        if (wanted := (*shape, cbow)) not in self._buffers:
+            made = [cpu_loops.buffers(*wanted) for _ in range(threads.count)]
+            self._buffers = {wanted: made}
+        buffers = self._buffers[wanted]
         taken_1 = np.zeros(1, np.int64)
 
         def run_share(thread: int) -> tuple[float, int]:

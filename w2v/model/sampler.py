@@ -110,7 +110,8 @@ class Sampler:
         lookahead = self._lookahead_words(epoch, chunks)
         words_after = sum(map(self.text.count_words, chunks))
         for chunk, span in enumerate(chunks, first_chunk):
-            words_after -= self.text.count_words(span)
+            words = self.text.count_words(span)
+            words_after -= words
             chunk_ahead = next(lookahead)
             words_n, sentences_n = self._subsample(span, epoch, chunk)
             batches = -(-len(words_n) // self._batch_size)  # of nearly equal size
@@ -125,7 +126,7 @@ class Sampler:
                     windows_B.clamp_(max=self._reach)
                 drawn += 1
                 self.position = Position(epoch, chunk, batch + 1, drawn)
-                words_left = words_after + self.text.count_words(span) * (1 - (batch + 1) / batches)
+                words_left = words_after + words * (1 - (batch + 1) / batches)
                 ahead = chunk_ahead
                 # The pieces of this chunk that the batch has read are past, if it reads in order.
                 if ahead and not self.block_words:

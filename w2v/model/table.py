@@ -39,6 +39,7 @@ class RowState(NamedTuple):
 
     width: int
     initial: float
+    counts: bool = False  # a row's own steps, for which 16 bits are too few
 
 
 class Table:
@@ -303,7 +304,7 @@ def check_table(
 ) -> None:
     """Raise `ValueError` for arguments of a table that cannot be used."""
     dtypes = [torch.bfloat16, *NPY_TYPES]
-    counter = next((key for key, state in states.items() if state.width == 1), None)
+    counter = next((key for key, state in states.items() if state.counts), None)
     reason = None
     if min(rows, dim) < 1:
         reason = f"a table needs at least 1 row and 1 dimension; it has {rows} and {dim}"

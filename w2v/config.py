@@ -347,8 +347,8 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
             optimizer = name
         for key_name, value in entries:
             _set(merged, key_name, value, source)
-    # This checks ranges.
-    return Config(**{name: OmegaConf.to_object(section) for name, section in merged.items()})
+    sections: Any = {name: OmegaConf.to_object(section) for name, section in merged.items()}
+    return Config(**sections)  # whose ranges are checked
 
 
 def save_config(config: Config, path: str | Path) -> None:

@@ -304,7 +304,7 @@ class Word2Vec(word2vec.Word2Vec):
                 # More threads would only wait for small batches, which costs CPU time too.
                 torch.set_num_threads(plan.useful_threads(planned.config))
             with planned.budget.explained():
-                loop = plan.build(planned)
+                loop = plan.build(planned, draws_vectors=False)  # but gensim's
         for callback in callbacks:
             callback.on_train_begin(self)
         trained = 0

@@ -12,7 +12,6 @@ import mmap
 import resource
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from w2v.model.row_file import NPY_TYPES, RowFile
+from w2v.system.process import on_threads
 from w2v.system.random import mix, shift_right, splitmix64
 
 ALIGNMENT = 128  # bytes that a GPU reads from host memory at a time
@@ -152,8 +152,7 @@ class Table:
             else:
                 records_nR[:, self.columns["weight"]].copy_(weights)
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, range(first_row, end, chunk_rows)))
+        on_threads(fill, range(first_row, end, chunk_rows), threads)
         if is_sent_whole:
             torch.cuda.synchronize(device)
 
@@ -337,8 +336,7 @@ def host_memory(nbytes: int) -> Tensor:
         # NumPy releases the GIL during the assignment.
         content[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(touch, range(0, nbytes, TOUCH_BYTES)))
+    on_threads(touch, range(0, nbytes, TOUCH_BYTES), torch.get_num_threads())
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 

@@ -33,6 +33,8 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
     if config.DISABLE_JIT:
         raise ValueError("NUMBA_DISABLE_JIT=1 turns off the compiler of the CPU kernels; unset it")
     dispatcher = numba.njit(nogil=True, **options)(function)
+    # At the first call numba would look for extensions in all installed packages, for 2 ms.
+    dispatcher._compilation_chain_init_hook = lambda: None
     if "inline" in options:  # it is a part of its callers
         return dispatcher
     # numba takes the folder from its settings, which other packages in the process may use too.

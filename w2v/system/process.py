@@ -14,7 +14,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,14 @@ PACKAGES = "w2v torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) -> list[Any]:
+    """Call a function with each item, on so many threads if there are several."""
+    if len(items) < 2:
+        return [*map(function, items)]
+    with ThreadPoolExecutor(threads) as pool:
+        return [*pool.map(function, items)]
 
 
 def _glibc(function: str, *arguments: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from w2v.config import Config, ConfigError
 from w2v.system.files import atomic_path, exclusive, naming_file, remove_partial, sealed, unsealed
-from w2v.system.process import cores, limit_heap_fragmentation, return_freed_memory
+from w2v.system.process import cores, limit_heap_fragmentation, on_threads, return_freed_memory
 from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab
 
@@ -146,8 +146,7 @@ def checksums(path: Path) -> list[int]:
             return zlib.crc32(file.read(PIECE_BYTES))
 
     size = path.stat().st_size
-    with ThreadPoolExecutor(cores()) as pool:
-        return [size, *pool.map(crc32, range(0, size, PIECE_BYTES))]
+    return [size, *on_threads(crc32, range(0, size, PIECE_BYTES), cores())]
 
 
 def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:

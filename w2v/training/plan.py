@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +34,7 @@ from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText, noise_distribution
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
-from w2v.system.process import cores, git_commit, return_freed_memory
+from w2v.system.process import cores, git_commit, on_threads, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -126,8 +125,7 @@ class Plan(Task):
             part = np.array(ids_N[start : start + IDS_AT_ONCE])
             on_gpu[start : start + len(part)] = torch.from_numpy(part)
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(copy, range(0, len(ids_N), IDS_AT_ONCE)))
+        on_threads(copy, range(0, len(ids_N), IDS_AT_ONCE), torch.get_num_threads())
         return on_gpu
 
     @cached_property
@@ -333,16 +331,17 @@ def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) 
     return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
 
 
-def build(plan: Plan) -> TrainingLoop:
+def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     """Allocate the tables and make the objects of a run.
 
-    Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, outputs zero.
+    Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, unless the caller sets them, and
+    outputs zero.
     """
     config = plan.config
     if config.train.deterministic:
         # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    inputs, outputs = make_tables(plan)
+    inputs, outputs = make_tables(plan, draws_vectors)
     peers = find_peers(plan)
     kernels = make_kernels(plan, peers)
     sampler = make_sampler(
@@ -362,8 +361,8 @@ def build(plan: Plan) -> TrainingLoop:
     return TrainingLoop(config, sampler, TrainingStep(inputs, outputs, *parts))
 
 
-def make_tables(plan: Plan) -> tuple[Table, Table]:
-    """Return this rank's rows of both tables, initialised."""
+def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
+    """Return this rank's rows of both tables, with drawn vectors or zeros."""
     size, ranks, dtype = plan.config.model.vector_size, plan.ranks, plan.shape.dtype
     states = plan.optimizer.states(size)
     rows = ranks.shard_rows(plan.shape.rows)
@@ -385,6 +384,8 @@ def make_tables(plan: Plan) -> tuple[Table, Table]:
         return Table(name, *layout, path=path, alignment=plan.alignment, memory_VR=memory_VR)
 
     inputs, outputs = map(table, ("input", "output"), pinned)
+    if not draws_vectors:
+        return inputs, outputs
     values = uniform(size, 0.5 / size, plan.config.train.seed)
     threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
     # Memory of rows that no word uses is not touched, so a CPU does not provide it.

@@ -150,6 +150,11 @@ TABLES = {
             Column("whole process", "whole process [s]", ".0f s"),
         ],
     ),
+    "small": Table(
+        ["small-2026-11-23"],
+        {r"17,000 words, (.*)": r"\1"},
+        [Column("least", "least [s]", ".3f s"), Column("median", "median [s]", ".3f s")],
+    ),
     "cores": Table(
         ["cpu-2026-11-22-4", "cpu-2026-11-23"],
         {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},

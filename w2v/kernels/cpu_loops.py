@@ -32,8 +32,8 @@ SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 # Vectors need sums in any order and fused products. NaN and infinity stay what they are.
 FAST: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
-# Nothing is allocated, and references to arrays are not counted: that took half of the time, and
-# as long as to load a loop from disk.
+# Nothing is allocated, so that references to arrays need no counts: those took half of the time,
+# and numba's runtime, which keeps them, takes 20 ms to start.
 compiled = jit(_nrt=False, **FAST)
 inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
@@ -195,12 +195,13 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
 
     The function returns the summed loss and the number of positive pairs. It gets the edges of the
-    thread's centers. With `in_place` it gets a counter of the centers that any thread has taken,
-    and their number; each center's gradients are subtracted from the rows at once; those of input
-    rows are also scaled by `factors_V`: a factor for each row, or one for all. Otherwise they are
-    added to those of the thread's unique rows. Gradients of context words are first summed in a
-    ring, until the windows have passed the word: a word is in many windows, one after another.
-    `weight_d` are factors of all gradients by the distance of the context word, with lr in them.
+    thread's centers, and `buffers` of its own. With `in_place` it gets a counter of the centers
+    that any thread has taken, and their number; each center's gradients are subtracted from the
+    rows at once; those of input rows are also scaled by `factors_V`: a factor for each row, or one
+    for all. Otherwise they are added to those of the thread's unique rows. Gradients of context
+    words are first summed in a ring, until the windows have passed the word: a word is in many
+    windows, one after another. `weight_d` are factors of all gradients by the distance of the
+    context word, with lr in them.
     """
     subtracts = int(in_place)
 

@@ -19,6 +19,7 @@ from tests.support.steps import (
 )
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels.batch import FAULT_BITS, Batch, Objective, table_rows
+from w2v.kernels.cpu import ThreadGrads
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 
@@ -155,6 +156,19 @@ def test_rows_that_would_not_stay_finite_are_not_written(name):
     assert loss.isfinite()
     assert int(step.state.fault) == (1 << FAULT_BITS) + 4  # rows of the output table
     assert all(table.isfinite().all() for table in records(step))
+
+
+def test_threads_do_not_write_to_the_same_cache_lines():
+    def lines(array):
+        first = array.ctypes.data
+        return set(range(first // 64, (first + array.nbytes - 1) // 64 + 1))
+
+    grads = ThreadGrads(rows=1000, most=500, dim=100, threads=3)
+    of_thread = list(zip(*grads.of_thread, strict=True))
+    for written in of_thread[2], of_thread[4], of_thread[7]:  # gradients, their number, owners
+        of_threads = list(map(lines, written))
+        assert sum(map(len, of_threads)) == len(set.union(*of_threads))
+    assert grads.grad_NP.ctypes.data % 64 == grads.grad_NP.strides[0] % 64 == 0
 
 
 def test_only_plain_sgd_steps_center_by_center():

@@ -77,18 +77,22 @@ class ThreadGrads:
         self.dim = dim
         self.number_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
-        # np.empty takes memory only where it is written.
-        self.grad_NP = np.empty((threads * most, padded(dim)), np.float32)
+        # np.empty takes memory only where it is written, in huge pages. Rows are cache lines.
+        size = threads * most * padded(dim)
+        memory = np.empty(size + LANES, np.float32)
+        first = -(memory.ctypes.data // memory.itemsize) % LANES
+        self.grad_NP = memory[first : first + size].reshape(-1, padded(dim))
         self.pairs_nU = np.empty((threads, most), np.int32)
-        self.count_n = np.zeros(threads, np.int64)
+        # What threads write often is in cache lines of their own.
+        self.count_n = np.zeros((threads, LANES), np.int64)[:, 0]
         self.owned_rows_nU = np.empty((threads, most), np.int32)
         self.owned_numbers_nU = np.empty((threads, most), np.int32)
-        self.starts_nO = np.zeros((threads, threads + 1), np.int64)
+        self.starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
         self.first_V = np.full(rows, -1, np.int32)
         blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
         self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
         arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
-        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO
+        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO[:, : threads + 1]
         # Sliced once: it takes longer than the centers of a small batch.
         self.of_thread = [*zip(*arrays, self.count_n[:, None], *owned, strict=True)]
 

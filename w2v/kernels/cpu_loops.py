@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from w2v.system import simd
 from w2v.system.jit import compiled as jit
@@ -38,10 +39,10 @@ compiled = jit(_nrt=False, **FAST)
 inlined = jit(inline="always", **FAST)  # into its caller; a call costs 3 to 14 % in hot loops
 
 
-@compiled
-def _prefetch_row(matrix, row, dim):
+@inlined
+def _prefetch_row(matrix, row, dim, writes):
     for d in range(0, dim, LANES):
-        simd.prefetch(matrix, row, d)
+        simd.prefetch(matrix, row, d, writes)
 
 
 @compiled
@@ -101,14 +102,21 @@ def _add(row, values_NP, place, pairs, unique):
 
 
 def buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple:
-    """Return a thread's matrices, and arrays of targets, pairs and ids."""
+    """Return a thread's matrices, and arrays of targets, pairs and ids.
+
+    Each begins at a cache line, as torch has it: vectors that lie in two lines take two loads, and
+    threads that write to the same line wait for each other.
+    """
     contexts, places = 1 if cbow else 2 * window, 2 * window + 1
     padded = (dim + LANES - 1) // LANES * LANES
-    heights = contexts, contexts, targets, places
-    matrices = tuple(np.zeros((height, padded), np.float32) for height in heights)
-    of_targets = *np.zeros((3, targets), np.float32), np.ones(targets, np.float32)
-    of_pairs = (*np.zeros((3, contexts * targets + LANES), np.float32),)
-    ids = np.zeros(targets, np.int64), np.full(places, -1)
+
+    def numbers(*shape: int, fill: float = 0) -> np.ndarray:
+        return torch.full(shape, fill, dtype=torch.float32).numpy()
+
+    matrices = tuple(numbers(height, padded) for height in (contexts, contexts, targets, places))
+    of_targets = *(numbers(targets) for _ in range(3)), numbers(targets, fill=1)
+    of_pairs = (*(numbers(contexts * targets + LANES) for _ in range(3)),)
+    ids = torch.zeros(targets, dtype=torch.int64).numpy(), torch.full((places,), -1).numpy()
     return matrices, of_targets, (*of_pairs, of_pairs[2].view(np.int32)), ids
 
 
@@ -229,15 +237,15 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                 word = words_n[at + PREFETCH]
                 if len(begin_V):
                     for p in range(begin_V[word], begin_V[word + 1]):
-                        _prefetch_row(output_VR, nodes_P[p], dim)
+                        _prefetch_row(output_VR, nodes_P[p], dim, subtracts)
                 for k in range(-min(negatives, 1), negatives):  # of them, -1 is the center
                     if k >= 0:
                         word = negatives_BK[center + PREFETCH, k]
-                    _prefetch_row(output_VR, word, dim)
+                    _prefetch_row(output_VR, word, dim, subtracts)
                     if not in_place and unique_out[0][word] >= 0:
-                        _prefetch_row(unique_out[2], unique_out[0][word], dim)
+                        _prefetch_row(unique_out[2], unique_out[0][word], dim, 1)
                 if at + PREFETCH + window < len(words_n):
-                    _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim)
+                    _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim, subtracts)
 
             # Take the word from the ring that the windows have passed.
             if not in_place:
@@ -384,7 +392,7 @@ def _sum_threads(
         for i in range(starts_nO[n, owner], end):
             if i + ROWS_AHEAD < end:
                 ahead = n * most + owned_numbers_nU[n, i + ROWS_AHEAD]
-                _prefetch_row(grad_NP, ahead, padded)
+                _prefetch_row(grad_NP, ahead, padded, 0)
             row, number = owned_rows_nU[n, i], n * most + owned_numbers_nU[n, i]
             first = first_V[row]
             if first < 0:
@@ -440,7 +448,7 @@ def step_rows(
     faults = 0
     for u in range(count):
         if u + ROWS_AHEAD < count:
-            _prefetch_row(records_VR, rows_U[u + ROWS_AHEAD], width)
+            _prefetch_row(records_VR, rows_U[u + ROWS_AHEAD], width, 1)
         row, number = rows_U[u], sums_U[u]
         grad_D, record_R = grad_NP[number, :dim], records_VR[row]
         # The weight, and the first and the last of its states.

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import mmap
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -35,6 +36,7 @@ from w2v.kernels.batch import Ahead, Batch, Draw, Objective, Position, Subsample
 Span = tuple[int, int]  # sentences [first, last)
 WIDE_WINDOW = 64  # above which a window may exceed most sentences
 CHUNK_PIECES = 16  # the resolution, in parts of a chunk, of the lookahead window
+AHEAD = 2  # batches that a thread draws while one trains
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ class Sampler:
             yield from batches
             return
         with ThreadPoolExecutor(1) as thread:
-            ahead = thread.submit(next, batches, None)
-            while batch := ahead.result():
-                ahead = thread.submit(next, batches, None)
+            # With one, threads that end their part of a step would find no draws to go on with.
+            ahead = deque(thread.submit(next, batches, None) for _ in range(AHEAD))
+            while batch := ahead.popleft().result():
+                ahead.append(thread.submit(next, batches, None))
                 yield batch
 
     def _epoch(self) -> Iterator[Batch]:

@@ -121,19 +121,23 @@ class Matrix:
         return self._code.builder.bitcast(self.address(*place), VECTOR.as_pointer())
 
 
-@intrinsic
-def prefetch(typing, matrix, row, column):
-    """Fetch the cache line of matrix[row, column], to be written."""
+@intrinsic(prefer_literal=True)
+def prefetch(typing, matrix, row, column, writes):
+    """Fetch the cache line of matrix[row, column].
+
+    If the literal `writes` is 1 it is taken from other cores, which lose it.
+    """
+    write = writes.literal_value
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
-        matrix, row, column = code.arguments
+        matrix, row, column, _ = code.arguments
         address = builder.bitcast(matrix.address(row, column), ir.IntType(8).as_pointer())
-        write, all_caches, data = (ir.IntType(32)(value) for value in (1, 3, 1))
-        code.call("llvm.prefetch.p0", ir.VoidType(), address, write, all_caches, data)
+        how = (ir.IntType(32)(value) for value in (write, 3, 1))  # to all caches, as data
+        code.call("llvm.prefetch.p0", ir.VoidType(), address, *how)
         return context.get_dummy_value()
 
-    return types.void(matrix, types.intp, types.intp), generate
+    return types.void(matrix, types.intp, types.intp, writes), generate
 
 
 @intrinsic

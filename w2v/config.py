@@ -134,10 +134,7 @@ class ModelConfig(Section):
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
     negative_pool: int = key(
-        -1,
-        "Words of a pool of negatives (0: none; auto: for paged rows, or many cores).",
-        auto=-1,
-        at_least=0,
+        -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
     )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
     negative_pool_centers: int = key(

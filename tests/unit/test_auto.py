@@ -169,17 +169,6 @@ def test_rows_count_their_steps_where_they_can(kernels, precision, step):
     assert auto.choose(config, vocab_of([9]), kernels).config.optimizer.step == step
 
 
-@pytest.mark.parametrize(
-    "kernels, threads, pool",
-    [("cpu", 16, auto.NEAR_POOL), ("cpu", 2, -1), ("sequential", 16, -1), ("cuda", 16, -1)],
-)
-def test_centers_in_turn_share_negatives_on_many_cores(kernels, threads, pool):
-    model = auto.choose(load_config(), vocab_of([9]), kernels, threads).config.model
-    assert (model.negative_pool, model.negative_pool_centers) == (pool, max(0, pool))
-    given = load_config([], ["model.negative_pool=0"])
-    assert auto.choose(given, vocab_of([9]), kernels, threads).config.model.negative_pool == 0
-
-
 def test_negatives_are_shared_where_rows_are_paged():
     config = load_config()
     assert auto.share_negatives(config, False).config.model.negative_pool == 0

@@ -50,8 +50,6 @@ HIGHEST = 2.0  # times that a rate is raised, at most
 BLOCK_WINDOWS = 16
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
 SHARED_STEPS = 8  # steps that share a pool
-NEAR_POOL = 256  # negatives that as many centers in turn share on many cores
-MANY_CORES = 8  # which wait for rows that others have written; fewer gain little by the pool
 
 
 class Use(NamedTuple):
@@ -82,9 +80,7 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(
-    config: Config, vocab: Vocab, kernels: str = "cpu", threads: int = 1, on_gpu: bool = False
-) -> Choice:
+def choose(config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = False) -> Choice:
     """Choose windows, batches and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
@@ -113,11 +109,6 @@ def choose(
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
-    shares = kernels == "cpu" and threads >= MANY_CORES and model.negative > 0
-    if shares and model.negative_pool < 0:
-        model = replace(model, negative_pool=NEAR_POOL, negative_pool_centers=NEAR_POOL)
-        why = f"{NEAR_POOL} negatives for as many centers, as {threads} threads share the rows"
-        reasons["model.negative_pool"] = why
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")

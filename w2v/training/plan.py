@@ -231,9 +231,7 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(
-        config, vocab, kernels, torch.get_num_threads(), device.type == "cuda"
-    )
+    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda")
     task = Task(
         config=config,
         machine=machine,

@@ -137,31 +137,22 @@ class ModelConfig(Section):
         -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
     )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
-    negative_pool_centers: int = key(
-        0, "Centers in turn that share a pool of their own (0: all of a step).", at_least=0
-    )
     sample: float = key(1e-4, "Subsample words above this share (0: off).", at_least=0, below=1)
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        without = "without a pool to share; set model.negative_pool"
         holds = self.negative_pool_steps == 1 or self.negative_pool != 0
-        self.check("negative_pool_steps", holds, f"1 {without}=65536")
-        holds = self.negative_pool_centers == 0 or self.negative_pool > 0
-        self.check("negative_pool_centers", holds, f"0 {without}=256")
+        without = "1 without a pool to share; set model.negative_pool=65536"
+        self.check("negative_pool_steps", holds, without)
         holds = self.architecture == "skipgram" or self.shrink_by != "weigh"
         self.check("shrink_by", holds, "draw or auto with model.architecture=cbow")
         self.check("negative", self.hs or self.negative > 0, "at least 1 without model.hs=true")
 
-    def pools(self, centers: int) -> int:
-        """Return how many pools of negatives so many centers of a step have."""
-        return -(-centers // (self.negative_pool_centers or max(1, centers)))
-
     def distinct_negatives(self, centers: int) -> int:
         """Return the most negatives of so many centers that differ."""
         drawn = centers * self.negative
-        return min(drawn, max(0, self.negative_pool) * self.pools(centers) or drawn)
+        return min(drawn, max(0, self.negative_pool) or drawn)
 
 
 @dataclass(frozen=True)

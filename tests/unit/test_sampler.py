@@ -238,19 +238,6 @@ def test_a_pool_bounds_the_negatives_of_its_steps(steps):
     assert all(len(pool & other) < 8 for pool, other in pairwise(pools))
 
 
-def test_centers_in_turn_share_a_pool_of_their_own():
-    model = {"negative_pool": 16, "negative_pool_centers": 40}
-    sampler = make_sampler([np.zeros(5_000, dtype=int)], 10_000, 100, **model)
-    pools = [
-        set(part_K.unique().tolist())
-        for batch in sampler.epoch()
-        for part_K in batch.negatives_BK.split(40)
-    ]
-    assert len(pools) == 150  # of 40, 40 and 20 centers
-    assert all(len(pool) <= 16 for pool in pools)
-    assert all(len(pool & other) < 8 for pool, other in pairwise(pools))
-
-
 def test_a_pool_is_a_stratified_sample():
     noise = np.array([1, 2, 5, 8]) / 16
     model = {"negative": 1_000, "negative_pool": 16}
@@ -305,17 +292,16 @@ def test_a_position_continues_anywhere(pool):
     negative=st.integers(1, 9),
     window=st.integers(1, 20),
     pool=st.integers(0, 9),
-    shared_by=st.integers(0, 700),
     words=st.integers(1, 5000),
     shrinks=st.booleans(),
 )
 def test_kernels_draw_what_the_reference_draws(
-    kernels, key, size, negative, window, pool, shared_by, words, shrinks
+    kernels, key, size, negative, window, pool, words, shrinks
 ):
     generator = torch.Generator().manual_seed(words)
     cdf_V = torch.rand(words, generator=generator, dtype=torch.float64).cumsum(0)
     cdf_V /= cdf_V[-1].clone()
-    args = key, size, (1 if shrinks else window, window), negative, (pool, key ^ 1, shared_by)
+    args = key, size, (1 if shrinks else window, window), negative, (pool, key ^ 1)
     on_cpu = cpu_kernels(threads=3)
     drawn = on_cpu.draw(*args, cdf_V) if kernels == "cpu" else cuda.draw(*args, cdf_V.cuda())
     for tensor, expected in zip(drawn, reference.draw(*args, cdf_V), strict=True):

@@ -17,9 +17,7 @@ from torch import Tensor
 FAULTS = ("the loss", "rows of the input table", "rows of the output table")
 FAULT_BITS = len(FAULTS)
 # `reference.draw` and `reference.subsample`
-Draw = Callable[
-    [int, int, tuple[int, int], int, tuple[int, int, int], Tensor], tuple[Tensor, Tensor]
-]
+Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple[Tensor, Tensor]]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
 CHUNK_BATCHES = 32  # about: a chunk of text has as many raw words as this many batches have centers

@@ -142,7 +142,7 @@ class CpuKernels:
         centers: int,
         widths: tuple[int, int],
         negatives: int,
-        pool: tuple[int, int, int],
+        pool: tuple[int, int],
         cdf_V: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Draw windows and negatives as `reference.draw` does, on all threads."""
@@ -154,8 +154,7 @@ class CpuKernels:
             self._cdf_V = cdf_V
         windows_B = np.empty(centers, np.int32)
         negatives_BK = np.empty((centers, negatives), np.int32)
-        pool_size, pool_key, shared_by = pool
-        of_pool = pool_size, np.uint64(pool_key), shared_by or centers
+        of_pool = pool[0], np.uint64(pool[1])
         drawn = windows_B, negatives_BK
         arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
 

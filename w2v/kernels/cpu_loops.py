@@ -539,7 +539,7 @@ def draw(begin, end, key, lowest, widest, of_pool, cdf_V, starts, windows_B, neg
     There is a power of two of them, so that rounding cannot lead past the word.
     """
     centers, negatives = negatives_BK.shape
-    pool, pool_key, shared_by = of_pool
+    pool, pool_key = of_pool
     for b in range(begin, end):
         bits = _splitmix64(b, key) >> np.uint64(11)
         windows_B[b] = lowest + np.int64(bits % np.uint64(widest - lowest + 1))
@@ -548,8 +548,7 @@ def draw(begin, end, key, lowest, widest, of_pool, cdf_V, starts, windows_B, neg
             uniform = _unit(bits)
             if pool:
                 place = (bits >> np.uint64(11)) % np.uint64(pool)
-                entry = b // shared_by * pool + np.int64(place)
-                uniform = (np.float64(place) + _unit(_splitmix64(entry, pool_key))) / pool
+                uniform = (np.float64(place) + _unit(_splitmix64(place, pool_key))) / pool
             word = starts[min(np.int64(uniform * len(starts)), len(starts) - 1)]
             while word < len(cdf_V) - 1 and cdf_V[word] <= uniform:
                 word += 1

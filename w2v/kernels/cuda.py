@@ -44,7 +44,7 @@ def draw(
     centers: int,
     widths: tuple[int, int],
     negatives: int,
-    pool: tuple[int, int, int],
+    pool: tuple[int, int],
     cdf_V: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives as `reference.draw` does, by one kernel."""
@@ -52,7 +52,7 @@ def draw(
     negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
     blocks = blocks_for(centers * (1 + negatives))
     sizes = centers, negatives, *widths
-    from_pool = pool[0], signed(pool[1]), pool[2] or centers
+    from_pool = pool[0], signed(pool[1])
     drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
     launch("draw.cu", "draw", {}, blocks, signed(key), *sizes, *from_pool, *drawn)
     return windows_B, negatives_BK

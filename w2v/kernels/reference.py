@@ -44,7 +44,7 @@ def draw(
     centers: int,
     widths: tuple[int, int],
     negatives: int,
-    pool: tuple[int, int, int],
+    pool: tuple[int, int],
     cdf_V: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives, the same on every device for a key.
@@ -57,8 +57,8 @@ def draw(
         centers: Number of centers, B.
         widths: Smallest and largest window.
         negatives: Negatives of each center, K.
-        pool: Size of the pool, 0 for none; 64 random bits: batches with the same ones share a
-            pool; and how many centers in turn share one of their own, 0 for all of the batch.
+        pool: Size of the pool, 0 for none; and 64 random bits: batches with the same ones share a
+            pool.
         cdf_V: Cumulative distribution of the negatives, float64.
 
     Returns:
@@ -71,16 +71,12 @@ def draw(
     lowest, widest = widths
     windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
     own = bits(key, centers, centers * (1 + negatives))
-    pool_size, pool_key, shared_by = pool
+    pool_size, pool_key = pool
     if pool_size:
-        # A number of each pool is drawn from each equal part of [0, 1).
+        # A number is drawn from each equal part of [0, 1).
         place = own % pool_size
-        pool_of = torch.arange(len(own), device=cdf_V.device) // (
-            negatives * (shared_by or centers)
-        )
-        pools = -(-centers // (shared_by or centers))
-        drawn = bits(pool_key, 0, pools * pool_size).double() / 2**53
-        uniform = (place + drawn[pool_of * pool_size + place]) / pool_size
+        drawn = bits(pool_key, 0, pool_size).double() / 2**53
+        uniform = (place + drawn[place]) / pool_size
     else:
         uniform = own.double() / 2**53
     drawn = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)

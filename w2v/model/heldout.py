@@ -50,7 +50,7 @@ class HeldOut:
         sentences = [text.ids_N[begin:end] for begin, end in spans]
         offsets = np.cumsum([0, *map(len, sentences)])
         sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=NONE)
-        model = replace(model, negative_pool=0, negative_pool_steps=1, negative_pool_centers=0)
+        model = replace(model, negative_pool=0, negative_pool_steps=1)
         model = replace(model, shrink_by="draw")
         drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
         # Only the draws are on the CPU; the loss is computed on the device.

@@ -91,8 +91,7 @@ class Sampler:
         self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if others
         self._batch_size = -(-self.batch_size // self.world_size)
-        ranks = 1 if model.negative_pool_centers else self.world_size  # that share a pool
-        self._pool = -(-max(0, model.negative_pool) // ranks)
+        self._pool = -(-max(0, model.negative_pool) // self.world_size)
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
@@ -144,7 +143,7 @@ class Sampler:
                     window=self._reach,
                     epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     after=self.position,
-                    pool=self._pool * self.model.pools(size),
+                    pool=self._pool,
                     ahead=ahead,
                     objective=self._objective,
                 )
@@ -274,7 +273,7 @@ class Sampler:
         pool_key = 0
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
-        widths, pool = (lowest, model.window), (self._pool, pool_key, model.negative_pool_centers)
+        widths, pool = (lowest, model.window), (self._pool, pool_key)
         return self.draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
 
     def _key(self, *place: int) -> int:

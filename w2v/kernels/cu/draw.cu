@@ -11,13 +11,11 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
 // Draw the window size of each center, then its negatives.
 //
 // key: seed of this batch. count: negatives per center. lowest, widest: range of window sizes.
-// pool: size of a pool of negatives, 0 for none, which so many centers in turn share; seeded by
-// pool_key.
+// pool: size of a pool of negatives, 0 for none; seeded by pool_key.
 // cdf: cumulative probabilities of the words.
 extern "C" __global__ void draw(
     unsigned long long key, long long centers, int count, int lowest, int widest, long long pool,
-    unsigned long long pool_key, long long shared_by, const double* cdf, int words, int* windows,
-    int* negatives) {
+    unsigned long long pool_key, const double* cdf, int words, int* windows, int* negatives) {
     each_thread(centers * (1 + count), [&](long long i) {
         const unsigned long long bits = splitmix64(i, key);
         if (i < centers) {
@@ -28,8 +26,7 @@ extern "C" __global__ void draw(
         if (pool) {
             // Entry `place` of the pool is drawn from its own 1 / pool of the distribution.
             const long long place = chosen(bits, pool);
-            const long long entry = (i - centers) / count / shared_by * pool + place;
-            uniform = (place + (splitmix64(entry, pool_key) >> 11) * 0x1p-53) / pool;
+            uniform = (place + (splitmix64(place, pool_key) >> 11) * 0x1p-53) / pool;
         }
         // Binary search for the first word whose cumulative probability is greater.
         int first = 0, last = words - 1;

@@ -7,6 +7,7 @@ not have is a `ConfigError` with the remedy; a slower one that takes its place i
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,9 @@ KERNELS = {  # as the plan names them
     "cuda": "fused",
 }
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
+# Batch size, and words/s of two H200 over those of one (docs/performance.md). Where rows are paged
+# the second is the same, and the others were not measured.
+TWO_OVER_ONE = ((16_384, 0.8), (65_536, 1.5), (131_072, 1.7))
 FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
@@ -95,7 +99,7 @@ class Plan(Task):
             f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
             + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
             f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
-            f"ranks     {ranks}, each with {shard:,} rows of a table{self._one_gpu_in_words()}"
+            f"ranks     {ranks}, each with {shard:,} rows of a table{self._gain_in_words()}"
             if ranks > 1
             else "",
             f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
@@ -166,17 +170,21 @@ class Plan(Task):
         chunks = choose_lookahead(self.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
-    def _one_gpu_in_words(self) -> str:
-        """Return what one GPU would do, where it is measured to be about as fast."""
-        alone = replace(self.budget.task, engine="resident", ranks=SINGLE)
-        lacks = "gpu" in self.budget.lacking(alone)
-        # Two H200 at batches of 16,384 are .8 times as fast as one, at 65,536 1.5 times.
-        if not self.on_gpu or lacks or self.config.train.batch_size > auto.LARGEST // 2:
+    def _gain_in_words(self) -> str:
+        """Return how fast several GPUs are beside one, as measured with two."""
+        if self.kernels != "cuda":
             return ""
-        return (
-            "; one GPU has room for all, and would be about as fast at such batches: several gain "
-            f"with train.batch_size={auto.LARGEST} or more"
-        )
+        batch = self.config.train.batch_size
+        if self.is_paged and batch < auto.LARGEST:
+            return "; with such batches paging was not measured: one GPU may be as fast"
+        alone = replace(self.budget.task, engine="resident", ranks=SINGLE)
+        if not self.is_paged and "gpu" in self.budget.lacking(alone):
+            return "; one GPU would have to page rows"
+        sizes, gains = zip(*TWO_OVER_ONE[: 2 if self.is_paged else None], strict=True)
+        gain = np.interp(math.log2(batch), np.log2(sizes), gains)
+        words = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
+        more = f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
+        return words + more * bool(gain < 1)
 
     def _paging_in_words(self) -> str:
         if not self.is_hosted:

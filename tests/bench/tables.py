@@ -160,6 +160,7 @@ TABLES = {
         {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},
         [SPEED, ANALOGIES],
     ),
+    "steps": Table(["cpu-2026-11-23-4"], {r"(.*)": r"\1"}, [SPEED]),
     "inputs": Table(
         ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]
     ),

@@ -1,4 +1,4 @@
-"""CPU seconds of Word2Vec with a small text, beside gensim's class.
+"""CPU seconds of Word2Vec(sentences) for a small text, beside gensim.
 
     python tests/bench/small.py --corpus wiki100.txt --models skipgram cbow
 

@@ -296,7 +296,7 @@ def warm_up() -> None:
         keep_V = torch.ones(1, device="cuda")
         words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
         mix(words_n, sentences_n, 16, 2)
-        cuda.draw(1, 1, (1, 1), 1, (0, 0, 0), keep_V.double())
+        cuda.draw(1, 1, (1, 1), 1, (0, 0), keep_V.double())
 
 
 def mix(

@@ -201,8 +201,28 @@ TABLES = {
     ),
     "gensim": Table(
         ["tuning-2026-11-23"],
-        {r"(wiki|books) (gensim alpha=\S+)": r"\1, \2", r"(wiki|books) auto (\w+.*)": r"\1, \2"},
+        {
+            r"(wiki|books) (gensim alpha=\S+)": r"\1, \2",
+            r"(wiki|books) auto SGD": r"\1, SGD, 10,000 steps",
+            r"(wiki|books) auto (\w+.*)": r"\1, \2",
+        },
         ALL_SCORES,
+        sources=False,
+    ),
+    "sgd": Table(
+        ["tuning-2026-11-23-3"],
+        {
+            r"(wiki|books) (gensim alpha=\S+).*": r"\1, \2",
+            r"(wiki|books) SGD, batch x 2(, chunks.*)?, H200": r"\1, SGD, 5,000 steps",
+            r"(wiki|books) (A?SGD), batch x 4, H200": r"\1, \2, 2,500 steps",
+        },
+        ALL_SCORES,
+        sources=False,
+    ),
+    "places": Table(
+        ["tuning-2026-11-23-3"],
+        {r"(wiki|books):.3@ (gensim alpha=\S+|Adam)(, two cores| workers.*)?": r"\1, \2"},
+        [*ALL_SCORES[1:]],
         sources=False,
     ),
     "cbow": Table(
@@ -482,7 +502,7 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
 
 
 def read(file: str) -> dict:
-    """Return the content of a file of results; of a table, means over seeds."""
+    """Return the content of a file of results; of a table, means over runs."""
     path = ROOT / "tests/bench/results" / f"{file}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -490,7 +510,8 @@ def read(file: str) -> dict:
     with gzip.open(path.with_suffix(".csv.gz"), "rt") as lines:
         for run in csv.DictReader(lines):
             settings = re.sub(r" ?seed=\d+", "", run["settings"])
-            runs.setdefault(f"{run['text']} {settings}", []).append(run)
+            text = re.sub(r"@.*", "@", run["text"])  # places of a text are pooled as seeds are
+            runs.setdefault(f"{text} {settings}", []).append(run)
     return {"commit": "", "figures": {case: over_seeds(of) for case, of in runs.items()}}
 
 

@@ -352,9 +352,9 @@ def test_dry_run_prints_what_the_run_takes_and_leaves_nothing(tmp_path, capsys, 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
 def test_run_that_does_not_fit_is_refused(tmp_path, run_main, monkeypatch, more):
-    monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 3 << 10)
+    monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 10)
     status, error = run_main(train, *tiny_arguments(tmp_path), *more)
-    assert status == 3 and "= 6 KiB of 3 KiB free in" in error and "run.dir=" in error, error
+    assert status == 3 and "= 2 KiB of 1 KiB free in" in error and "run.dir=" in error, error
     assert not (tmp_path / "runs").exists()
 
 

@@ -39,9 +39,10 @@ def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
     folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
     with ranks.reraise():
+        base.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(2) if ranks.rank == 0 else ():
             with contextlib.suppress(FileExistsError):
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 break
             folder = Path(f"{base}-{number}")
     return ranks.all_gather(folder)[0]

@@ -209,10 +209,10 @@ def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribut
     assert np.allclose(sum(parts), size * noise)
     for rank, part in enumerate(parts):
         assert part.sum() == pytest.approx(1) and part.min() >= 0
-        assert part[rank::size].sum() == pytest.approx(2 / size, rel=0.02)
+        assert part[rank::size].sum() == pytest.approx((1.5 if size == 2 else 2) / size, rel=0.02)
     sampler = rank_samplers([1] * 100, 2)[1]
     drawn = torch.cat([batch.negatives_BK.flatten() for batch in sampler.epoch()])
-    assert torch.equal(drawn.unique(), torch.arange(1, 100, 2))
+    assert (drawn % 2).double().mean().item() == pytest.approx(0.75, abs=0.08)
 
 
 def test_ranks_take_turns_at_the_text_and_read_another_part_in_each_epoch():

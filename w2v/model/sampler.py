@@ -337,19 +337,20 @@ def noise_of_rank(noise_V: np.ndarray, rank: int, size: int) -> np.ndarray:
     """Return the distribution of the negatives that a rank draws, [V].
 
     The mean over `size` ranks is that of all. A rank's own words have twice the share that they
-    have there: two ranks draw from their own words alone. With words in the order of their owners,
-    own ones are the `rank`-th of `size` parts of equal weight, so that a few words more or less
-    count where the owners' weights differ.
+    have there; of two ranks, half as much again: from its own words alone, each scores lower
+    (docs/log.md). With words in the order of their owners, own ones are the `rank`-th of `size`
+    parts of equal weight, so that a few words more or less count where the owners' weights differ.
     """
     owners = [noise_V[owner::size] for owner in range(size)]
     ends_V = np.cumsum(np.concatenate(owners))
     ends_V *= size / ends_V[-1]
     own_V = np.diff(np.clip(ends_V, rank, rank + 1, out=ends_V), prepend=rank)
-    drawn_V = noise_V * ((size - 2) / noise_V.sum())
+    share = min(1 / 2, 1 / (size - 1))  # of the draws, from own words alone
+    drawn_V = noise_V * ((1 - share) / noise_V.sum())
     cuts = np.cumsum([len(its) for its in owners])[:-1]
     for owner, part in enumerate(np.split(own_V, cuts)):
-        drawn_V[owner::size] += part
-    return drawn_V / (size - 1)
+        drawn_V[owner::size] += share * part
+    return drawn_V
 
 
 def _copy(array_N: np.ndarray, begin: int, end: int) -> np.ndarray:

@@ -128,7 +128,7 @@ TABLES = {
         [SPEED, Column("GB/s each way per GPU", "to GPU [GB/s]", ".1f")],
     ),
     "cpu": Table(
-        ["cpu-2026-11-22-4"],
+        ["cpu-2026-11-23-2"],
         {r".*, (gensim|w2v.*)": r"\1"},
         [
             Column("text to ids", "ingest [s]", ".1f s"),
@@ -156,7 +156,7 @@ TABLES = {
         [Column("least", "least [s]", ".3f s"), Column("median", "median [s]", ".3f s")],
     ),
     "cores": Table(
-        ["cpu-2026-11-22-4", "cpu-2026-11-23"],
+        ["cpu-2026-11-23-2", "cpu-2026-11-23"],
         {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},
         [SPEED, ANALOGIES],
     ),
@@ -417,7 +417,7 @@ CITED = [
         PERFORMANCE,
         "{:.0f} to {:.0f} MiB against gensim's {:.0f}",
         [
-            ("cpu-2026-11-22-4", f"wiki100 5 epochs, {case}", "peak [MiB]")
+            ("cpu-2026-11-23-2", f"wiki100 5 epochs, {case}", "peak [MiB]")
             for case in ("w2v SGD", "w2v Adam", "gensim")
         ],
     ),
@@ -458,7 +458,7 @@ CITED = [
         "docs/moving.md",
         "{:.1f} % of the analogies against gensim's {:.1f}",
         [
-            ("cpu-2026-11-22-4", f"wiki100 5 epochs, {case}", "analogies [%]")
+            ("cpu-2026-11-23-2", f"wiki100 5 epochs, {case}", "analogies [%]")
             for case in ("w2v SGD", "gensim")
         ],
     ),

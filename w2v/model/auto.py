@@ -64,7 +64,7 @@ class Use(NamedTuple):
     @classmethod
     def of(cls, config: Config, vocab: Vocab) -> Use:
         """Return the use of a vocabulary, after subsampling."""
-        kept_V = vocab.counts * vocab.keep_probabilities(config.model.sample)
+        kept_V = vocab.kept_counts(config.model.sample)
         kept = float(kept_V.sum())
         repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
         epochs, model = config.train.epochs, config.model

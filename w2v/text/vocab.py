@@ -79,6 +79,10 @@ class Vocab:
         """Return the probability that subsampling keeps a word, [V]."""
         return keep_probabilities(self.counts, self.counts.sum(), sample)
 
+    def kept_counts(self, sample: float) -> np.ndarray:
+        """Return the expected count of each word after subsampling, [V]."""
+        return self.counts * self.keep_probabilities(sample)
+
     def save(self, path: str | Path) -> None:
         """Write a header line, then word<TAB>count for each row; atomic."""
         header = f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}"

@@ -473,7 +473,7 @@ def make_engine(plan: Plan, tables: list[Table]) -> Engine:
 def expected_uses(plan: Plan) -> Tensor:
     """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
     model, vocab, ranks = plan.config.model, plan.vocab, plan.ranks
-    kept_V = vocab.counts * vocab.keep_probabilities(model.sample)
+    kept_V = vocab.kept_counts(model.sample)
     words = len(kept_V)
     uses_TV = np.zeros((2, plan.shape.rows))
     uses_TV[0, :words] = kept_V

@@ -334,7 +334,7 @@ class Trainer:
         model, tree = self.config.model, self.loop.sampler.text.tree
         targets = 1.0 + model.negative if model.negative else 0.0
         if tree:
-            kept_V = self.vocab.counts * self.vocab.keep_probabilities(model.sample)
+            kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
         return math.log(2) * targets
 

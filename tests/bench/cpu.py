@@ -32,7 +32,7 @@ from w2v.system.process import cores
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {  # config files for train.py, and settings
     "w2v SGD": ["configs/cpu.yaml"],
-    "w2v Adam": ["configs/text8.yaml", "configs/optimizers/adam.yaml", "model.vector_size=100"],
+    "w2v Adam": ["configs/text8.yaml", "configs/optimizers/adam.yaml"],
 }
 # Arguments of gensim's class, or of ours where there is an optimizer.
 CLASSES: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def gensim(corpus: Path, epochs: int, seed: int, folder: Path, given: dict[str, 
         given = {name: value for name, value in given.items() if name != "sentences"}
         text = {"corpus_iterable": LineSentence(str(corpus))}
     clock = Clock()
-    settings = dict(vector_size=100, window=5, sample=1e-4, min_count=5, workers=cores(), seed=seed)
+    settings = dict(window=5, sample=1e-4, min_count=5, workers=cores(), seed=seed)
     model = Word2Vec(**settings, epochs=max(1, epochs), **given)
     model.build_vocab(**text)
     words = model.corpus_total_words
@@ -141,13 +141,12 @@ def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str
     return clock.figures | {"torch [MiB]": torch_memory}
 
 
-def measure(case: str, model: str, corpus: Path, epochs: int, seed: int, number: int) -> Figures:
-    """Run one case in a process on so many cores, and watch its memory."""
-    command = [sys.executable, __file__, "--corpus", str(corpus), "--epochs", str(epochs)]
-    command += ["--seed", str(seed), "--cores", str(number), "--models", model]
+def measure(arguments: list[str]) -> Figures:
+    """Run one case in a process of its own, and watch its memory."""
+    command = [sys.executable, __file__, *arguments]
     began = perf_counter()
     peak = 0.0
-    with subprocess.Popen([*command, "--case", case], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             peak = max(peak, memory(process.pid))
             sleep(POLL_SECONDS)
@@ -177,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--size", type=int, default=100, help="of vectors")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["gensim", *PROGRAMS])
     parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
@@ -189,11 +189,11 @@ def main(arguments: list[str] | None = None) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores[0]])
         with TemporaryDirectory() as folder:
             run = args.corpus.resolve(), args.epochs, args.seed, Path(folder)
-            is_program = args.case in PROGRAMS
+            is_program, model = args.case in PROGRAMS, MODELS[args.models[0]]
             figures = (
-                ours(*run, PROGRAMS[args.case])
+                ours(*run, [*PROGRAMS[args.case], f"model.vector_size={args.size}"])
                 if is_program
-                else gensim(*run, CLASSES[args.case] | MODELS[args.models[0]])
+                else gensim(*run, CLASSES[args.case] | model | {"vector_size": args.size})
             )
         print(json.dumps(figures))
         return
@@ -201,13 +201,15 @@ def main(arguments: list[str] | None = None) -> None:
     cases = list(product(args.cores, args.models, args.cases))
     if len(args.models) > 1 and set(args.cases) & {*PROGRAMS}:
         parser.error("--models: several are for classes, such as gensim; leave out the programs")
+    common = ["--corpus", str(args.corpus), "--epochs", str(args.epochs), "--size", str(args.size)]
     runs: dict[str, list[Figures]] = {}
     for seed in range(1, args.runs + 1):  # in turn, so that a busy machine slows all of them
         for number, model, case in cases:
             suffix = f", {model}" if args.models != ["skipgram"] else ""
             suffix += f", {number} core{'s' * (number > 1)}" if len(args.cores) > 1 else ""
             of_case = runs.setdefault(case + suffix, [])
-            of_case.append(measure(case, model, args.corpus, args.epochs, seed, number))
+            run = ["--case", case, "--models", model, "--cores", str(number), "--seed", str(seed)]
+            of_case.append(measure([*common, *run]))
             found.add(f"{args.corpus.stem} {args.epochs} epochs, {case}{suffix}", summary(of_case))
 
 

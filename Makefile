@@ -72,12 +72,12 @@ evaluate: $(INSTALLED) ## score a run: RUN (the latest by default)
 	$(PY) evaluate.py score $(RUN)
 
 compare: $(INSTALLED) ## train CONFIGS with SEEDS and compare them: runs/compare-<date>/
-	$(PY) -m w2v compare $(CONFIGS) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS) \
+	$(PY) evaluate.py compare $(CONFIGS) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS) \
 	  --base $(CONFIG) --seeds $(SEEDS)
 
 sweep: $(INSTALLED) ## search the best settings of OPT: ARGS='section.key=value,value'
 	@test -n "$(OPT)" || { echo "say which: make sweep OPT=Adamax" >&2; exit 2; }
-	$(PY) -m w2v sweep $(OPT) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS) \
+	$(PY) evaluate.py sweep $(OPT) $(if $(CORPUS),"corpus.path=$(CORPUS)") $(ARGS) \
 	  --base $(CONFIG) --seeds $(SEEDS)
 
 # Byte code is kept, or pytest would rewrite all assertions anew in each process.

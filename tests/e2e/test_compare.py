@@ -130,7 +130,7 @@ def test_ctrl_c_ends_without_a_traceback(common, tmp_path, monkeypatch, capsys, 
     # A script in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
-        runpy.run_module("w2v", run_name="__main__")
+        runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
     for number, handler in before.items():
         signal.signal(number, handler)
     assert ended.type is SystemExit and ended.value.code == 130

@@ -222,6 +222,6 @@ def test_long_commands_run_line_by_line(tmp_path):
     environment["CUDA_VISIBLE_DEVICES"] = ""
     long = ("w2v compare .*--seeds", "w2v train text8(?= train.held_out)")
     for line in lines_of("make (?:train|compare|sweep|bench-cpu)", *long):
-        line = line.replace("w2v", f"{sys.executable} -m w2v")
+        line = line.replace("w2v", f"{sys.executable} evaluate.py")
         subprocess.run(line, shell=True, cwd=folder, env=environment, check=True)
     assert list(folder.glob("runs/compare-*/table.md")) and list(folder.glob("runs/*/vectors.kv"))

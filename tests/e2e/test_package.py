@@ -35,13 +35,13 @@ def installed(tmp_path_factory):
 def files(folder):
     """Return what of the package and its configs a user needs."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    suffixes = (".py", ".cu", ".cuh", ".html", ".yaml", ".typed")
+    suffixes = (".py", ".cu", ".cuh", ".html", ".yaml")
     return {path.relative_to(folder).as_posix() for path in found if path.suffix in suffixes}
 
 
 def test_a_wheel_holds_all_modules_kernels_and_configs(installed):
     configs = {f"configs/{name}" for name in files(ROOT / "configs")}
-    assert files(installed / "w2v") == files(ROOT / "w2v") | configs | {"py.typed"}
+    assert files(installed / "w2v") == files(ROOT / "w2v") | configs
     assert f"version: {w2v.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 

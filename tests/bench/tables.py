@@ -142,8 +142,8 @@ TABLES = {
         ],
     ),
     "trees": Table(
-        ["cpu-2026-11-22-5"],
-        {r".*, (gensim|Word2Vec SGD), (.*)-hs": r"\2, \1"},
+        ["cpu-2026-11-22-5", "cpu-2026-11-23-3"],
+        {r".*, (gensim|gensim sentences|Word2Vec SGD), (.*)-hs": r"\2, \1"},
         [
             Column("M words/s", "words/s", ".2f", 1e-6),
             *SCORES,
@@ -161,9 +161,6 @@ TABLES = {
         [SPEED, ANALOGIES],
     ),
     "steps": Table(["cpu-2026-11-23-4"], {r"(.*)": r"\1"}, [SPEED]),
-    "inputs": Table(
-        ["cpu-2026-11-23-3"], {r"(.*)": r"\1"}, [Column("seeds", "runs", ".0f"), *SCORES]
-    ),
     "library": Table(["library-2026-11-23"], {r".* ids: (.*)": r"\1"}, STEPS),
     "clicks": Table(
         numbered("library-2026-11-23", 2, 6, 4, 3, 5, 7),

@@ -21,6 +21,7 @@ from w2v.system.process import terminate_with_parent
 TERMINATED_SECONDS = 30.0  # from a signal to the end of a rank, as torchrun has it
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 PAUSE_SECONDS = 5.0  # before a rank exits because of another one, whose error comes first then
+listener: socket.socket | None = None  # of rank 0 of `fork_ranks`: the other ranks connect to it
 
 
 class RankLost(RuntimeError):
@@ -45,6 +46,7 @@ def fork_ranks(count: int) -> int | None:
     all ranks; one that fails ends the others. Returns None in each rank, and the exit status in the
     process that has started them.
     """
+    global listener
     parent, ranks, failed, signaled = os.getpid(), set[int](), 0, False
 
     def send(number: int, frame: object = None) -> None:
@@ -56,18 +58,19 @@ def fork_ranks(count: int) -> int | None:
         signaled = True
         send(number)
 
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    for rank in range(count):
-        if not (process := os.fork()):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            os.setpgid(0, 0)  # or the terminal would send Ctrl-C as well, and two end a run at once
-            terminate_with_parent(parent)
-            return None
-        ranks.add(process)
+    # Listens before any rank connects: one that is refused tries again after half a second.
+    with socket.create_server(("localhost", 0)) as server:
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+        for rank in range(count):
+            if not (process := os.fork()):
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                os.setpgid(0, 0)  # or the terminal would send Ctrl-C too, and two end a run at once
+                terminate_with_parent(parent)
+                listener = server.dup() if rank == 0 else None
+                return None
+            ranks.add(process)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, forward)

@@ -167,7 +167,7 @@ class ProcessGroup(Ranks):
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
             os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         with launcher.default_signals(), self._raising_rank_lost():
-            store, *_ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store = self._store()
             # torchrun's store outlives a restart: keep the addresses of lost ranks apart.
             store = dist.PrefixStore(f"start {launcher.restarts()}", store)
             by_nccl = device == "cuda" and self.local_size <= torch.cuda.device_count()
@@ -186,6 +186,13 @@ class ProcessGroup(Ranks):
         self._leaving = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
+
+    def _store(self) -> dist.Store:
+        """Connect to what the ranks find each other by."""
+        if launcher.listener is None:
+            return next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+        place = "localhost", launcher.number("MASTER_PORT"), self.size, True, TIMEOUT
+        return dist.TCPStore(*place, master_listen_fd=launcher.listener.detach())
 
     def all_gather(self, fact: Any, group: str = "main") -> list[Any]:
         facts: list[Any] = [None] * self.size

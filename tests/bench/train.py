@@ -34,7 +34,7 @@ def train_once(config: Config, text: Text) -> Figures:
         trainer = steps.train(steps.make_plan(config, text), Path(folder))
     figures = steps.run_figures(trainer)  # before scoring takes GPU memory
     words, vectors_VD = text[0].words, steps.vectors(trainer)
-    device = trainer.loop.step.state.fault.device
+    device = trainer.loop.step.state.device
     score, similarities, _ = evaluate.scores(words, vectors_VD.float().to(device))
     return figures | {
         "analogies [%]": 100 * score.total.accuracy,

@@ -86,7 +86,7 @@ def make(name=None, slots=0, config=SGD, rows=ROWS, dim=DIM, device="cpu", **how
 def trained(step, batches, seed=None):
     """Return the records after the batches; a seed adds lookahead windows."""
     if seed is not None:
-        batches = with_windows(batches, step.inputs.rows, step.state.fault.device, seed)
+        batches = with_windows(batches, step.inputs.rows, step.state.device, seed)
     train(step, batches, lr=1.0)
     assert not int(step.state.fault)
     return records(step)
@@ -116,7 +116,7 @@ def marks(step, inputs, outputs=()):
     marks_TV = torch.zeros(2, ROWS, dtype=torch.bool)
     marks_TV[0, ids(inputs)] = True
     marks_TV[1, ids(outputs)] = True
-    return marks_TV.to(step.state.fault.device)
+    return marks_TV.to(step.state.device)
 
 
 def rows_needed(rows, steps_per_page):

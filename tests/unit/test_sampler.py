@@ -400,7 +400,7 @@ def test_lookahead_finds_the_words_after_a_batch(lookahead, words, seed, epoch):
     chunks = [ids[slice(*text.offsets_S[list(span)])] for span in sampler._chunks(0)]
     sampler.position = Position(epoch)
     for batch in sampler.epoch():
-        found = {*torch.nonzero(batch.ahead.last_piece_V >= batch.ahead.next).flatten().tolist()}
+        found = {*torch.nonzero(batch.ahead.soon_V).flatten().tolist()}
         _, number, batches_read, _ = batch.after
         chunk, read, piece = chunks[number], 2 * batches_read, len(chunks[number]) / CHUNK_PIECES
         later = [chunks[(number + 1 + n) % len(chunks)] for n in range(lookahead)]

@@ -45,6 +45,11 @@ class Ahead(NamedTuple):
     last_piece_V: Tensor  # int32, the last piece of text that has the word, -1 for none
     next: int  # the first piece after the batch
 
+    @property
+    def soon_V(self) -> Tensor:
+        """Whether the text has the word again; such rows are evicted last."""
+        return self.last_piece_V >= self.next
+
 
 class Tree(NamedTuple):
     """Huffman tree of V words: the path of each from the root, in inner nodes.
@@ -253,13 +258,14 @@ class Hyper(NamedTuple):
 
 
 class StepState:
-    """What steps leave on the device, to be read when it is waited for.
+    """Number of the current step, and what steps count on the device.
 
     fault: int64 scalar, 0 or the first step that was not finite, shifted by FAULT_BITS, and its
-    bits; rows_updated: int64 scalar, the unique rows of all steps so far; step: this step's number.
+    bits; rows_updated: int64 scalar, the unique rows of all steps so far.
     """
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.step = 0
         self.fault = torch.zeros((), dtype=torch.int64, device=device)
         self.rows_updated = torch.zeros((), dtype=torch.int64, device=device)

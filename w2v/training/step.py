@@ -27,10 +27,10 @@ from w2v.transfer.streams import current_stream, on_stream
 
 
 class StepResult(NamedTuple):
-    """What a step learned from; nobody waits for its numbers."""
+    """Batch, loss and pairs of a step; the numbers stay on the device."""
 
-    batch: Batch  # `sampler.position` is further on than `batch.after`: pages are drawn ahead
-    loss: Tensor  # float64 on the device, summed over the positive pairs and their negatives
+    batch: Batch  # the sampler is further on, as pages are drawn ahead
+    loss: Tensor  # float64, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, number of positive pairs
 
 
@@ -44,33 +44,33 @@ class TrainingStep:
     engine: Engine  # where rows are
     exchange: Exchange  # who owns them
     optimizer: RowOptimizer  # how they are updated
-    state: StepState  # what steps leave on the device
+    state: StepState  # step number, and the first fault
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
-        # Events: the steps of the last two pages are computed.
+        # One event for each of the last two pages: its steps are computed.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
-        # Tensors of the planning stream that the computation may still read: those of the page that
-        # was just planned, of the one that computes and of the one before it.
+        # The planning stream may reuse the memory of its tensors once they are freed. So they are
+        # kept for three pages: the one just planned, the one that computes and the one before.
         self._in_use: deque[list[PlannedBatch]] = deque(maxlen=3)
         if self.planning:
-            torch.cuda.reset_peak_memory_stats(self.state.fault.device)
+            torch.cuda.reset_peak_memory_stats(self.state.device)
 
     def __call__(self, planned: PlannedBatch, lr: float) -> StepResult:
         """Train on one batch, whose page must have been planned by `prefetched`."""
         batch = planned.batch
         self.state.step += 1
-        # Which rows does this batch touch?
+        # Find the rows that this batch touches, unless that was done when its page was planned.
         rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
-        # Their weights, also those that other ranks own, and a zero gradient for each.
+        # Get their weights, also those that other ranks own, and a zero gradient for each.
         grads, page = self.exchange.borrow(rows, self.engine.page())
-        # Loss and gradients. Only sequential SGD needs lr here, as it updates after each center.
+        # Add loss and gradients. Sequential SGD, which updates after each center, needs lr here.
         grads = self.kernels.gradients(batch, page, grads, lr)
-        # Each rank gets the gradients of its own rows, summed over all ranks,
+        # Sum over all ranks the gradients of the rows that this rank owns.
         grads = self.exchange.reduce(grads)
-        # and updates these rows, its own and not the borrowed page. A number that is not finite
-        # sets `state.fault` and is not written, nor is anything by later steps. Sequential SGD
-        # alone has updated rows during `gradients`, so that bad values are already written.
+        # Update these rows, not the borrowed ones. A number that is not finite sets `state.fault`
+        # and is not written, nor is anything by later steps. But sequential SGD has updated rows
+        # during `gradients`, so its bad values are already written.
         update = Update(self.optimizer, (self.inputs, self.outputs), lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
@@ -89,7 +89,7 @@ class TrainingStep:
     @property
     def peak_gpu_bytes(self) -> int:
         """The most GPU memory that tensors have taken since the step was made."""
-        return torch.cuda.max_memory_allocated(self.state.fault.device) if self.planning else 0
+        return torch.cuda.max_memory_allocated(self.state.device) if self.planning else 0
 
     def finish(self) -> None:
         """Free all memory but that of the tables, which must be flushed."""
@@ -99,25 +99,21 @@ class TrainingStep:
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Draw the next page's batches, find their rows and start to move them."""
         if self.planning:
-            # Recorded behind the steps just launched. Of the two events, [0] is behind those of
-            # the page before; at the first page there is only one, with nothing to wait for.
-            self._computed.append(current_stream().record_event())
+            self._computed.append(current_stream().record_event())  # behind the last page's steps
         with on_stream(self.planning):
             planned = self.exchange.next_page(batches)
-            moves = self.engine.pages and planned
-            if moves:
-                size, device = (2, self.inputs.rows), self.state.fault.device
-                marks_TV = torch.zeros(size, dtype=torch.bool, device=device)
+            marks_TV = None
+            if planned and self.engine.pages:
+                size = 2, self.inputs.rows
+                marks_TV = torch.zeros(size, dtype=torch.bool, device=self.state.device)
                 self.exchange.mark(planned, marks_TV)
             if self.planning:
-                # The page before the current one is computed: the engine may evict its rows.
+                # The last page computes now. From here on the one before it is done: the engine may
+                # evict its rows. The first page has none before it, and nothing to wait for.
                 self.planning.wait_event(self._computed[0])
-            if moves:
+            if marks_TV is not None:
                 ahead = planned[-1].batch.ahead
-                # A row is used soon if its word occurs in text of the lookahead window that is not
-                # drawn yet. Such rows are evicted last.
-                soon_V = None if ahead is None else ahead.last_piece_V >= ahead.next
-                self.engine.prefetch(marks_TV, soon_V)
+                self.engine.prefetch(marks_TV, None if ahead is None else ahead.soon_V)
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._in_use.append(planned)

@@ -373,7 +373,7 @@ class Trainer:
         """Return the vectors that questions ask for, on rank 0: [N, D]."""
         inputs, asked = self._step.inputs, min(ASKED, len(self.vocab.words))
         if self.ranks.size == 1:
-            return inputs["weight"][:asked].to(self._step.state.fault.device)
+            return inputs["weight"][:asked].to(self._step.state.device)
         blocks = list(export.in_order(inputs, self.ranks, asked))
         return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
 

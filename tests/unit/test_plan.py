@@ -260,7 +260,8 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
 
     def warning(*assignments):
         caplog.clear()
-        plan.warn_of_few_steps(configured(*assignments), vocab)
+        config = configured(*assignments)
+        plan.warn_of_few_steps(config, vocab.kept_counts(config.model.sample).sum())
         return caplog.text
 
     enough = "model.sample=0", "train.epochs=10"

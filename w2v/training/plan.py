@@ -60,7 +60,7 @@ STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged 
 # Batch size, and words/s of two H200 over those of one (docs/performance.md). Where rows are paged
 # the second is the same, and the others were not measured.
 TWO_OVER_ONE = ((16_384, 0.8), (65_536, 1.5), (131_072, 1.7))
-FEWEST_STEPS = 100  # of a run that learns anything, where the batch size is set by hand
+FEWEST_STEPS = 100  # of a run that learns anything
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
 PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
@@ -239,27 +239,19 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda")
+    config, chosen = auto.choose(given, vocab, kernels, device.type == "cuda")
     task = Task(
         config=config,
         machine=machine,
         vocab=vocab,
         corpus=corpus,
-        centers=auto.Use.of(config, vocab).centers / config.train.epochs,
+        centers=float(vocab.kept_counts(config.model.sample).sum()),
         optimizer=RowOptimizer(config.optimizer),
         device=device,
         kernels=kernels,
         ranks=ranks,
     )
-    if task.rows > MOST_ROWS:
-        most = MOST_ROWS * task.words // task.rows
-        raise ConfigError(
-            f"{task.words:,} words need {task.rows:,} rows, more than {MOST_ROWS:,}; "
-            f"set vocab.max_final_vocab={most} or raise vocab.min_count={config.vocab.min_count}"
-        )
-    if not ranks.shard_rows(task.words):
-        few = f"{task.words} words are too few for {ranks.size} ranks"
-        raise ConfigError(f"{few}, of which each holds some; start fewer")
+    check_rows(task)
     budget = make_budget(task, run)
     engine, reason = choose_engine(budget)
     task = replace(task, engine=engine)
@@ -277,18 +269,22 @@ def make_plan(
             # From the given settings, so that automatic ones suit the smaller batch.
             smaller = replace(given, train=replace(given.train, batch_size=fits))
             return make_plan(smaller, (vocab, corpus), run, ranks)
-    # Only now, so that a plan that is made anew for a smaller batch warns once.
-    if kernels != "sequential" and given.train.batch_size:
-        warn_of_few_steps(given, vocab)
-    warn_of_small_eps(config, task.optimizer)
-    if not task.on_gpu and config.train.precision != "float32":
-        slow = f"train.precision={config.train.precision} on a CPU is plain torch's"
-        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-    if ranks.size > 1 and not task.on_gpu:
-        slow = f"{ranks.size} ranks without GPUs are slower than one process with all cores"
-        log.warning(f"{slow}; leave out --gpus or torchrun")
-    chosen = chosen | shared
-    return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
+    # Only now, so that a plan that is made again for a smaller batch warns once.
+    warn_of_settings(task, batch_is_given=given.train.batch_size > 0)
+    return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen | shared)
+
+
+def check_rows(task: Task) -> None:
+    """Raise `ConfigError` if there are too many rows to number, or too few."""
+    words, ranks = task.words, task.ranks
+    if task.rows > MOST_ROWS:
+        most, least = MOST_ROWS * words // task.rows, task.config.vocab.min_count
+        many = f"{words:,} words need {task.rows:,} rows, more than {MOST_ROWS:,}"
+        remedy = f"set vocab.max_final_vocab={most} or raise vocab.min_count={least}"
+        raise ConfigError(f"{many}; {remedy}")
+    if not ranks.shard_rows(words):
+        few = f"{words} words are too few for {ranks.size} ranks"
+        raise ConfigError(f"{few}, of which each holds some; start fewer")
 
 
 def make_budget(task: Task, run: Path | None) -> Budget:
@@ -306,13 +302,26 @@ def make_budget(task: Task, run: Path | None) -> Budget:
     return Budget(task, free)
 
 
-def warn_of_few_steps(config: Config, vocab: Vocab) -> None:
-    """Warn if the text is too small for a batch size that is set by hand."""
+def warn_of_settings(task: Task, batch_is_given: bool) -> None:
+    """Warn of settings with which a run is slow or learns little."""
+    if batch_is_given and task.kernels != "sequential":
+        warn_of_few_steps(task.config, task.centers)
+    warn_of_small_eps(task.config, task.optimizer)
+    if not task.on_gpu and task.config.train.precision != "float32":
+        slow = f"train.precision={task.config.train.precision} on a CPU is plain torch's"
+        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
+    if task.ranks.size > 1 and not task.on_gpu:
+        slow = f"{task.ranks.size} ranks without GPUs are slower than one process with all cores"
+        log.warning(f"{slow}; leave out --gpus or torchrun")
+
+
+def warn_of_few_steps(config: Config, centers: float) -> None:
+    """Warn if an epoch has too few centers for the batch size."""
     size = config.train.batch_size
-    centers = auto.Use.of(config, vocab).centers
-    if centers < FEWEST_STEPS * size:
+    steps = config.train.epochs * centers / size
+    if steps < FEWEST_STEPS:
         remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
-        few = f"{centers / size:.0f} optimizer steps, too few to learn from"
+        few = f"{steps:.0f} optimizer steps, too few to learn from"
         log.warning(f"train.batch_size={size} leaves {few}; {remedy}")
 
 

@@ -196,6 +196,9 @@ class Plan(Task):
         return words
 
 
+# Before the plan: ranks, text, and what they must have in common.
+
+
 def join_ranks(config: Config) -> Ranks:
     """Join the ranks that torchrun has started, with a share of the cores."""
     if not launcher.started():
@@ -220,6 +223,9 @@ def common_facts(config: Config) -> dict[str, Any]:
     program = f"{w2v.__version__} ({git_commit()})"
     facts = {"the program's version": program, "torch": torch.__version__}
     return facts | w2v.config.flat_config(config)
+
+
+# Decide, in this order.
 
 
 def make_plan(
@@ -274,6 +280,64 @@ def make_plan(
     return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen | shared)
 
 
+def choose_device(config: Config, machine: Machine) -> torch.device:
+    """Return where steps are computed."""
+    wanted = config.train.device
+    if wanted == "cuda" and not machine.gpu:
+        why = "no usable NVIDIA GPU" if machine.cuda_torch else "this torch is a CPU build"
+        remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
+        raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
+    torch_major, cupy_major = (
+        version.split(".")[0] for version in (machine.cuda_torch, machine.cuda_cupy)
+    )
+    if machine.gpu and cupy_major and cupy_major != torch_major:
+        log.warning(
+            f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
+            f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
+        )
+    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
+
+
+def choose_kernels(
+    config: Config,
+    machine: Machine,
+    device: torch.device,
+    optimizer: RowOptimizer,
+    ranks: Ranks = SINGLE,
+) -> str:
+    """Return the name of the kernels, one of `KERNELS`.
+
+    Fused kernels are numba's on the CPU, for one rank and float32; and CUDA's on a GPU, which add
+    gradients in no fixed order, so not where bits must repeat.
+    """
+    train = config.train
+    obstacle = ""
+    if device.type == "cpu":
+        if ranks.size > 1:
+            obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
+        elif train.precision != "float32":
+            obstacle = f"train.precision={train.precision} is plain torch's on the CPU"
+        fused = "sequential" if optimizer.is_plain_sgd else "cpu"
+    else:
+        if not machine.cuda_cupy:
+            obstacle = "CuPy cannot be imported"
+        elif train.deterministic:
+            obstacle = "they sum in no fixed order, which train.deterministic=true forbids"
+        elif not optimizer.formula:
+            obstacle = f"optimizer.name={config.optimizer.name} with these args has none"
+        fused = "cuda"
+    if train.kernels == "fused" and obstacle:
+        raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
+    if obstacle or train.kernels == "reference":
+        return "reference"
+    size, is_cbow = config.model.vector_size, config.model.architecture == "cbow"
+    if fused == "cuda" and is_cbow and size > MOST_CBOW_DIM:
+        most = f"more than the {MOST_CBOW_DIM:,} of the GPU's kernel for CBOW"
+        remedy = "set train.kernels=reference, which is slower, or train.device=cpu"
+        raise ConfigError(f"model.vector_size={size} is {most}; {remedy}")
+    return fused
+
+
 def check_rows(task: Task) -> None:
     """Raise `ConfigError` if there are too many rows to number, or too few."""
     words, ranks = task.words, task.ranks
@@ -300,6 +364,48 @@ def make_budget(task: Task, run: Path | None) -> Budget:
         "disk": free_disk_bytes(Path(task.config.run.dir)) + old_bytes,
     }
     return Budget(task, free)
+
+
+def choose_engine(budget: Budget) -> tuple[str, str]:
+    """Return the engine's name and the reason for it.
+
+    The budget is that of resident tables.
+    """
+    task, machine = budget.task, budget.task.machine
+    wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
+    if not task.on_gpu:
+        if wanted in STORAGE:
+            pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
+            raise ConfigError(f"{pages}; set transfer.engine=resident")
+        return "resident", "the CPU computes where the tables are"
+    if not machine.cuda_cupy:
+        install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
+        if wanted == "mapped":
+            missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
+            raise ConfigError(f"{missing}; {install}, or set transfer.engine=staged")
+        log.warning(
+            "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped "
+            f"can be used; {install}"
+        )
+    if folder and wanted in ("mapped", "resident"):
+        remedy = "set transfer.engine=staged or transfer.table_dir="
+        raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
+    if folder:
+        return "staged", f"tables in files in {folder}"
+    if wanted in ("resident", "staged"):
+        return wanted, "as configured"
+    free = format_bytes(machine.gpu_free_bytes)
+    fit = f"tables of {format_bytes(task.table_bytes)}, {free} free on the GPU"
+    if wanted == "auto" and "gpu" not in budget.lacking(task):
+        return "resident", f"{fit}; force paging with transfer.engine=mapped"
+    if not machine.cuda_cupy:
+        return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
+    if "locked" in budget.lacking(replace(task, engine="mapped")):
+        few = f"{fit}, and only {format_bytes(machine.lockable_bytes)} of memory may be locked"
+        raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
+        log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
+        return "staged", few
+    return "mapped", "as configured" if wanted == "mapped" else f"{fit}, so rows are paged"
 
 
 def warn_of_settings(task: Task, batch_is_given: bool) -> None:
@@ -336,14 +442,7 @@ def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
         )
 
 
-def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) -> Sampler:
-    """Return a sampler of the text, by the plan's settings and kernels."""
-    model, train = plan.config.model, plan.config.train
-    more |= {"subsample": kernels.subsample, "draw": kernels.draw}
-    more["block_words"] = train.block_words
-    if plan.kernels in ("cpu", "sequential"):
-        more["draws_ahead"] = useful_threads(plan.config) > 1
-    return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
+# Build what was decided, in this order.
 
 
 def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
@@ -411,23 +510,6 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
     return inputs, outputs
 
 
-def make_exchange(
-    plan: Plan,
-    kernels: Kernels,
-    engine: Engine,
-    state: StepState,
-    planning: torch.cuda.Stream | None,
-    peers: PeerMemory | None = None,
-) -> Exchange:
-    """Return the exchange of rows between ranks."""
-    ranks, steps = plan.ranks, plan.paging.steps
-    if ranks.size == 1:
-        return Exchange(kernels, steps)
-    if peers:
-        return PeerExchange(cast(CudaPeerKernels, kernels), steps, state, peers, engine.page())
-    return RankExchange(cast(ShardKernels, kernels), steps, state, ranks, plan.shape, planning)
-
-
 def find_peers(plan: Plan) -> PeerMemory | None:
     """Return the memory of all ranks' GPUs, if they can read it."""
     stays = plan.slots or not plan.is_hosted  # the records of all pages
@@ -468,6 +550,16 @@ def useful_threads(config: Config) -> int:
     return max(1, min(torch.get_num_threads(), pairs * model.vector_size // PRODUCTS_PER_THREAD))
 
 
+def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) -> Sampler:
+    """Return a sampler of the text, by the plan's settings and kernels."""
+    model, train = plan.config.model, plan.config.train
+    more |= {"subsample": kernels.subsample, "draw": kernels.draw}
+    more["block_words"] = train.block_words
+    if plan.kernels in ("cpu", "sequential"):
+        more["draws_ahead"] = useful_threads(plan.config) > 1
+    return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
+
+
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     """Return the engine of the plan."""
     if not plan.is_hosted:
@@ -498,6 +590,23 @@ def expected_uses(plan: Plan) -> Tensor:
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
 
 
+def make_exchange(
+    plan: Plan,
+    kernels: Kernels,
+    engine: Engine,
+    state: StepState,
+    planning: torch.cuda.Stream | None,
+    peers: PeerMemory | None = None,
+) -> Exchange:
+    """Return the exchange of rows between ranks."""
+    ranks, steps = plan.ranks, plan.paging.steps
+    if ranks.size == 1:
+        return Exchange(kernels, steps)
+    if peers:
+        return PeerExchange(cast(CudaPeerKernels, kernels), steps, state, peers, engine.page())
+    return RankExchange(cast(ShardKernels, kernels), steps, state, ranks, plan.shape, planning)
+
+
 def make_heldout(plan: Plan) -> HeldOut | None:
     """Return the held-out sentences; None if there are none."""
     text = replace(plan.text, ids_N=plan.corpus.ids)
@@ -507,103 +616,3 @@ def make_heldout(plan: Plan) -> HeldOut | None:
 def measure_link(plan: Plan) -> float:
     """Return the link's roofline in bytes/s, both ways; 0 if it is not used."""
     return measure_copy_rate(plan.device) if plan.is_hosted else 0.0
-
-
-def choose_device(config: Config, machine: Machine) -> torch.device:
-    """Return where steps are computed."""
-    wanted = config.train.device
-    if wanted == "cuda" and not machine.gpu:
-        why = "no usable NVIDIA GPU" if machine.cuda_torch else "this torch is a CPU build"
-        remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
-        raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
-    torch_major, cupy_major = (
-        version.split(".")[0] for version in (machine.cuda_torch, machine.cuda_cupy)
-    )
-    if machine.gpu and cupy_major and cupy_major != torch_major:
-        log.warning(
-            f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
-            f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
-        )
-    return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
-
-
-def choose_engine(budget: Budget) -> tuple[str, str]:
-    """Return the engine's name and the reason for it.
-
-    The budget is that of resident tables.
-    """
-    task, machine = budget.task, budget.task.machine
-    wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
-    if not task.on_gpu:
-        if wanted in STORAGE:
-            pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
-            raise ConfigError(f"{pages}; set transfer.engine=resident")
-        return "resident", "the CPU computes where the tables are"
-    if not machine.cuda_cupy:
-        install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
-        if wanted == "mapped":
-            missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
-            raise ConfigError(f"{missing}; {install}, or set transfer.engine=staged")
-        log.warning(
-            "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped "
-            f"can be used; {install}"
-        )
-    if folder and wanted in ("mapped", "resident"):
-        remedy = "set transfer.engine=staged or transfer.table_dir="
-        raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
-    if folder:
-        return "staged", f"tables in files in {folder}"
-    if wanted in ("resident", "staged"):
-        return wanted, "as configured"
-    free = format_bytes(machine.gpu_free_bytes)
-    fit = f"tables of {format_bytes(task.table_bytes)}, {free} free on the GPU"
-    if wanted == "auto" and "gpu" not in budget.lacking(task):
-        return "resident", f"{fit}; force paging with transfer.engine=mapped"
-    if not machine.cuda_cupy:
-        return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
-    if "locked" in budget.lacking(replace(task, engine="mapped")):
-        few = f"{fit}, and only {format_bytes(machine.lockable_bytes)} of memory may be locked"
-        raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
-        log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
-        return "staged", few
-    return "mapped", "as configured" if wanted == "mapped" else f"{fit}, so rows are paged"
-
-
-def choose_kernels(
-    config: Config,
-    machine: Machine,
-    device: torch.device,
-    optimizer: RowOptimizer,
-    ranks: Ranks = SINGLE,
-) -> str:
-    """Return the name of the kernels, one of `KERNELS`.
-
-    Fused kernels are numba's on the CPU, for one rank and float32; and CUDA's on a GPU, which add
-    gradients in no fixed order, so not where bits must repeat.
-    """
-    train = config.train
-    obstacle = ""
-    if device.type == "cpu":
-        if ranks.size > 1:
-            obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
-        elif train.precision != "float32":
-            obstacle = f"train.precision={train.precision} is plain torch's on the CPU"
-        fused = "sequential" if optimizer.is_plain_sgd else "cpu"
-    else:
-        if not machine.cuda_cupy:
-            obstacle = "CuPy cannot be imported"
-        elif train.deterministic:
-            obstacle = "they sum in no fixed order, which train.deterministic=true forbids"
-        elif not optimizer.formula:
-            obstacle = f"optimizer.name={config.optimizer.name} with these args has none"
-        fused = "cuda"
-    if train.kernels == "fused" and obstacle:
-        raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
-    if obstacle or train.kernels == "reference":
-        return "reference"
-    size, is_cbow = config.model.vector_size, config.model.architecture == "cbow"
-    if fused == "cuda" and is_cbow and size > MOST_CBOW_DIM:
-        most = f"more than the {MOST_CBOW_DIM:,} of the GPU's kernel for CBOW"
-        remedy = "set train.kernels=reference, which is slower, or train.device=cpu"
-        raise ConfigError(f"model.vector_size={size} is {most}; {remedy}")
-    return fused

@@ -218,7 +218,7 @@ def test_run_may_be_stopped_at_any_step_and_twice(tmp_path):
     whole = trained(tmp_path / "whole", **what)
     for at in (1, 49, 50, 137):
         stopped(tmp_path / str(at), stop_after=at, **what)
-        stopped(tmp_path / str(at), stop_after=7, **what)
+        stopped(tmp_path / str(at), stop_after=at + 7, **what)
         assert_same(trained(tmp_path / str(at), **what), whole)
 
 

@@ -102,7 +102,7 @@ def train_and_score(
             blocks = export.in_order(table, SINGLE, words)
             export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
         scores = evaluate.scores(vocab.words, table["weight"][:words], *further)
-        return evaluate.as_dict(scores) | trainer.took()
+        return evaluate.as_dict(scores) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}
 

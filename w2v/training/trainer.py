@@ -57,7 +57,7 @@ def deterministic_mode(wanted: bool) -> Iterator[None]:
 
 
 class Diverged(ValueError):
-    """Numbers are no longer finite; names the step, the place and remedies."""
+    """The loss or a row is no longer finite; names the step and remedies."""
 
 
 class TrainingLoop:
@@ -91,16 +91,12 @@ class TrainingLoop:
                 self.epochs_done = result.batch.epochs_done
                 yield result
 
-    def check_finite(self, remedy: Callable[[], str], steps_before: int = 0) -> None:
-        """Raise `Diverged` if loss or rows are not finite; wait for the device.
-
-        `steps_before` are the steps of the run before this process.
-        """
+    def check_finite(self, remedy: Callable[[], str]) -> None:
+        """Raise `Diverged` if loss or rows are not finite; wait for the device."""
         number, parts = self.step.state.first_fault()
         if number:
-            # Faults count the steps of this process; the last rate is that of the last step.
-            lr = self._rates[number - self.step.state.step - 1]
-            where = f"step {steps_before + number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
+            lr = self._rates[number - self.step.state.step - 1]  # the last is of the last step
+            where = f"step {number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
             broken = f"no longer finite: {', '.join(parts)}"
             raise Diverged(f"training diverged at {where}: {broken}; {remedy()}")
         self._rates.clear()
@@ -108,7 +104,7 @@ class TrainingLoop:
 
 @dataclass(eq=False)
 class Trainer:
-    """Run in a folder, resumed from its last checkpoint if there is one.
+    """A run in a folder, resumed from its last checkpoint if there is one.
 
     All ranks make the same calls; rank 0 alone logs, scores and exports.
     """
@@ -139,12 +135,11 @@ class Trainer:
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
-        self._curve: dict[str, float] | None = None
-        self._final: dict[str, Any] = {}
+        self._final: dict[str, Any] = {}  # state of the last checkpoint
 
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
-        self._resume()
+        curve = self._resume()
         self.metrics = Metrics(
             self.folder / "metrics.jsonl" if self.ranks.rank == 0 else None,
             self._total_words,
@@ -152,9 +147,8 @@ class Trainer:
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
             link_rate=self.link_rate,
-            state=self._curve,
+            state=curve,
         )
-        self._first_step = self.metrics.step
         self._seconds_before = self.metrics.seconds
         return self
 
@@ -203,7 +197,7 @@ class Trainer:
     def export(self) -> None:
         """Write the vectors, their scores and the last checkpoint, all at once."""
         self.timeline.begin("exporting")
-        took = self.took()
+        results = self.results()
         self._step.finish()
         return_freed_memory()
         weights = self._shared_weights()
@@ -211,7 +205,7 @@ class Trainer:
             with self.timeline.phase("saving"):
                 self.checkpoints.save(self._final, copied=False, weights=weights)
         try:
-            self._write_vectors(took, weights)
+            self._write_vectors(results, weights)
         except BaseException:
             if weights and not weights.done():
                 weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
@@ -226,7 +220,7 @@ class Trainer:
         if self.ranks.rank == 0:
             self._log_timeline()
 
-    def took(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """Return losses, raw words, seconds, and memory of all ranks.
 
         held_out_loss is None where nothing was held out.
@@ -247,24 +241,25 @@ class Trainer:
     # Phases of the loop.
 
     def _vote(self) -> Decision:
+        """Return what this rank wants to do: go on, save, or stop."""
         timer = self._save_timer
         return Decision(self.signals.status, timer.saves + 1 if timer.due else 0)
 
     def _check(self) -> None:
         """Raise errors of writing and divergence; waits for the device."""
         self.checkpoints.raise_failure()
-        self.loop.check_finite(self._remedy, self._first_step)
+        self.loop.check_finite(self._remedy)
 
     def _remedy(self) -> str:
         """Return what to do after a divergence."""
         optimizer = self.config.optimizer
         self.checkpoints.wait()
-        again = "there is no checkpoint yet: begin anew with a smaller optimizer.lr"
+        remedy = "there is no checkpoint yet: begin again with a smaller optimizer.lr"
         if saved := checkpoint.latest(self.checkpoints.folder):
             command = f"w2v train --resume {quote(str(self.folder))}"
-            again = f"the last good checkpoint is {saved.path}: {command} "
-            again += f"optimizer.lr={optimizer.lr / 4:.3g}"
-        return f"{again}, or with some optimizer.warmup or another optimizer.name in a new run"
+            remedy = f"the last good checkpoint is {saved.path}: {command} "
+            remedy += f"optimizer.lr={optimizer.lr / 4:.3g}"
+        return f"{remedy}, or with some optimizer.warmup or another optimizer.name in a new run"
 
     def _stop(self, position: Position, status: int) -> None:
         step = self.metrics.step
@@ -362,19 +357,19 @@ class Trainer:
 
     def _accuracy(self) -> float:
         """Return the share of analogies that is right, found by rank 0 for all."""
-        weights_ND = self._asked()
+        weights_ND = self._scored_vectors()
         with self.ranks.reraise():
             if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
             return evaluate.analogies(words, weights_ND).total.accuracy
 
-    def _asked(self) -> Tensor:
-        """Return the vectors that questions ask for, on rank 0: [N, D]."""
-        inputs, asked = self._step.inputs, min(ASKED, len(self.vocab.words))
+    def _scored_vectors(self) -> Tensor:
+        """Return the vectors of the words that are scored, on rank 0: [N, D]."""
+        inputs, scored = self._step.inputs, min(ASKED, len(self.vocab.words))
         if self.ranks.size == 1:
-            return inputs["weight"][:asked].to(self._step.state.device)
-        blocks = list(export.in_order(inputs, self.ranks, asked))
+            return inputs["weight"][:scored].to(self._step.state.device)
+        blocks = list(export.in_order(inputs, self.ranks, scored))
         return torch.from_numpy(np.concatenate(blocks)) if blocks else torch.empty(0, inputs.dim)
 
     def _held_out_loss(self) -> float | None:
@@ -384,17 +379,17 @@ class Trainer:
         return self.held_out.loss(*weights, self.ranks)
 
     def _shared_weights(self) -> Future[tuple[Path, int]] | None:
-        """Return what will be the file of vectors that the checkpoint can share."""
+        """Return a future for the vectors' file, if the checkpoint can link it."""
         inputs, words = self._step.inputs, len(self.vocab.words)
         is_whole = inputs.rows == words and inputs.dtype == torch.float32
         return Future() if is_whole and export.has_array(words, inputs.dim) else None
 
     def _write_vectors(
-        self, took: dict[str, Any], weights: Future[tuple[Path, int]] | None
+        self, results: dict[str, Any], weights: Future[tuple[Path, int]] | None
     ) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs, folder = self._step.inputs, self.folder
-        weights_ND = self._asked()
+        weights_ND = self._scored_vectors()
         blocks = export.in_order(inputs, self.ranks, len(self.vocab.words))
         with self.ranks.reraise():
             if self.ranks.rank:
@@ -413,22 +408,22 @@ class Trainer:
                 saving.result()
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
-            self._report(scores, examples.result(), took)
+            self._report(scores, examples.result(), results)
 
     def _report(
-        self, scores: evaluate.Scores, examples: Iterable[str], took: dict[str, Any]
+        self, scores: evaluate.Scores, examples: Iterable[str], results: dict[str, Any]
     ) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
         last = {"analogies": scores.analogies.total.accuracy}
         last |= {similarity.name: similarity.spearman for similarity in scores.similarities}
-        self.metrics.send(held_out_loss=took["held_out_loss"], **last)
-        content = as_json(evaluate.as_dict(scores) | took, indent=1)
+        self.metrics.send(held_out_loss=results["held_out_loss"], **last)
+        content = as_json(evaluate.as_dict(scores) | results, indent=1)
         atomic_write(folder / "scores.json", content)
         report.write_card(folder, self.vocab)
         held_out = ""
         if self.held_out:
-            held_out = f"held-out loss  {took['held_out_loss']:.4f}\n\n"
+            held_out = f"held-out loss  {results['held_out_loss']:.4f}\n\n"
         sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
@@ -469,11 +464,11 @@ class Trainer:
             "config": flat_config(self.config),
         }
 
-    def _resume(self) -> None:
-        """Restore the folder's last checkpoint, if there is one."""
+    def _resume(self) -> dict[str, float] | None:
+        """Restore the last checkpoint, if any; return the state of the metrics."""
         saved = checkpoint.latest(self.checkpoints.folder, self.ranks)
         if saved is None:
-            return
+            return None
         state, config = saved.state, self.config
         if state["text"] != self._text:
             raise CheckpointError(
@@ -486,15 +481,16 @@ class Trainer:
         saved.load([self._step.inputs, self._step.outputs], self.ranks)
         self.loop.sampler.load_state_dict(state["samplers"])
         self.loop.epochs_done = state["epochs_done"]
+        self._step.state.step = state["step"]
         if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
             self._rows_before = state["rows"]
-        self._curve = state["metrics"]
         is_done = state["epochs_done"] >= config.train.epochs
         log.info(
             f"resuming from {saved.path}, after {state['step']:,} steps and "
             f"{state['epochs_done']:.3g} passes over the text"
             + ("; more train.epochs would train on" if is_done else "")
         )
+        return state["metrics"]
 
 
 def estimate_time(loop: TrainingLoop, raw_words: int) -> str:

@@ -363,10 +363,10 @@ def grads_of(kernels, touched, loss=1.0):
             # Only the reference takes all that the buffers have room for.
             room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows
             integers = torch.zeros(2, room, dtype=torch.int32, device=device)
-            number_V = torch.full((shape.rows,), -1, dtype=torch.int32, device=device)
+            index_V = torch.full((shape.rows,), -1, dtype=torch.int32, device=device)
             grad_UD = torch.zeros(room, shape.dim, device=device)
             count = torch.tensor(len(rows_U), device=device)
-            grads = TableGrads(number_V, integers[0], grad_UD, integers[1], count)
+            grads = TableGrads(index_V, integers[0], grad_UD, integers[1], count)
             fill(grads[:4], [part.to(device) for part in parts])
         both.append(grads)
     loss, pairs = torch.tensor(loss, dtype=torch.float64), torch.tensor(1)
@@ -374,10 +374,10 @@ def grads_of(kernels, touched, loss=1.0):
 
 
 def fill(buffers, parts, share=1):
-    """Write rows, their numbers, and a share of their gradients and pairs."""
-    number_V, its_rows_U, its_grad_UD, its_pairs_U = buffers
-    numbers, rows_U, grad_UD, pairs_U = parts
-    number_V[rows_U] = numbers.int()
+    """Write rows, their indices, and a share of their gradients and pairs."""
+    index_V, its_rows_U, its_grad_UD, its_pairs_U = buffers
+    indices, rows_U, grad_UD, pairs_U = parts
+    index_V[rows_U] = indices.int()
     its_rows_U[: len(rows_U)] = rows_U
     its_grad_UD[: len(rows_U), : grad_UD.shape[1]] = grad_UD / share
     its_pairs_U[: len(rows_U)] = pairs_U // share
@@ -387,7 +387,7 @@ def is_reset(grads):
     """Return whether the gradients of a table are as before a step."""
     if isinstance(grads, ThreadGrads):
         return bool((grads.number_nV == -1).all() and (grads.first_V == -1).all())
-    return bool((grads.number_V == -1).all()) and not grads.grad_UD.any()
+    return bool((grads.index_V == -1).all()) and not grads.grad_UD.any()
 
 
 def assert_tables_close(tables, expected, rtol=2e-5, atol=2e-6):

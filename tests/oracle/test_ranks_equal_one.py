@@ -314,9 +314,9 @@ def shard_operations(kernels, batch, seed):
 
     # They come in the order of the list, with zero gradients.
     borrowed, _ = kernels.borrow(rows_U, weights_MD, owned)
-    number_TV = torch.stack([borrowed.inputs.number_V, borrowed.outputs.number_V])
+    index_TV = torch.stack([borrowed.inputs.index_V, borrowed.outputs.index_V])
     grad_UD, pairs_U = borrowed.inputs.grad_UD, borrowed.inputs.pairs_U
-    found |= {"numbers": number_TV.view(-1)[rows_U[rows_U >= 0]]}
+    found |= {"indices": index_TV.view(-1)[rows_U[rows_U >= 0]]}
     found |= {"no gradients": grad_UD.clone(), "no pairs": pairs_U.clone()}
 
     # Gradients go back, with loss, pairs and fault in their headers.

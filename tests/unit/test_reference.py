@@ -224,9 +224,9 @@ def test_unique_rows_are_those_of_counted_pairs():
         torch.tensor([[9, 1], [7, 7], [3, 9]]),
         torch.tensor([[1, 0], [0, 0], [1, 1]]).bool(),
     )
-    rows_U, number_V = unique_rows(ids, mask, ROWS)
+    rows_U, index_V = unique_rows(ids, mask, ROWS)
     assert rows_U.tolist() == [3, 9]
-    assert number_V.tolist() == [-1, -1, -1, 0, -1, -1, -1, -1, -1, 1]
+    assert index_V.tolist() == [-1, -1, -1, 0, -1, -1, -1, -1, -1, 1]
     kernels = ReferenceKernels(StepShape(ROWS, DIM, torch.float32, CPU))
     rows = kernels.unique_rows(make_pairs_batch())
     assert rows.inputs.rows_U.tolist() == [1, 3, 7, 9]

@@ -184,8 +184,8 @@ class TableGrads(NamedTuple):
     Buffers may be longer than the number of unique rows, `row_count`.
     """
 
-    number_V: Tensor  # int32, the number of each touched row
-    rows_U: Tensor | None  # int32, the row of each number; None: rows borrowed from other ranks
+    index_V: Tensor  # int32, where each touched row is among the unique ones
+    rows_U: Tensor | None  # int32, the row of each index; None: rows borrowed from other ranks
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
     row_count: Tensor | None  # int64 scalar on the device

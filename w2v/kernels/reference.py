@@ -159,13 +159,13 @@ def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
 
 
 def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sorted unique ids under the mask, and each row's number.
+    """Return the sorted unique ids under the mask, and each row's index.
 
-    The number, int32 [V], is the row's place among them, or -1. All ids are below `rows`.
+    The index, int32 [V], is the row's place among them, or -1. All ids are below `rows`.
     """
     marks_V = marks(ids, mask, rows)
-    number_V = torch.cumsum(marks_V, 0, dtype=torch.int32) - 1
-    return torch.nonzero(marks_V).flatten(), torch.where(marks_V, number_V, -1)
+    index_V = torch.cumsum(marks_V, 0, dtype=torch.int32) - 1
+    return torch.nonzero(marks_V).flatten(), torch.where(marks_V, index_V, -1)
 
 
 def all_finite(values: Tensor) -> Tensor:
@@ -285,8 +285,8 @@ class ReferenceKernels(ShardKernels):
         places = expanded or expand(batch)
         contexts_BC, context_mask_BC, targets_BT, target_mask_BT, _ = places
         places = places._replace(
-            contexts_BC=torch.where(context_mask_BC, inputs.number_V[contexts_BC], 0).long(),
-            targets_BT=torch.where(target_mask_BT, outputs.number_V[targets_BT], 0).long(),
+            contexts_BC=torch.where(context_mask_BC, inputs.index_V[contexts_BC], 0).long(),
+            targets_BT=torch.where(target_mask_BT, outputs.index_V[targets_BT], 0).long(),
         )
         weights = self._weights(page.inputs, inputs), self._weights(page.outputs, outputs)
         grads = inputs.grad_UD, outputs.grad_UD
@@ -301,12 +301,13 @@ class ReferenceKernels(ShardKernels):
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         optimizer, tables, lr = update
         state.mark_fault(1, grads.loss.isfinite())
-        for number, (table, view, its) in enumerate(zip(tables, page, grads[:2], strict=True)):
-            rows_U = its.rows_U.long()
+        parts = zip(tables, page, grads[:2], strict=True)
+        for number, (table, view, table_grads) in enumerate(parts):
+            rows_U = table_grads.rows_U.long()
             slots_U = view.slots(rows_U)
             before_UR = view.records_SR.index_select(0, slots_U)
             records_UR = table.decode(before_UR.clone())
-            optimizer.step_rows(table, records_UR, its.grad_UD, its.pairs_U, lr)
+            optimizer.step_rows(table, records_UR, table_grads.grad_UD, table_grads.pairs_U, lr)
             after_UR = table.encode(rows_U, records_UR)
             state.mark_fault(2 << number, all_finite(after_UR))
             # It stays set, so that later steps write nothing, although the CPU has not seen it yet.
@@ -357,15 +358,16 @@ class ReferenceKernels(ShardKernels):
 
     def borrow(self, rows_U: Tensor, weights_UD: Tensor, owned: Grads) -> tuple[Grads, Page]:
         is_row_U = rows_U >= 0
-        number_TV = torch.full((2, self.shape.rows), -1, dtype=torch.int32, device=rows_U.device)
-        numbers = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
+        index_TV = torch.full((2, self.shape.rows), -1, dtype=torch.int32, device=rows_U.device)
+        indices_U = torch.arange(len(rows_U), dtype=torch.int32, device=rows_U.device)
         # Output ids begin at shape.rows, so one flat index serves both tables. They share their
         # weights and gradients, and so one all-to-all.
-        number_TV.view(-1)[rows_U[is_row_U]] = numbers[is_row_U]
+        index_TV.view(-1)[rows_U[is_row_U]] = indices_U[is_row_U]
         grad_UD = torch.zeros(weights_UD.shape, dtype=self._grad_dtype, device=rows_U.device)
-        pairs_U = torch.zeros_like(numbers) if self.shape.count_pairs else None
-        inputs, outputs = (TableGrads(n_V, None, grad_UD, pairs_U, None) for n_V in number_TV)
-        page = Page(View(weights_UD, number_TV[0]), View(weights_UD, number_TV[1]))
+        pairs_U = torch.zeros_like(indices_U) if self.shape.count_pairs else None
+        shared = None, grad_UD, pairs_U, None
+        inputs, outputs = (TableGrads(index_V, *shared) for index_V in index_TV)
+        page = Page(*(View(weights_UD, index_V) for index_V in index_TV))
         return Grads(inputs, outputs, owned.loss, owned.pairs), page
 
     def write_headers(self, borrowed: Grads, fault: Tensor, send_N: Tensor) -> None:
@@ -379,11 +381,11 @@ class ReferenceKernels(ShardKernels):
     ) -> None:
         grad_MD, pairs_M = grads
         by_table = self._by_table(received.ids_M)
-        for its, (is_here_M, rows) in zip(owned[:2], by_table, strict=True):
-            numbers = its.number_V[rows].long()
-            its.grad_UD.index_add_(0, numbers, grad_MD[is_here_M])
+        for sums, (is_here_M, rows) in zip(owned[:2], by_table, strict=True):
+            indices = sums.index_V[rows].long()
+            sums.grad_UD.index_add_(0, indices, grad_MD[is_here_M])
             if pairs_M is not None:
-                its.pairs_U.index_add_(0, numbers, pairs_M[is_here_M])
+                sums.pairs_U.index_add_(0, indices, pairs_M[is_here_M])
         words_MD = grad_MD.view(torch.int32)
         starts = _starts(received.count_N).tolist()
         headers = [words_MD[start:].reshape(-1)[:HEADER_WORDS] for start in starts]
@@ -403,16 +405,16 @@ class ReferenceKernels(ShardKernels):
         """Return zero gradients of the `unique_rows` of both tables."""
         shape = self.shape
         tables = []
-        for rows_U, number_V in unique:
+        for rows_U, index_V in unique:
             size = len(rows_U), shape.dim
             grad_UD = torch.zeros(size, dtype=self._grad_dtype, device=shape.device)
             pairs_U = torch.zeros_like(rows_U, dtype=torch.int32) if shape.count_pairs else None
-            tables.append(TableGrads(number_V, rows_U.int(), grad_UD, pairs_U, None))
+            tables.append(TableGrads(index_V, rows_U.int(), grad_UD, pairs_U, None))
         loss = torch.zeros((), dtype=torch.float64, device=shape.device)
         return Grads(tables[0], tables[1], loss, torch.zeros_like(loss, dtype=torch.int64))
 
     def _weights(self, view: View, rows: TableGrads) -> Tensor:
-        """Return the weights [U, D] in the order of the rows' numbers."""
+        """Return the weights [U, D] in the order of the rows' indices."""
         weights = view.records_SR[:, : self.shape.dim]
         if rows.rows_U is not None:  # borrowed rows lie in that order
             weights = weights.index_select(0, view.slots(rows.rows_U.long()))

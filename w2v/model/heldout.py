@@ -74,12 +74,11 @@ class HeldOut:
         # The sums stay on the device, to wait for it only once.
         for batch in self._batches:
             rows = kernels.unique_rows(batch)
-            # The fetched vectors lie in the order of the rows' numbers.
-            inputs, outputs = (
-                View(ranks.fetch_rows(vectors_VD, its.rows_U.long()).to(self._device), its.number_V)
-                for vectors_VD, its in ((input_VD, rows.inputs), (output_VD, rows.outputs))
-            )
-            grads = kernels.gradients(batch, Page(inputs, outputs), rows, lr=0.0)
+            views = []
+            for vectors_VD, touched in ((input_VD, rows.inputs), (output_VD, rows.outputs)):
+                fetched_UD = ranks.fetch_rows(vectors_VD, touched.rows_U.long())
+                views.append(View(fetched_UD.to(self._device), touched.index_V))
+            grads = kernels.gradients(batch, Page(*views), rows, lr=0.0)
             loss += grads.loss
             pairs += grads.pairs
         return float(loss / pairs)

@@ -59,7 +59,7 @@ SAMPLED = 100_000  # words by which the rows of a batch are estimated, of a larg
 # GPU memory besides the rows of the tables and batches.
 GPU_RESERVE = 512 << 20  # CUDA's modules, scores, and what torch's allocator cannot use
 DRAW_BYTES = 12  # a vocabulary word: its place in the noise distribution, how often it is kept
-NUMBER_BYTES = 4  # a table row: its number among the unique rows of a step
+INDEX_BYTES = 4  # a table row: its index among the unique rows of a step
 ROUTE_BYTES = 20  # a vocabulary word, where several ranks exchange rows: indices and marks
 MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
 SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache is allocated
@@ -265,7 +265,7 @@ class Task:
             "batches": batches,
             "ids": 4 * len(self.corpus.ids) * self.ids_on_gpu,
             "vocabulary": (DRAW_BYTES + ROUTE_BYTES * (ranks > 1)) * words
-            + 2 * NUMBER_BYTES * rows
+            + 2 * INDEX_BYTES * rows
             + tree,
         }
         if self.is_hosted:

@@ -93,8 +93,8 @@ class CudaKernels(Kernels):
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
         macros |= {"CBOW": int(cbow), "MEAN": int(mean), "WEIGHTED": weighted}
         kernel = "cbow" if cbow else "skipgram"
-        macros["RANKS"], lent = self._lent()
-        args = *inputs, *outputs, row_width, *lent, *sums
+        macros["RANKS"], borrowed = self._borrowed_at()
+        args = *inputs, *outputs, row_width, *borrowed, *sums
         launch("gradients.cu", kernel, macros, blocks, *_text(batch), *args)
         return rows
 
@@ -109,8 +109,8 @@ class CudaKernels(Kernels):
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
         inputs, outputs = (
-            (*view, *its, signed(table.next_noise()))
-            for table, view, its in zip(tables, page, grads[:2], strict=True)
+            (*view, *table_grads, signed(table.next_noise()))
+            for table, view, table_grads in zip(tables, page, grads[:2], strict=True)
         )
         record = row_width, dim, step_column, step
         hyper = optimizer.occurrence_cap, *optimizer.hyper(lr)
@@ -123,8 +123,8 @@ class CudaKernels(Kernels):
     def finish(self) -> None:
         self._rows = None
 
-    def _lent(self) -> tuple[int, tuple[int, int, int]]:
-        """Return RANKS, lent_in, lent_out and me of gradients.cu."""
+    def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
+        """Return RANKS, borrowed_in, borrowed_out and me of gradients.cu."""
         return 1, (0, 0, 0)
 
     def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
@@ -271,9 +271,9 @@ def _step_macros(
 
 
 def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
-    """Number the unique rows that the batch touches, in buffers.
+    """List the unique rows that the batch touches, in buffers.
 
-    Numbers are -1 before, and counts 0.
+    Before, indices are -1 and counts 0.
     """
     lists = *rows[0], *rows[1]
     launch("unique.cu", "unique_rows", _macros(batch), _blocks(batch), *_text(batch), *lists)
@@ -283,7 +283,7 @@ def with_sums(rows: Sequence[TableGrads], sums: Sequence[Tensor]) -> Grads:
     """Return buffers of unique rows, none yet, with SUMS of a step."""
     loss, pairs, *counts = sums
     inputs, outputs = (
-        its._replace(row_count=count) for its, count in zip(rows, counts, strict=True)
+        table._replace(row_count=count) for table, count in zip(rows, counts, strict=True)
     )
     return Grads(inputs, outputs, loss, pairs)
 
@@ -297,15 +297,15 @@ def with_room(
 ) -> tuple[TableGrads, TableGrads]:
     """Return buffers for so many unique rows: those given, if they fit."""
     most = min(table_rows, most[0]), min(table_rows, most[1])
-    if rows and all(its.rows_U.shape[0] >= n for its, n in zip(rows, most, strict=True)):
+    if rows and all(table.rows_U.shape[0] >= n for table, n in zip(rows, most, strict=True)):
         return rows
     dim = shape.dim if dim is None else dim
 
     def buffers(n: int) -> TableGrads:
-        number_V = torch.full((table_rows,), -1, dtype=torch.int32, device=shape.device)
+        index_V = torch.full((table_rows,), -1, dtype=torch.int32, device=shape.device)
         rows_U = torch.empty(n, dtype=torch.int32, device=shape.device)
         grad_UD = torch.zeros(n, dim, device=shape.device)
-        return TableGrads(number_V, rows_U, grad_UD, torch.zeros_like(rows_U), None)
+        return TableGrads(index_V, rows_U, grad_UD, torch.zeros_like(rows_U), None)
 
     return buffers(most[0]), buffers(most[1])
 

@@ -237,11 +237,11 @@ class CudaPeerKernels(RankKernels):
         self._rank = rank
         self._peers = torch.tensor(addresses, device=self.shape.device)
         self._row_width = page.inputs.records_SR.shape[1]
-        lent_in, lent_out = (
+        borrowed_in, borrowed_out = (
             (weights_UD.data_ptr() - view.records_SR.data_ptr()) // weights_UD.element_size()
             for view, weights_UD in zip(page, self._weights, strict=True)
         )
-        self._lent_at = lent_in, lent_out, rank
+        self._borrowed = borrowed_in, borrowed_out, rank
 
     def list_rows(self, page: Sequence[Batch]) -> list[int]:
         """List the unique rows of a page's batches; return the slot of each."""
@@ -306,8 +306,8 @@ class CudaPeerKernels(RankKernels):
         self._launch("mark_listed", sum(self._most), *marked)
         return slot
 
-    def _lent(self) -> tuple[int, tuple[int, int, int]]:
-        return self.shape.world_size, self._lent_at
+    def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
+        return self.shape.world_size, self._borrowed
 
     def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
         return self.shape.world_size, (self._peers, *self._places)

@@ -3,11 +3,15 @@
 //
 // One warp takes a center, and keeps a group of its targets in registers.
 //
-// Macros: DIM, dimensions; WINDOW, TARGETS and PATHS as in batch.cuh; ELEMENT of the records;
-// COUNTED, 1 to count the pairs of each row; CBOW, 0 for skip-gram; MEAN, 1 if CBOW predicts from
-// the mean of the context rows, 0 from their sum; RANKS, to which rows belong in turn, 1 if all
-// records are here; WEIGHTED, W if pairs of skip-gram at distance d are weighed by (W + 1 - d) / W,
-// 0 if they weigh 1.
+// Macros:
+//   DIM                     dimensions
+//   WINDOW, TARGETS, PATHS  see batch.cuh
+//   ELEMENT                 of the records, see element.cuh
+//   COUNTED                 1 to count the pairs of each row
+//   CBOW                    1 for CBOW, 0 for skip-gram
+//   MEAN                    1 if CBOW predicts from the mean of the context rows, 0 from their sum
+//   RANKS                   number of ranks; row r belongs to rank r % RANKS; 1: all rows are here
+//   WEIGHTED                W if pairs of skip-gram at distance d weigh (W + 1 - d) / W, 0 if 1
 
 #include "batch.cuh"
 #include "common.cuh"
@@ -24,16 +28,16 @@ constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in on
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
-// Return where the record of a row begins, in elements from the first: that of a row of another
-// rank is a copy of its weight, by its index from `lent` on.
+// Return where the record of a row begins, in elements from the first record. Of a row of another
+// rank (not `me`) there is a copy of its weight: copies begin at `borrowed`, in order of index.
 __device__ long long record_at(
-    int row, const int* slot, const int* index, long long row_width, long long lent, int me) {
-    if (RANKS > 1 && row % RANKS != me) return lent + (long long)index[row] * DIM;
+    int row, const int* slot, const int* index, long long row_width, long long borrowed, int me) {
+    if (RANKS > 1 && row % RANKS != me) return borrowed + (long long)index[row] * DIM;
     const int own = row / RANKS;
     return (slot ? slot[own] : own) * row_width;
 }
 #define RECORD(which, row)                                                                     \
-    record_at(row, slot_##which, index_##which, row_width, lent_##which, me)
+    record_at(row, slot_##which, index_##which, row_width, borrowed_##which, me)
 
 struct SharedRow {  // a row in shared memory
     Floats<LANES_WIDE> packs[VECTORS];
@@ -212,8 +216,8 @@ struct HotRows {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long lent_in,
-    long long lent_out, int me, double* loss, long long* pairs) {
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width,
+    long long borrowed_in, long long borrowed_out, int me, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -304,8 +308,8 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long lent_in,
-    long long lent_out, int me, double* loss, long long* pairs) {
+    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width,
+    long long borrowed_in, long long borrowed_out, int me, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get

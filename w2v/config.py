@@ -150,7 +150,7 @@ class ModelConfig(Section):
         self.check("negative", self.hs or self.negative > 0, "at least 1 without model.hs=true")
 
     def distinct_negatives(self, centers: int) -> int:
-        """Return the most negatives of so many centers that differ."""
+        """Return the most different negatives of that many centers."""
         drawn = centers * self.negative
         return min(drawn, max(0, self.negative_pool) or drawn)
 

@@ -20,8 +20,8 @@ FAULT_BITS = len(FAULTS)
 Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple[Tensor, Tensor]]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
-CHUNK_BATCHES = 32  # about: a chunk of text has as many raw words as this many batches have centers
-FEWER_BATCHES = 8  # but only so many, where batches are large
+CHUNK_BATCHES = 32  # a chunk of text has about as many raw words as this many batches have centers
+FEWER_BATCHES = 8  # at least this many, where batches are larger than LARGE_BATCH
 LARGE_BATCH = 1 << 16
 
 
@@ -131,7 +131,7 @@ def rows_at_most(
 ) -> tuple[int, int]:
     """Return the most rows of each table that a batch may touch.
 
-    negatives: of all centers, the most that differ; depth: of the tree of so many words, if any.
+    negatives: the most of all centers that differ; depth, words: of the tree, if there is one.
     """
     targets = centers + negatives if negatives or not depth else 0
     return centers + 2 * window, targets + min(centers * depth, words - 1 if depth else 0)

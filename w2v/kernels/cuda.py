@@ -280,7 +280,7 @@ def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
 
 
 def with_sums(rows: Sequence[TableGrads], sums: Sequence[Tensor]) -> Grads:
-    """Return buffers of unique rows, none yet, with SUMS of a step."""
+    """Return the buffers with the SUMS of a step, which are zero."""
     loss, pairs, *counts = sums
     inputs, outputs = (
         table._replace(row_count=count) for table, count in zip(rows, counts, strict=True)
@@ -295,7 +295,7 @@ def with_room(
     shape: StepShape,
     dim: int | None = None,
 ) -> tuple[TableGrads, TableGrads]:
-    """Return buffers for so many unique rows: those given, if they fit."""
+    """Return buffers for that many unique rows: those given, if they fit."""
     most = min(table_rows, most[0]), min(table_rows, most[1])
     if rows and all(table.rows_U.shape[0] >= n for table, n in zip(rows, most, strict=True)):
         return rows

@@ -50,7 +50,7 @@ _thread = threading.local()
 
 
 def blocks_for(threads: int) -> int:
-    """Return the blocks for so many threads, at most a few GPUs full."""
+    """Return the blocks for that many threads, at most a few GPUs full."""
     return max(1, min(-(-threads // THREADS), 8 * _processors()))
 
 
@@ -115,7 +115,7 @@ def _module(device: int, source: str, **defines: int | str) -> Any:
 def _check_sources() -> str:
     """Remove damaged kernels of CuPy; return a hash of all sources.
 
-    CuPy compiles a damaged kernel anew without a word, and looks at no header.
+    CuPy itself compiles a damaged kernel again without a message, and does not look at headers.
     """
     for file in kernel_folder("CUPY_CACHE_DIR").glob("*.cubin"):
         remove_damaged(file, _is_whole)

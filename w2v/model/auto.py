@@ -53,7 +53,7 @@ SHARED_STEPS = 8  # steps that share a pool
 
 
 class Use(NamedTuple):
-    """How a run uses its text, in the mean."""
+    """How a run uses its text, on average."""
 
     centers: float  # of all epochs
     median: float  # centers of the median word

@@ -50,7 +50,8 @@ class RowOptimizer:
         remedy = f"choose one of {' '.join(OPTIMIZERS)}"
         with refused(ConfigError, f"{given} is not row-separable", remedy):
             first = _find_state(self._class, self._args, rowwise=bool(self.formula))
-        # What begins as the learning rate is 0 until a row's first step, which has its own rate.
+        # A state that begins as the learning rate is stored as 0 until the first step of its row,
+        # and then set to that step's rate.
         other = self._args | {"lr": 2 * self._args["lr"]}
         doubled = first if self.formula else _first_state(self._class, other)
         self.rates = [key for key in first if not torch.equal(first[key], doubled[key])]
@@ -64,7 +65,7 @@ class RowOptimizer:
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
         self._instances: dict[torch.device, Optimizer] = {}
-        # The constructor's arguments that have a value, with defaults.
+        # The constructor's arguments, with defaults, that are not None.
         self.arguments = {key: value for key, value in self._args.items() if value is not None}
         self.scalars = {} if self._per_row else self._scalars  # that a table holds once
         self.state_count = len(self._wide)  # of states that are as wide as the weight
@@ -213,7 +214,7 @@ class _FirstValues(dict):
 def _find_state(cls: type[Optimizer], args: dict[str, Any], rowwise: bool) -> dict[str, Tensor]:
     """Return the first values of the state, by a step; raise if it mixes rows.
 
-    With `rowwise` it is known not to, and a quarter of the time is enough.
+    With `rowwise` it is known not to, which saves three quarters of the time.
     """
     first = _first_state(cls, args)
     for key, value in first.items():

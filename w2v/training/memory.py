@@ -54,7 +54,7 @@ RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
 CHUNK_WORD_BYTES, CHUNK_DRAW_BYTES = 8, 24  # a word of a chunk of the text
 NEGATIVE_BYTES, NEGATIVE_DRAW_BYTES = 4, 8  # a negative
 POOL_BYTES, POOL_DRAW_BYTES = 4, 32  # a word of the pool, which only torch keeps in memory
-SAMPLED = 100_000  # words by which the rows of a batch are estimated, of a larger vocabulary
+SAMPLED = 100_000  # words of a vocabulary, at most, from which the rows of a batch are estimated
 
 # GPU memory besides the rows of the tables and batches.
 GPU_RESERVE = 512 << 20  # CUDA's modules, scores, and what torch's allocator cannot use
@@ -66,11 +66,11 @@ SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache i
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take this part of pinned tables
 UNUSED_PART = 256  # the allocator leaves this part of the cache unused
-DEVIATIONS = 4  # of a page's rows from the expected ones, for which the cache leaves room
-PAGES = 3  # whose batches are in memory: planned, computing, and the one before
+DEVIATIONS = 4  # standard deviations of a page's rows for which the cache leaves room
+PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
-SHORT = 0.9  # of what it needs, a place is taken to have where an allocation failed nevertheless
+SHORT = 0.9  # share of what is needed that is taken to be free where an allocation has failed
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
@@ -147,7 +147,7 @@ class Task:
     machine: Machine  # this rank's share of it
     vocab: Vocab
     corpus: Corpus
-    centers: float  # of an epoch: words that subsampling keeps, in the mean
+    centers: float  # expected number in an epoch: the words that subsampling keeps
     optimizer: RowOptimizer
     device: torch.device  # where steps are computed
     kernels: str  # reference, cpu, sequential or cuda
@@ -328,7 +328,7 @@ class Task:
         return stay + max(drawing, step)
 
     def touched(self, centers: int) -> tuple[int, int]:
-        """Return the expected unique rows of both tables for so many centers."""
+        """Return the expected unique rows of that many centers, in each table."""
         model, total = self.config.model, self.vocab.counts[: self.words].sum()
         every = -(-self.words // SAMPLED)
         # Each stands for the words around it.

@@ -56,7 +56,7 @@ class LinkUse(NamedTuple):
     """Use of the link between CPU and GPU so far."""
 
     bytes: int = 0  # both ways
-    wait_seconds: float = 0.0  # in which the computation stood still for them
+    wait_seconds: float = 0.0  # for which the computation waited for them
 
 
 class Metrics:

@@ -24,9 +24,9 @@ LOOKAHEAD_SHARE = 7 / 8
 
 
 class Paging(NamedTuple):
-    """How rows come to the GPU and stay there."""
+    """Size of a page and of the lookahead window."""
 
-    steps: int  # batches whose rows come together, a page
+    steps: int  # batches of a page, whose rows come to the GPU together
     lookahead: int = 0  # chunks of text after the current one whose rows are evicted last
 
 
@@ -61,8 +61,8 @@ def choose_lookahead(
     A row stays on the GPU between two uses at most a window apart. The text is read from its
     beginning forward, and from its end backward, as one epoch follows the other: a word last used
     `past` chunks ago, and used next in `future` chunks, stays if past + future is in the window.
-    The rows in `page_marks_TV`, of the two pages at hand, are on the GPU anyway. `slots` is the
-    capacity of the cache in rows.
+    The rows in `page_marks_TV`, those of two pages, are on the GPU anyway. `slots` is the capacity
+    of the cache in rows.
     """
     device = page_marks_TV.device
     chunks = len(ids_N) // chunk_words

@@ -264,11 +264,11 @@ def make_plan(
     budget = replace(budget, task=task)
     # All ranks page alike, with the least room that any has.
     slots = min(ranks.all_gather(budget.slots))
-    is_paged = task.is_hosted and slots < 2 * task.shape.stride
-    config, shared = auto.share_negatives(config, is_paged)
-    task = replace(task, config=config)
-    if is_paged and slots:
-        size, fits = config.train.batch_size, fitting_batch_size(task, ranks.size * slots)
+    plan = Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
+    config, shared = auto.share_negatives(config, plan.is_paged)
+    plan = replace(plan, config=config, chosen=chosen | shared)
+    if plan.is_paged and slots:
+        size, fits = config.train.batch_size, fitting_batch_size(plan, ranks.size * slots)
         if fits < size:
             few = f"has room for {slots:,} rows, too few for a batch of {size:,}"
             log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
@@ -276,8 +276,8 @@ def make_plan(
             smaller = replace(given, train=replace(given.train, batch_size=fits))
             return make_plan(smaller, (vocab, corpus), run, ranks)
     # Only now, so that a plan that is made again for a smaller batch warns once.
-    warn_of_settings(task, batch_is_given=given.train.batch_size > 0)
-    return Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen | shared)
+    warn_of_settings(plan, batch_is_given=given.train.batch_size > 0)
+    return plan
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
@@ -307,8 +307,8 @@ def choose_kernels(
 ) -> str:
     """Return the name of the kernels, one of `KERNELS`.
 
-    Fused kernels are numba's on the CPU, for one rank and float32; and CUDA's on a GPU, which add
-    gradients in no fixed order, so not where bits must repeat.
+    On the CPU, fused kernels are numba's, for one rank and float32. On a GPU they are CUDA's, which
+    add gradients in no fixed order, and so are not for runs that must repeat bit for bit.
     """
     train = config.train
     obstacle = ""
@@ -352,7 +352,7 @@ def check_rows(task: Task) -> None:
 
 
 def make_budget(task: Task, run: Path | None) -> Budget:
-    """Return what the run takes, and what is free for it."""
+    """Return what the run needs, and what is free for it."""
     machine = task.machine
     # A resumed run removes its old checkpoints as it writes new ones.
     saved = (run / "checkpoints").rglob("*.safetensors") if run else ()
@@ -511,9 +511,9 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
 
 
 def find_peers(plan: Plan) -> PeerMemory | None:
-    """Return the memory of all ranks' GPUs, if they can read it."""
-    stays = plan.slots or not plan.is_hosted  # the records of all pages
-    if plan.ranks.size == 1 or plan.kernels != "cuda" or not stays:
+    """Return the memory of all ranks' GPUs, if ranks can read each other's."""
+    is_in_place = plan.slots or not plan.is_hosted  # records have one address in all pages
+    if plan.ranks.size == 1 or plan.kernels != "cuda" or not is_in_place:
         return None
     peers = PeerMemory(plan.ranks)
     why = peers.obstacle(plan.device)
@@ -536,7 +536,7 @@ def make_kernels(plan: Plan, peers: PeerMemory | None = None) -> Kernels:
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
 
-    # Threads overtake each other in sequential SGD, which is deterministic on one alone.
+    # Threads overtake each other in sequential SGD, so that only one is deterministic.
     if plan.kernels == "sequential":
         one = plan.config.train.deterministic
         return SequentialSgdKernels(plan.shape, 1 if one else useful_threads(plan.config))

@@ -200,6 +200,7 @@ def gpu_memory(step: TrainingStep, ids_N: object) -> Figures:
 def release(trainer: Trainer) -> None:
     """Free the memory of all but the tables."""
     trainer.loop.step.finish()
+    del trainer.loop.sampler
     return_freed_memory()
 
 

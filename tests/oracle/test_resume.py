@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -347,6 +348,16 @@ def test_the_last_checkpoint_and_the_binary_file_can_be_left_out(tmp_path):
         trainer.export()
     assert latest(tmp_path / "checkpoints") is None
     assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".sha256"}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_export_frees_the_kernels(tmp_path, kernels):
+    with make(tmp_path, "run.checkpoint_minutes=0", kernels=kernels) as trainer:
+        trainer.train()
+        used = weakref.ref(trainer.loop.step.kernels)
+        save_config(trainer.config, tmp_path / "config.yaml")
+        trainer.export()
+    assert used() is None
 
 
 @pytest.mark.parametrize("place", ["resident", pytest.param("mapped", marks=pytest.mark.gpu)])

@@ -64,9 +64,6 @@ class Kernels(Protocol):
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         """Update rows in place; or note in `state` what is not finite."""
 
-    def finish(self) -> None:
-        """Free the buffers, when training is over."""
-
 
 class ShardKernels(Kernels, Protocol):
     """Further operations, for `w2v.distributed.exchange.RankExchange`.

@@ -252,9 +252,6 @@ class CpuKernels:
         for number, faults in enumerate(zip(*self.threads.run(step), strict=True)):
             note_fault(state, 2 << number, not any(faults))
 
-    def finish(self) -> None:
-        self._rows = None
-
 
 class SequentialSgdKernels(CpuKernels):
     """Plain SGD with a step at each center, as word2vec.c and gensim make it.

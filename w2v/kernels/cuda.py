@@ -120,9 +120,6 @@ class CudaKernels(Kernels):
         args = *inputs, *outputs, *record, *hyper, *fault
         launch("optim.cu", "step", macros, blocks, *args, *sources)
 
-    def finish(self) -> None:
-        self._rows = None
-
     def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
         """Return RANKS, borrowed_in, borrowed_out and me of gradients.cu."""
         return 1, (0, 0, 0)

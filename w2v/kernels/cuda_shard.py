@@ -138,10 +138,6 @@ class CudaShardKernels(RankKernels, ShardKernels):
         facts = self.shape.dim, owned.loss, owned.pairs, fault
         self._launch("collect", 32 * len(ids_M), *self._requests(ids_M), *added, *facts)
 
-    def finish(self) -> None:
-        super().finish()
-        self._listed = self._owned = None
-
     def _unlisted(self, ids_M: Tensor) -> Grads:
         """Return buffers for the unique rows of `ids_M`, with zero gradients."""
         room = -(-ids_M.shape[0] // ROOM) * ROOM
@@ -221,7 +217,7 @@ class CudaPeerKernels(RankKernels):
         room = min(shape.stride, size * max(self._most))
         self._owned = with_room(None, (room, room), shape.stride, shape, dim=0)
         places = torch.full((2, size, room), -1, dtype=torch.int32, device=device)
-        self._places: tuple[Tensor, Tensor, int] | None = (places[0], places[1], room)
+        self._places = places[0], places[1], room
         self._owned_now: Grads | None = None
         self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
         self._listed = self._pages = self._meetings = 0  # so far
@@ -288,11 +284,6 @@ class CudaPeerKernels(RankKernels):
         turn = self._peers, self._rank, self._meetings
         self._launch("meet_to_step", 1, grads.loss, grads.pairs, fault, *turn)
         return self._owned_now._replace(loss=grads.loss, pairs=grads.pairs)
-
-    def finish(self) -> None:
-        super().finish()
-        self.window = self._lists = self._numbers = self._weights = self._grads = None
-        self._owned = self._owned_now = self._places = None
 
     def _list(self, batch: Batch, marks_NTV: Tensor | None) -> int:
         for its, most in zip(most_rows(batch), self._most, strict=True):

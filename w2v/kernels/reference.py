@@ -315,9 +315,6 @@ class ReferenceKernels(ShardKernels):
             view.records_SR.index_copy_(0, slots_U, kept_UR)
         state.rows_updated += len(grads.inputs.rows_U) + len(grads.outputs.rows_U)
 
-    def finish(self) -> None:
-        pass
-
     def list_requests(
         self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
     ) -> tuple[Tensor, Tensor]:

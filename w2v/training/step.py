@@ -93,8 +93,8 @@ class TrainingStep:
 
     def finish(self) -> None:
         """Free all memory but that of the tables, which must be flushed."""
-        self.kernels.finish()
         self.engine = Engine([self.inputs, self.outputs])
+        del self.kernels, self.exchange
 
     def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Draw the next page's batches, find their rows and start to move them."""

@@ -199,6 +199,7 @@ class Trainer:
         self.timeline.begin("exporting")
         results = self.results()
         self._step.finish()
+        del self.loop.sampler  # its draws may be methods of the kernels, whose buffers are large
         return_freed_memory()
         weights = self._shared_weights()
         if self.config.run.final_checkpoint:

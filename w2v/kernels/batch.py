@@ -20,6 +20,7 @@ FAULT_BITS = len(FAULTS)
 Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple[Tensor, Tensor]]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
+HEADER_WORDS = 6  # 4-byte words of a header between ranks: loss, pairs and fault
 CHUNK_BATCHES = 32  # a chunk of text has about as many raw words as this many batches have centers
 FEWER_BATCHES = 8  # at least this many, where batches are larger than LARGE_BATCH
 LARGE_BATCH = 1 << 16
@@ -235,8 +236,8 @@ class StepShape(NamedTuple):
 
     @property
     def header_rows(self) -> int:
-        """Rows of gradients that a header takes: loss, pairs and fault."""
-        return -(-6 // self.dim)
+        """Rows of gradients that a header takes."""
+        return -(-HEADER_WORDS // self.dim)
 
 
 class Hyper(NamedTuple):

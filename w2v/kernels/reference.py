@@ -16,6 +16,7 @@ from torch import Tensor
 
 from w2v.kernels import ShardKernels
 from w2v.kernels.batch import (
+    HEADER_WORDS,
     SKIPGRAM,
     Batch,
     Counts,
@@ -33,7 +34,6 @@ from w2v.kernels.batch import (
 )
 from w2v.system.random import shift_right, splitmix64
 
-HEADER_WORDS = 6  # int32 words of a header: loss, pairs and fault, 8 bytes each
 # Factor of the errors in float16 products, so that small gradients are not lost. A constant is
 # enough: errors are at most 1, so that 20 targets overflow only with weights above 12.
 FLOAT16_SCALE = 2.0**8

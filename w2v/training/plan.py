@@ -159,7 +159,7 @@ class Plan(Task):
             return Paging(transfer.steps_per_page or (MOST_STEPS if several else 1))
         # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
-        sampler = make_sampler(self, kernels, self.text)
+        sampler = make_sampler(self, kernels)
         room = self.rows, size * self.slots, transfer.steps_per_page
         paging, marks_TV = choose_paging(sampler.epoch(), kernels, *room)
         # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
@@ -245,7 +245,7 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(given, vocab, kernels, device.type == "cuda")
+    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda")
     task = Task(
         config=config,
         machine=machine,
@@ -458,14 +458,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     inputs, outputs = make_tables(plan, draws_vectors)
     peers = find_peers(plan)
     kernels = make_kernels(plan, peers)
-    sampler = make_sampler(
-        plan,
-        kernels,
-        plan.text,
-        rank=plan.ranks.rank,
-        world_size=plan.ranks.size,
-        lookahead=plan.paging.lookahead,
-    )
+    share = {"rank": plan.ranks.rank, "world_size": plan.ranks.size}
+    sampler = make_sampler(plan, kernels, **share, lookahead=plan.paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
@@ -550,14 +544,17 @@ def useful_threads(config: Config) -> int:
     return max(1, min(torch.get_num_threads(), pairs * model.vector_size // PRODUCTS_PER_THREAD))
 
 
-def make_sampler(plan: Plan, kernels: Kernels, text: TrainingText, **more: Any) -> Sampler:
-    """Return a sampler of the text, by the plan's settings and kernels."""
+def make_sampler(plan: Plan, kernels: Kernels, **more: Any) -> Sampler:
+    """Return a sampler of the text, by the plan's settings and kernels.
+
+    By default it draws the batches of all ranks, and does not look ahead.
+    """
     model, train = plan.config.model, plan.config.train
     more |= {"subsample": kernels.subsample, "draw": kernels.draw}
     more["block_words"] = train.block_words
     if plan.kernels in ("cpu", "sequential"):
         more["draws_ahead"] = useful_threads(plan.config) > 1
-    return Sampler(text, model, train.batch_size, train.seed, plan.device, **more)
+    return Sampler(plan.text, model, train.batch_size, train.seed, plan.device, **more)
 
 
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:
@@ -596,7 +593,7 @@ def make_exchange(
     engine: Engine,
     state: StepState,
     planning: torch.cuda.Stream | None,
-    peers: PeerMemory | None = None,
+    peers: PeerMemory | None,
 ) -> Exchange:
     """Return the exchange of rows between ranks."""
     ranks, steps = plan.ranks, plan.paging.steps

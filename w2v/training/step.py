@@ -80,11 +80,11 @@ class TrainingStep:
         batches = iter(batches)
         with on_stream(self.planning):
             self.exchange.start(batches)
-        planned = self._plan(batches)
+        planned = self._next_page(batches)
         while planned:
             yield from planned
             # The steps of these batches are launched but not computed: the CPU is ahead of the GPU.
-            planned = self._plan(batches)
+            planned = self._next_page(batches)
 
     @property
     def peak_gpu_bytes(self) -> int:
@@ -96,8 +96,8 @@ class TrainingStep:
         self.engine = Engine([self.inputs, self.outputs])
         del self.kernels, self.exchange
 
-    def _plan(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
-        """Draw the next page's batches, find their rows and start to move them."""
+    def _next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+        """Draw a page's batches, find their rows and begin to move them."""
         if self.planning:
             self._computed.append(current_stream().record_event())  # behind the last page's steps
         with on_stream(self.planning):

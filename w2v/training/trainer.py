@@ -379,6 +379,8 @@ class Trainer:
         weights = self._step.inputs["weight"], self._step.outputs["weight"]
         return self.held_out.loss(*weights, self.ranks)
 
+    # Export.
+
     def _shared_weights(self) -> Future[tuple[Path, int]] | None:
         """Return a future for the vectors' file, if the checkpoint can link it."""
         inputs, words = self._step.inputs, len(self.vocab.words)

@@ -83,34 +83,36 @@ class Plan(Task):
 
     def __str__(self) -> str:
         """Return what the run does, in at most nine lines."""
-        config, words, size = self.config, self.words, self.config.model.vector_size
-        ranks, shard = self.ranks.size, self.ranks.shard_rows(words)
-        record = " + ".join(["weight", *self.optimizer.states(size)])
-        table_bytes = format_bytes(self.table_bytes)
-        optimizer, train = config.optimizer, config.train
-        args = [f"{name} {value}" for name, value in optimizer.args.items()]
-        chosen = [f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()]
-        rate = f"lr {optimizer.lr:g}, {optimizer.schedule}"
-        amount = f"batches of {train.batch_size:,}, {train.epochs} epochs"
-        lines = [
-            f"machine   {self.machine}",
-            f"corpus    {config.corpus.path}: {self.corpus.raw_words:,} words in "
-            f"{len(self.corpus.offsets) - 1:,} sentences; {words:,} kept of "
-            f"{self.vocab.raw_types:,} distinct (min_count {config.vocab.min_count})"
-            + "".join(f"; {how}" for how in (self.corpus.tokenized, self.corpus.phrases) if how),
-            f"tables    2 x {words:,} x {size}: {record}: {table_bytes}",
-            f"ranks     {ranks}, each with {shard:,} rows of a table{self._gain_in_words()}"
-            if ranks > 1
-            else "",
-            f"optimizer {', '.join([optimizer.name, rate, *args, amount])}",
-            f"kernels   {KERNELS[self.kernels]}, precision {config.train.precision}"
-            + ", CBOW" * (config.model.architecture == "cbow")
-            + ", hierarchical softmax" * config.model.hs,
-            f"engine    {self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
-            f"memory    {self.budget.totals}",
-            f"auto      {'; '.join(chosen)}" if chosen else "",
+        config, corpus, words, ranks = self.config, self.corpus, self.words, self.ranks
+        model, optimizer, train = config.model, config.optimizer, config.train
+        record = " + ".join(["weight", *self.optimizer.states(model.vector_size)])
+        text = [
+            f"{config.corpus.path}: {corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} "
+            f"sentences; {words:,} kept of {self.vocab.raw_types:,} distinct "
+            f"(min_count {config.vocab.min_count})",
+            corpus.tokenized,
+            corpus.phrases,
         ]
-        return "\n".join(filter(None, lines))
+        step = [optimizer.name, f"lr {optimizer.lr:g}", optimizer.schedule]
+        step += [f"{name} {value}" for name, value in optimizer.args.items()]
+        step += [f"batches of {train.batch_size:,}", f"{train.epochs} epochs"]
+        kernels = [KERNELS[self.kernels], f"precision {train.precision}"]
+        kernels += ["CBOW"] * (model.architecture == "cbow")
+        kernels += ["hierarchical softmax"] * model.hs
+        shards = f"{ranks.size}, each with {ranks.shard_rows(words):,} rows of a table"
+        bytes_of_tables = format_bytes(self.table_bytes)
+        lines = {
+            "machine": str(self.machine),
+            "corpus": "; ".join(filter(None, text)),
+            "tables": f"2 x {words:,} x {model.vector_size}: {record}: {bytes_of_tables}",
+            "ranks": f"{shards}{self._gain_in_words()}" if ranks.size > 1 else "",
+            "optimizer": ", ".join(step),
+            "kernels": ", ".join(kernels),
+            "engine": f"{self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
+            "memory": self.budget.totals,
+            "auto": "; ".join(f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()),
+        }
+        return "\n".join(f"{name:9} {line}" for name, line in lines.items() if line)
 
     @property
     def is_paged(self) -> bool:

@@ -51,7 +51,7 @@ def rows_of_two_pages(batches, steps, first=0):
 @pytest.mark.parametrize("spare", [-1, 0])
 def test_page_has_the_most_steps_that_leave_room_for_the_next_page(batches, steps, ranks, spare):
     slots = -(-rows_of_two_pages(batches, steps) // ranks) + spare
-    paging, marks_TV = choose_paging(iter(batches), KERNELS, ROWS, ranks * slots)
+    paging, marks_TV = choose_paging(iter(batches), KERNELS, marks([]), ranks * slots)
     fitting = steps if spare == 0 else steps // 2
     assert paging == (max(1, fitting), 0)
     if fitting:
@@ -65,13 +65,13 @@ def test_page_has_the_most_steps_that_leave_room_for_the_next_page(batches, step
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
 def test_text_of_few_batches_gets_pages_of_few_steps(batches, number):
-    paging, _ = choose_paging(iter(batches[:number]), KERNELS, ROWS, 2 * ROWS)
+    paging, _ = choose_paging(iter(batches[:number]), KERNELS, marks([]), 2 * ROWS)
     assert paging.steps == max(1, {5: 4}.get(number, number) // 2) <= MOST_STEPS
 
 
 def test_configured_steps_are_kept_and_their_rows_counted_if_they_fit(batches):
     for slots, fits in ((2 * ROWS, True), (50, False)):
-        paging, marks_TV = choose_paging(iter(batches), KERNELS, ROWS, slots, steps=3)
+        paging, marks_TV = choose_paging(iter(batches), KERNELS, marks([]), slots, steps=3)
         assert paging.steps == 3
         assert torch.equal(marks_TV, marks(batches[:6])) if fits else marks_TV is None
 

@@ -18,9 +18,6 @@ from w2v.kernels.reference import ReferenceKernels
 from w2v.model.sampler import Sampler, TrainingText
 
 BATCH_SIZE = 1024  # centers, which bounds the memory for their rows
-SEED = 0
-CPU = torch.device("cpu")
-NONE = np.zeros(0, np.int64)
 
 
 def choose(offsets_S: np.ndarray, words: int) -> np.ndarray:
@@ -49,10 +46,10 @@ class HeldOut:
         spans = [text.offsets_S[number : number + 2] for number in text.held_out]
         sentences = [text.ids_N[begin:end] for begin, end in spans]
         offsets = np.cumsum([0, *map(len, sentences)])
-        sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=NONE)
-        model = replace(model, negative_pool=0, negative_pool_steps=1)
-        model = replace(model, shrink_by="draw")
-        drawn = list(Sampler(sample, model, BATCH_SIZE, SEED, CPU).epoch())
+        none = np.zeros(0, np.int64)
+        sample = replace(text, ids_N=np.concatenate(sentences), offsets_S=offsets, held_out=none)
+        model = replace(model, negative_pool=0, negative_pool_steps=1, shrink_by="draw")
+        drawn = Sampler(sample, model, BATCH_SIZE, seed=0, device=torch.device("cpu")).epoch()
         # Only the draws are on the CPU; the loss is computed on the device.
         self._device = device
         self._rows = table_rows(len(text.keep_V), model.hs, model.negative)

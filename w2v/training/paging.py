@@ -31,22 +31,19 @@ class Paging(NamedTuple):
 
 
 def choose_paging(
-    batches: Iterable[Batch], kernels: Kernels, rows: int, slots: int, steps: int = 0
+    batches: Iterable[Batch], kernels: Kernels, marks_TV: Tensor, slots: int, steps: int = 0
 ) -> tuple[Paging, Tensor | None]:
     """Choose the most steps a page for which two pages fit into the cache.
 
-    The batches are the first ones; `rows` are those of a whole table, `slots` the capacity of the
-    caches in rows: of all ranks together. `steps` is given if configured. Returns also
-    the marks of two pages' rows, bool [2, V], if they fit.
+    The rows of the first batches are marked in `marks_TV`, bool [2, V], which is False before.
+    `slots` is the capacity of the caches of all ranks together, in rows. `steps` is given if
+    configured. Returns also the marks of two pages, if they fit.
     """
     chosen: tuple[Paging, Tensor | None] = Paging(steps or 1), None
-    marks_TV: Tensor | None = None
-    for number, batch in enumerate(islice(batches, 2 * (steps or MOST_STEPS)), start=1):
-        if marks_TV is None:
-            device = batch.words_n.device
-            marks_TV = torch.zeros(2, rows, dtype=torch.bool, device=device)
+    counted = [2 * steps] if steps else [2, 4, 8, 2 * MOST_STEPS]
+    for number, batch in enumerate(islice(batches, counted[-1]), start=1):
         kernels.mark(batch, marks_TV)
-        if number in ([2 * steps] if steps else [2, 4, 8, 16]):
+        if number in counted:
             if int(marks_TV.sum()) > slots:
                 break
             chosen = Paging(number // 2), marks_TV.clone()

@@ -162,8 +162,9 @@ class Plan(Task):
         # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
         sampler = make_sampler(self, kernels)
-        room = self.rows, size * self.slots, transfer.steps_per_page
-        paging, marks_TV = choose_paging(sampler.epoch(), kernels, *room)
+        zeros_TV = torch.zeros(2, self.rows, dtype=torch.bool, device=self.device)
+        room = size * self.slots, transfer.steps_per_page
+        paging, marks_TV = choose_paging(sampler.epoch(), kernels, zeros_TV, *room)
         # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
         # softmax, as the text does not name its nodes.
         if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:

@@ -48,6 +48,7 @@ class TrainingStep:
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
+        self.tables = self.inputs, self.outputs
         # One event for each of the last two pages: its steps are computed.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
         # The planning stream may reuse the memory of its tensors once they are freed. So they are
@@ -71,7 +72,7 @@ class TrainingStep:
         # Update these rows, not the borrowed ones. A number that is not finite sets `state.fault`
         # and is not written, nor is anything by later steps. But sequential SGD has updated rows
         # during `gradients`, so its bad values are already written.
-        update = Update(self.optimizer, (self.inputs, self.outputs), lr)
+        update = Update(self.optimizer, self.tables, lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
 
@@ -93,7 +94,7 @@ class TrainingStep:
 
     def finish(self) -> None:
         """Free all memory but that of the tables, which must be flushed."""
-        self.engine = Engine([self.inputs, self.outputs])
+        self.engine = Engine(self.tables)
         del self.kernels, self.exchange
 
     def _next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:

@@ -128,10 +128,8 @@ class Trainer:
         self._text = {"raw_words": self.raw_words, "vocabulary": self.vocab.fingerprint}
         self._text["digest"] = self.digest
         self.ranks.require_equal(self._text)
-        tables = [self._step.inputs, self._step.outputs]
-        self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", tables, self.copy_bytes, self.ranks
-        )
+        saved = self.folder / "checkpoints", self._step.tables
+        self.checkpoints = Checkpoints(*saved, self.copy_bytes, self.ranks)
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
@@ -226,8 +224,7 @@ class Trainer:
 
         held_out_loss is None where nothing was held out.
         """
-        tables = self._step.inputs, self._step.outputs
-        host = sum(table.bytes for table in tables if table.storage != "cuda")
+        host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
         host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
         return {
@@ -376,8 +373,8 @@ class Trainer:
     def _held_out_loss(self) -> float | None:
         if not self.held_out:
             return None
-        weights = self._step.inputs["weight"], self._step.outputs["weight"]
-        return self.held_out.loss(*weights, self.ranks)
+        input_VD, output_VD = (table["weight"] for table in self._step.tables)
+        return self.held_out.loss(input_VD, output_VD, self.ranks)
 
     # Export.
 
@@ -481,7 +478,7 @@ class Trainer:
         if state["epochs_done"] > config.train.epochs:
             done = f"{state['epochs_done']:.4g} passes are done"
             raise ConfigError(f"train.epochs={config.train.epochs}, but {done}; give more")
-        saved.load([self._step.inputs, self._step.outputs], self.ranks)
+        saved.load(self._step.tables, self.ranks)
         self.loop.sampler.load_state_dict(state["samplers"])
         self.loop.epochs_done = state["epochs_done"]
         self._step.state.step = state["step"]

@@ -228,61 +228,72 @@ class Task:
 
     def needs(self) -> dict[str, dict[str, int]]:
         """Return the bytes by place and purpose."""
-        config, words, rows = self.config, self.words, self.shape.stride
-        weights, tables = 4 * words * self.shape.dim, self.table_bytes
-        on_gpu, ranks, in_files = self.on_gpu, self.ranks.size, bool(config.transfer.table_dir)
-        batches = self._batch_bytes()
-        tree = 0
-        if config.model.hs:
-            tree = PATH_BYTES * int(self.path_lengths.sum()) + 8 * words
-        compiles = on_gpu or self.kernels != "reference"
-        plain_on_gpu = on_gpu and self.kernels == "reference"
-        # A CPU provides no memory for the rows of the input table that no word uses.
-        unused = 0 if on_gpu else self.record_bytes * (rows - -(-words // ranks))
-        in_memory = not in_files and (self.is_hosted or not on_gpu)
+        # The oldest checkpoint is removed when the third is whole.
+        checkpoints = 3 if self.config.run.checkpoint_minutes else 1
+        in_files = bool(self.config.transfer.table_dir)
+        unpadded = self._record_bytes(alignment=self.shape.dtype.itemsize)
+        return {
+            "host": self._host_needs(),
+            "locked": {
+                "tables": self.table_bytes * (self.engine == "mapped"),
+                "buffers": RING_BYTES * (self.engine == "staged"),
+            },
+            "gpu": self._gpu_needs() if self.on_gpu else {},
+            "disk": {
+                "checkpoints": checkpoints * 2 * self.rows * unpadded,
+                "vectors": (2 * 4 * self.shape.dim + 32) * self.words,  # as .kv and .bin
+                "tables": self.ranks.size * self.table_bytes * in_files,
+            },
+        }
+
+    def _host_needs(self) -> dict[str, int]:
+        compiles = self.on_gpu or self.kernels != "reference"
+        plain_on_gpu = self.on_gpu and self.kernels == "reference"
+        tables = 0
+        if not self.config.transfer.table_dir and (self.is_hosted or not self.on_gpu):
+            # A CPU provides no memory for the rows of the input table that no word uses.
+            used = self.shape.stride if self.on_gpu else -(-self.words // self.ranks.size)
+            tables = self.record_bytes * (self.shape.stride + used)
         # Large vectors are exported block by block; only those that are scored are copied.
-        scored = 4 * min(words, ASKED) * self.shape.dim if on_gpu or ranks > 1 else 0
-        vectors = min(EXPORT_BYTES, 2 * weights) + scored
-        host = {
+        vectors = min(EXPORT_BYTES, 2 * 4 * self.words * self.shape.dim)
+        if self.on_gpu or self.ranks.size > 1:
+            vectors += 4 * min(self.words, ASKED) * self.shape.dim
+        return {
             "program": PROGRAM_BYTES
-            + CUDA_BYTES * on_gpu
+            + CUDA_BYTES * self.on_gpu
             + COMPILER_BYTES * compiles
             + CUBLAS_BYTES * plain_on_gpu,
-            "tables": (tables - unused) * in_memory,
-            "vocabulary": WORD_BYTES * words + tree,
+            "tables": tables,
+            "vocabulary": WORD_BYTES * self.words + self._tree_bytes,
             "vectors": vectors,
             # They are gone when vectors are exported.
-            "batches": 0 if on_gpu else max(0, batches - vectors),
+            "batches": 0 if self.on_gpu else max(0, self._batch_bytes() - vectors),
         }
-        locked = {
-            "tables": tables * (self.engine == "mapped"),
-            "buffers": RING_BYTES * (self.engine == "staged"),
-        }
-        gpu = {
+
+    def _gpu_needs(self) -> dict[str, int]:
+        several, rows = self.ranks.size > 1, 2 * self.shape.stride
+        needs = {
             # Ranks have buffers to exchange rows.
-            "program": GPU_RESERVE * (4 if ranks > 1 else 1)
-            + tables // MAPPED_PART * (self.engine == "mapped"),
-            "batches": batches,
+            "program": GPU_RESERVE * (4 if several else 1)
+            + self.table_bytes // MAPPED_PART * (self.engine == "mapped"),
+            "batches": self._batch_bytes(),
             "ids": 4 * len(self.corpus.ids) * self.ids_on_gpu,
-            "vocabulary": (DRAW_BYTES + ROUTE_BYTES * (ranks > 1)) * words
-            + 2 * INDEX_BYTES * rows
-            + tree,
+            "vocabulary": (DRAW_BYTES + ROUTE_BYTES * several) * self.words
+            + INDEX_BYTES * rows
+            + self._tree_bytes,
         }
-        if self.is_hosted:
-            # An automatic cache takes what is left, so it needs no more than to be set up.
-            slots = min(2 * rows, (self.cache_bytes or 0) // self.record_bytes)
-            gpu["cache maps"] = 2 * MAP_BYTES * rows
-            gpu["cache"] = max(self.slot_bytes * slots, 2 * SORT_BYTES * rows)
-        else:
-            gpu["tables"] = tables
-        disk = {
-            # The oldest checkpoint is removed when the third is whole.
-            "checkpoints": (3 if config.run.checkpoint_minutes else 1)
-            * (2 * self.rows * self._record_bytes(self.shape.dtype.itemsize)),
-            "vectors": 2 * weights + 32 * words,  # vectors.kv and vectors.bin
-            "tables": ranks * tables * in_files,
-        }
-        return {"host": host, "locked": locked, "gpu": gpu if on_gpu else {}, "disk": disk}
+        if not self.is_hosted:
+            return needs | {"tables": self.table_bytes}
+        # An automatic cache takes what is left, so it needs no more than to be set up.
+        slots = min(rows, (self.cache_bytes or 0) // self.record_bytes)
+        cache = max(self.slot_bytes * slots, SORT_BYTES * rows)
+        return needs | {"cache maps": MAP_BYTES * rows, "cache": cache}
+
+    @property
+    def _tree_bytes(self) -> int:
+        if not self.config.model.hs:
+            return 0
+        return PATH_BYTES * int(self.path_lengths.sum()) + 8 * self.words
 
     def _batch_bytes(self) -> int:
         """Return the bytes of batches and gradients on the compute device."""

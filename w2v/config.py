@@ -386,9 +386,8 @@ def find_config(name: str | Path) -> Path:
     Raises `ConfigError`, with the nearest name, if there is none.
     """
     path = Path(name).expanduser()
-    shipped = path if path.is_file() else shipped_config(str(name))
-    if shipped:
-        return shipped
+    if found := path if path.is_file() else shipped_config(str(name)):
+        return found
     near = nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
     near = near or nearest_config(path.stem)
     remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"

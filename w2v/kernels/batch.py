@@ -63,11 +63,6 @@ class Tree(NamedTuple):
     codes_P: Tensor  # uint8, the branch that leads on to the word; its label is 1 - code
     depth: int  # the length of the longest path
 
-    def to(self, device: torch.device) -> Tree:
-        """Return the tree on a device."""
-        begin_V, nodes_P, codes_P = (part.to(device) for part in self[:3])
-        return Tree(begin_V, nodes_P, codes_P, self.depth)
-
 
 def table_rows(words: int, hs: bool, negative: int) -> int:
     """Return the rows that a table needs.
@@ -105,7 +100,10 @@ class Objective(NamedTuple):
 
     def to(self, device: torch.device) -> Objective:
         """Return the objective with its tree on a device."""
-        return self._replace(tree=self.tree and self.tree.to(device))
+        if self.tree is None:
+            return self
+        begin_V, nodes_P, codes_P = (part.to(device) for part in self.tree[:3])
+        return self._replace(tree=Tree(begin_V, nodes_P, codes_P, self.tree.depth))
 
 
 SKIPGRAM = Objective()

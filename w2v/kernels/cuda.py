@@ -81,29 +81,32 @@ class CudaKernels(Kernels):
         return rows
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
-        row_width, dtype = page.inputs.records_SR.shape[1], page.inputs.records_SR.dtype
-        macros = _macros(batch) | {"DIM": self.shape.dim, "ELEMENT": ELEMENTS[dtype]}
-        macros["COUNTED"] = int(self.shape.count_pairs)
-        blocks = blocks_for(32 * batch.windows_B.shape[0])
-        inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
-        sums = rows.loss, rows.pairs
         cbow, mean, tree, weighted = batch.objective
-        if tree and not (tree.depth or macros["TARGETS"]):  # one word, which nothing predicts
+        if tree and not (tree.depth or _word_targets(batch)):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
-        macros |= {"CBOW": int(cbow), "MEAN": int(mean), "WEIGHTED": weighted}
-        kernel = "cbow" if cbow else "skipgram"
-        macros["RANKS"], borrowed = self._borrowed_at()
-        args = *inputs, *outputs, row_width, *borrowed, *sums
-        launch("gradients.cu", kernel, macros, blocks, *_text(batch), *args)
+        ranks, borrowed = self._borrowed_at()
+        macros = _macros(batch) | {
+            "DIM": self.shape.dim,
+            "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
+            "COUNTED": int(self.shape.count_pairs),
+            "CBOW": int(cbow),
+            "MEAN": int(mean),
+            "RANKS": ranks,
+            "WEIGHTED": weighted,
+        }
+        inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
+        row_width, sums = page.inputs.records_SR.shape[1], (rows.loss, rows.pairs)
+        args = *_text(batch), *inputs, *outputs, row_width, *borrowed, *sums
+        blocks = blocks_for(32 * batch.windows_B.shape[0])
+        launch("gradients.cu", "cbow" if cbow else "skipgram", macros, blocks, *args)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         optimizer, tables, lr = update
         dim, row_width = self.shape.dim, page.inputs.records_SR.shape[1]
         # Both tables count their steps, and count alike: the kernel needs one number.
-        steps = [optimizer.count_step(table) for table in tables]
-        step, step_column = steps[0]
+        (step, step_column), _ = map(optimizer.count_step, tables)
         ranks, sources = self._sources()
         macros = _step_macros(optimizer, page.inputs.records_SR.dtype, dim, ranks)
         # An upper bound: the number of rows is known on the device alone.

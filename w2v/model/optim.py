@@ -54,8 +54,9 @@ class RowOptimizer:
         # and then set to that step's rate.
         other = self._args | {"lr": 2 * self._args["lr"]}
         doubled = first if self.formula else _first_state(self._class, other)
-        self.rates = [key for key in first if not torch.equal(first[key], doubled[key])]
-        first |= {key: torch.zeros_like(first[key]) for key in self.rates}
+        self._lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
+        first |= {key: torch.zeros_like(first[key]) for key in self._lr_states}
+        # States as wide as the weight, and scalars; with their first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
         is_read = may_change or not self.formula.startswith("adam") or self._hyper.beta1 > 0
         self._unread = [] if is_read else ["exp_avg"]
@@ -68,7 +69,7 @@ class RowOptimizer:
         # The constructor's arguments, with defaults, that are not None.
         self.arguments = {key: value for key, value in self._args.items() if value is not None}
         self.scalars = {} if self._per_row else self._scalars  # that a table holds once
-        self.state_count = len(self._wide)  # of states that are as wide as the weight
+        self.state_count = len(self._wide)
         # Whether a step is w -= lr * gradient and no more, which needs no batch.
         is_scaled = self._hyper.weight_decay or self.occurrence_cap
         self.is_plain_sgd = self.formula == "sgd" and not is_scaled
@@ -113,7 +114,7 @@ class RowOptimizer:
         if cap := self.occurrence_cap:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
         weight_UD = records_UR[:, table.columns["weight"]]
-        for key in self.rates:
+        for key in self._lr_states:
             found = table.scalars.get(key)
             rates = records_UR[:, table.columns[key]] if found is None else found
             rates.masked_fill_(rates == 0, lr)
@@ -298,13 +299,12 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
             clears = "optimizer.args={} clears what a config file has set"
             hint = f"did you mean {near}?" if near else clears
             raise ConfigError(f"optimizer.args.{key} is not an argument of {config.name}; {hint}")
-        pair = accepted[key]
-        if isinstance(pair, tuple):
-            value = config.args[key]
-            numbers = "[" + ",".join(f"{number:g}" for number in pair) + "]"
-            if not isinstance(value, (list, tuple)) or len(value) != len(pair):
-                expected = f"must be {len(pair)} numbers, such as {numbers}"
-                raise ConfigError(f"optimizer.args.{key}={value} {expected}")
+        value, default = config.args[key], accepted[key]
+        is_list = isinstance(value, (list, tuple))
+        if isinstance(default, tuple) and not (is_list and len(value) == len(default)):
+            numbers = ",".join(f"{number:g}" for number in default)
+            expected = f"must be {len(default)} numbers, such as [{numbers}]"
+            raise ConfigError(f"optimizer.args.{key}={value} {expected}")
     if "foreach" in accepted:
         # There is one parameter at a time: grouping would only copy strided views.
         accepted["foreach"] = False

@@ -290,9 +290,7 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
         why = "no usable NVIDIA GPU" if machine.cuda_torch else "this torch is a CPU build"
         remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
         raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
-    torch_major, cupy_major = (
-        version.split(".")[0] for version in (machine.cuda_torch, machine.cuda_cupy)
-    )
+    torch_major, cupy_major = machine.cuda_torch.split(".")[0], machine.cuda_cupy.split(".")[0]
     if machine.gpu and cupy_major and cupy_major != torch_major:
         log.warning(
             f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "

@@ -315,9 +315,9 @@ class Trainer:
         used, read, written, updated = self._final["rows"]
         if used:
             log.info(
-                f"over the link came {read:,} rows, {read / used:.1%} of those used, and "
-                f"{written:,} went back: {read / self._total_words:.3f} a word, against "
-                f"{updated / self._total_words:.3f} if every step fetched its own"
+                f"{read:,} rows were read over the link, {read / used:.1%} of those used, and "
+                f"{written:,} written: {read / self._total_words:.3f} a word are read, and "
+                f"{updated / self._total_words:.3f} would be if every step read its own"
             )
 
     # What the phases report.

@@ -255,13 +255,21 @@ def test_tables_in_files(tmp_path):
         engine_of(mapped, WITH_GPU, GPU, 1)
 
 
+def task_on_gpu(*settings, centers):
+    config = configured(*settings)
+    optimizer = RowOptimizer(config.optimizer)
+    return SimpleNamespace(
+        config=config, centers=centers, optimizer=optimizer, kernels="cuda", on_gpu=True
+    )
+
+
 def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
     vocab = Vocab(["a", "b"], np.array([6000, 4000]), raw_words=10_000, raw_types=2)
 
     def warning(*assignments):
         caplog.clear()
-        config = configured(*assignments)
-        plan.warn_of_few_steps(config, vocab.kept_counts(config.model.sample).sum())
+        centers = vocab.kept_counts(configured(*assignments).model.sample).sum()
+        plan.warn_of_settings(task_on_gpu(*assignments, centers=centers), batch_is_given=True)
         return caplog.text
 
     enough = "model.sample=0", "train.epochs=10"
@@ -283,8 +291,8 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
     ],
 )
 def test_eps_too_small_for_float16_is_warned_of(precision, settings, warned, caplog):
-    config = configured(f"train.precision={precision}", *settings)
-    plan.warn_of_small_eps(config, RowOptimizer(config.optimizer))
+    settings = [f"train.precision={precision}", "train.batch_size=1000", *settings]
+    plan.warn_of_settings(task_on_gpu(*settings, centers=1e9), batch_is_given=True)
     assert re.search(warned, caplog.text) if warned else not caplog.text
 
 

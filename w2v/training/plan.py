@@ -411,36 +411,25 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
 
 def warn_of_settings(task: Task, batch_is_given: bool) -> None:
     """Warn of settings with which a run is slow or learns little."""
-    if batch_is_given and task.kernels != "sequential":
-        warn_of_few_steps(task.config, task.centers)
-    warn_of_small_eps(task.config, task.optimizer)
-    if not task.on_gpu and task.config.train.precision != "float32":
-        slow = f"train.precision={task.config.train.precision} on a CPU is plain torch's"
-        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-    if task.ranks.size > 1 and not task.on_gpu:
-        slow = f"{task.ranks.size} ranks without GPUs are slower than one process with all cores"
-        log.warning(f"{slow}; leave out --gpus or torchrun")
-
-
-def warn_of_few_steps(config: Config, centers: float) -> None:
-    """Warn if an epoch has too few centers for the batch size."""
-    size = config.train.batch_size
-    steps = config.train.epochs * centers / size
-    if steps < FEWEST_STEPS:
+    train, size = task.config.train, task.config.train.batch_size
+    steps = train.epochs * task.centers / size
+    if batch_is_given and task.kernels != "sequential" and steps < FEWEST_STEPS:
         remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
         few = f"{steps:.0f} optimizer steps, too few to learn from"
         log.warning(f"train.batch_size={size} leaves {few}; {remedy}")
-
-
-def warn_of_small_eps(config: Config, optimizer: RowOptimizer) -> None:
-    """Warn if float16 leaves an optimizer too small an eps to divide by."""
-    eps = optimizer.arguments.get("eps", FLOAT16_EPS)
-    if config.train.precision == "fp16" and eps < FLOAT16_EPS:
+    eps = task.optimizer.arguments.get("eps", FLOAT16_EPS)
+    if train.precision == "fp16" and eps < FLOAT16_EPS:
         log.warning(
             "train.precision=fp16 rounds squared gradients under 6e-8 to 0, and "
-            f"{config.optimizer.name} then divides by its eps, {eps:g}; set "
+            f"{task.config.optimizer.name} then divides by its eps, {eps:g}; set "
             f"optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
+    if not task.on_gpu and train.precision != "float32":
+        slow = f"train.precision={train.precision} on a CPU is plain torch's"
+        log.warning(f"{slow}, about 60 times slower than float32; leave it out")
+    if not task.on_gpu and task.ranks.size > 1:
+        slow = f"{task.ranks.size} ranks without GPUs are slower than one process with all cores"
+        log.warning(f"{slow}; leave out --gpus or torchrun")
 
 
 # Build what was decided, in this order.

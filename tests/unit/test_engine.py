@@ -70,7 +70,7 @@ def test_resident_page_is_the_tables_themselves(device):
         assert view.records_SR is table.records_VR
         assert view.slots(rows) is rows
     engine.flush()
-    assert engine.stats == (0, 0, 0, 0.0) and not engine.pages
+    assert engine.stats == (0, 0, 0, 0.0) and not engine.moves_rows
 
 
 @GPU

@@ -344,7 +344,7 @@ class Word2Vec(word2vec.Word2Vec):
             step.kernels.input_factors = factors_V  # type: ignore[attr-defined]
         if kernels == "sequential" or (factors_V == 1).all():
             return lambda: None
-        if step.engine.pages:  # the GPU keeps rows of its own
+        if step.engine.moves_rows:  # the GPU keeps rows of its own
             remedy = 'add "transfer.engine=resident" to settings'
             raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {remedy}")
         weight_VD = step.inputs["weight"]
@@ -385,7 +385,7 @@ class Word2Vec(word2vec.Word2Vec):
             weight_VD = table["weight"][rows]
             if not is_first and np.array_equal(vectors_VD, weight_VD.float().cpu().numpy()):
                 continue
-            if not is_first and step.engine.pages:  # the GPU keeps rows of its own
+            if not is_first and step.engine.moves_rows:  # the GPU keeps rows of its own
                 remedy = 'add "transfer.engine=resident" to settings'
                 raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
             weight_VD.copy_(torch.from_numpy(vectors_VD))

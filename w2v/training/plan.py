@@ -69,7 +69,10 @@ IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Task):
-    """What a run will use, and why."""
+    """What a run will use, and why.
+
+    `text` and `paging`, which take time and GPU memory, are made when they are first used.
+    """
 
     reason: str  # why this engine
     slots: int  # rows of paged tables that the GPU has room for

@@ -104,7 +104,7 @@ class TrainingStep:
         with on_stream(self.planning):
             planned = self.exchange.next_page(batches)
             marks_TV = None
-            if planned and self.engine.pages:
+            if planned and self.engine.moves_rows:
                 size = 2, self.inputs.rows
                 marks_TV = torch.zeros(size, dtype=torch.bool, device=self.state.device)
                 self.exchange.mark(planned, marks_TV)

@@ -50,7 +50,7 @@ class RowCache(Engine, ABC):
         is_timed: Whether stats tell how long the computation waits.
     """
 
-    pages = True
+    moves_rows = True
 
     def __init__(
         self,

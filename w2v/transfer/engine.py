@@ -35,12 +35,12 @@ class TransferStats(NamedTuple):
 class Engine:
     """Brings the rows of both tables to the compute device, a page at a time.
 
-    A row is in one place at a time, so overlap changes no result. `pages` says whether rows have to
-    be prefetched at all. This is the engine of tables on the compute device, CPU or GPU: paging
-    with nothing to move.
+    A row is in one place at a time, so overlap changes no result. `moves_rows` says whether rows
+    have to be prefetched at all. This is the engine of tables on the compute device, CPU or GPU:
+    paging with nothing to move.
     """
 
-    pages = False
+    moves_rows = False
 
     def __init__(self, tables: Sequence[Table]):
         self._tables = tables
@@ -70,7 +70,7 @@ class Engine:
 class Paged(Engine):
     """Bring the rows of each page and write them back: nothing is cached."""
 
-    pages = True
+    moves_rows = True
 
     def __init__(self, link: Link, tables: Sequence[Table], device: torch.device):
         super().__init__(tables)

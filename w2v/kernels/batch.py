@@ -137,7 +137,7 @@ def rows_at_most(
 
 
 def most_rows(batch: Batch, parts: int = 1) -> tuple[int, int]:
-    """Return the most rows that one of equal parts of a batch touches."""
+    """Return the most rows that one of `parts` parts of a batch touches."""
     centers = -(-batch.windows_B.shape[0] // parts)
     drawn, tree = centers * batch.negatives_BK.shape[1], batch.objective.tree
     depth, words = (tree.depth, tree.begin_V.shape[0] - 1) if tree else (0, 0)

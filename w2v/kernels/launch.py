@@ -50,7 +50,7 @@ _thread = threading.local()
 
 
 def blocks_for(threads: int) -> int:
-    """Return the blocks for that many threads, at most a few GPUs full."""
+    """Return the blocks for that many threads, at most 8 a processor."""
     return max(1, min(-(-threads // THREADS), 8 * _processors()))
 
 

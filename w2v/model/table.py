@@ -69,7 +69,7 @@ class Table:
         dtype: torch.dtype = torch.float32,
         path: str | Path | None = None,  # the file of "mmap"
         alignment: int = ALIGNMENT,  # bytes of which a record has a multiple; a GPU needs 128
-        memory_VR: Tensor | None = None,  # in this storage: of another table, or `side_by_side`
+        memory_VR: Tensor | None = None,  # for the records, if there is some in this storage
     ):
         check_table(rows, dim, states, storage, dtype, path)
         self.name = name
@@ -128,7 +128,7 @@ class Table:
         """Set the weights of rows [first_row, last_row), a chunk at a time.
 
         `values` gets row ids [n] on `device`, by default the table's, and returns weights [n, D].
-        So many threads call it at once.
+        That many `threads` call it at once.
         """
         device = device or self.records_VR.device
         chunk_rows = max(1, INIT_CHUNK[device.type] // self.dim)

@@ -64,8 +64,8 @@ ROUTE_BYTES = 20  # a vocabulary word, where several ranks exchange rows: indice
 MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
 SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache is allocated
 MOVE_BYTES = 24  # a cache slot: two lists of moves
-MAPPED_PART = 512  # the GPU's page tables take this part of pinned tables
-UNUSED_PART = 256  # the allocator leaves this part of the cache unused
+MAPPED_PART = 512  # the GPU's page tables take one byte for this many of pinned tables
+UNUSED_PART = 256  # the allocator leaves one byte unused for this many of the cache
 DEVIATIONS = 4  # standard deviations of a page's rows for which the cache leaves room
 PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
 
@@ -74,7 +74,7 @@ SHORT = 0.9  # share of what is needed that is taken to be free where an allocat
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
 PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
-IDS_SHARE = 16  # ids of the text take at most this part of the GPU's free memory
+IDS_SHARE = 16  # ids of the text are on a GPU that has this many times their bytes free
 # Type of rows by precision, float32 where it is not named.
 ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -222,7 +222,7 @@ class Trainer:
     def results(self) -> dict[str, Any]:
         """Return losses, raw words, seconds, and memory of all ranks.
 
-        held_out_loss is None where nothing was held out.
+        held_out_loss is None if nothing was held out.
         """
         host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
@@ -332,7 +332,7 @@ class Trainer:
         return math.log(2) * targets
 
     def _rank_traffic(self) -> str:
-        """Return what has gone over this rank's link and to other ranks."""
+        """Return the rates of this rank's link and of what it sends to others."""
         seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
         link = self._link_use().bytes / seconds
         sent = self._step.exchange.bytes_sent / seconds

@@ -84,11 +84,14 @@ class Metrics:
         state = {key: math.nan if value is None else value for key, value in (state or {}).items()}
         self.step = int(state.get("step", 0))
         self.words = int(state.get("words", 0))
-        self.loss: float = state.get("mean_loss", math.nan)
         self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
-        self._total_words, self._log_seconds = total_words, log_seconds
-        self._loss, self._pairs = Total(state.get("loss", 0)), Total(state.get("pairs", 0))
+        self.loss: float = state.get("mean_loss", math.nan)  # mean, at the last report
         self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
+        self._total_words, self._log_seconds = total_words, log_seconds
+
+        # Sums since the last line, and of the epoch so far.
+        self._line_loss = Total(state.get("loss", 0))
+        self._line_pairs = Total(state.get("pairs", 0))
         self._epoch_loss = Total(state.get("epoch_loss", 0))
         self._epoch_pairs = Total(state.get("epoch_pairs", 0))
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
@@ -125,9 +128,9 @@ class Metrics:
 
     def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
         """Count a step, after which `words` raw words are done, without waiting."""
-        for total in (self._loss, self._epoch_loss):
+        for total in (self._line_loss, self._epoch_loss):
             total.add(loss)
-        for total in (self._pairs, self._epoch_pairs):
+        for total in (self._line_pairs, self._epoch_pairs):
             total.add(pairs)
         self.step += 1
         self.words = words
@@ -139,8 +142,7 @@ class Metrics:
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
         self._ended.append((line, self._epoch_loss, self._epoch_pairs))
-        self._epoch_loss = Total()
-        self._epoch_pairs = Total()
+        self._epoch_loss, self._epoch_pairs = Total(), Total()
 
     @property
     def due(self) -> bool:
@@ -170,7 +172,7 @@ class Metrics:
             log.info(
                 f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
             )
-        self._loss, self._pairs = Total(), Total()
+        self._line_loss, self._line_pairs = Total(), Total()
         self._logged, self._logged_words, self._logged_link = now, self.words, self._link()
 
     def state(self, lr: float) -> dict[str, float]:
@@ -183,8 +185,8 @@ class Metrics:
             "step": self.step,
             "words": self.words,
             "seconds": self.seconds,
-            "loss": self._loss.read(),
-            "pairs": int(self._pairs.read()),
+            "loss": self._line_loss.read(),
+            "pairs": int(self._line_pairs.read()),
             "mean_loss": self.loss,
             "last_epoch_loss": self.epoch_loss,
             "epoch_loss": self._epoch_loss.read(),
@@ -240,7 +242,7 @@ class Metrics:
                 self.epoch_loss = epoch_loss.read() / pairs
                 self.append(**line, loss=self.epoch_loss)
         self._ended.clear()
-        loss, pairs = self._loss.read(), self._pairs.read()
+        loss, pairs = self._line_loss.read(), self._line_pairs.read()
         self.loss = loss / pairs if pairs else self.loss
         self.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from w2v.distributed import launcher
 from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
-from w2v.kernels import Kernels, ShardKernels
+from w2v.kernels import Kernels
 from w2v.kernels.batch import StepState, chunk_words, rows_at_most
 from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
@@ -444,22 +444,26 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, unless the caller sets them, and
     outputs zero.
     """
-    config = plan.config
-    if config.train.deterministic:
+    if plan.config.train.deterministic:
         # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, outputs = make_tables(plan, draws_vectors)
     peers = find_peers(plan)
-    kernels = make_kernels(plan, peers)
+    kernels: Any = make_kernels(plan, peers)  # of the kind that the exchange below needs
     share = {"rank": plan.ranks.rank, "world_size": plan.ranks.size}
     sampler = make_sampler(plan, kernels, **share, lookahead=plan.paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
-    exchange = make_exchange(plan, kernels, engine, state, planning, peers)
-    parts = kernels, engine, exchange, plan.optimizer, state, planning
+    steps = plan.paging.steps
+    exchange = Exchange(kernels, steps)
+    if peers:
+        exchange = PeerExchange(kernels, steps, state, peers, engine.page())
+    elif plan.ranks.size > 1:
+        exchange = RankExchange(kernels, steps, state, plan.ranks, plan.shape, planning)
+    step = TrainingStep(inputs, outputs, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
-    return TrainingLoop(config, sampler, TrainingStep(inputs, outputs, *parts))
+    return TrainingLoop(plan.config, sampler, step)
 
 
 def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
@@ -578,23 +582,6 @@ def expected_uses(plan: Plan) -> Tensor:
         uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
         uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)
     return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
-
-
-def make_exchange(
-    plan: Plan,
-    kernels: Kernels,
-    engine: Engine,
-    state: StepState,
-    planning: torch.cuda.Stream | None,
-    peers: PeerMemory | None,
-) -> Exchange:
-    """Return the exchange of rows between ranks."""
-    ranks, steps = plan.ranks, plan.paging.steps
-    if ranks.size == 1:
-        return Exchange(kernels, steps)
-    if peers:
-        return PeerExchange(cast(CudaPeerKernels, kernels), steps, state, peers, engine.page())
-    return RankExchange(cast(ShardKernels, kernels), steps, state, ranks, plan.shape, planning)
 
 
 def make_heldout(plan: Plan) -> HeldOut | None:

@@ -216,7 +216,7 @@ def sum_gradients(
 def step_rows(
     optimizer: OptimizerLike,
     counted: tuple[float, int],  # by `optimizer.count_step`
-    noise: int,  # seed of the rounding to bfloat16
+    seed: int,  # of the rounding to bfloat16
     view: tuple[Tensor, Tensor | None],  # records on the GPU, and the record of each row, as above
     rows_U: Tensor | None,  # int32; None: 0, 1, 2, ...
     count: Tensor | None,  # their number, if the GPU knows it
@@ -229,22 +229,22 @@ def step_rows(
     """
     records_SR, slot_of_V = view
     (rows, dim), device = grad_UD.shape, grad_UD.device
-    number, step_column = counted
+    step, step_column = counted
     macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
     if rows_U is None:
         rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    none, stepped, loss, fault = _zeros(device)
-    given = records_SR, slot_of_V, None, rows_U, grad_UD, None, count, signed(noise)
-    other = None, None, None, None, None, None, none, 0
-    record = records_SR.shape[1], dim, step_column, number
+    # The arguments of `CudaKernels.optimizer_step`, for one table.
+    no_rows, stepped, loss, faults = _zeros(device)
+    inputs = records_SR, slot_of_V, None, rows_U, grad_UD, None, count, signed(seed)
+    outputs = None, None, None, None, None, None, no_rows, 0
+    record = records_SR.shape[1], dim, step_column, step
     hyper = 0, *optimizer.hyper(lr)
-    # With neither a step's number nor a bit, no fault is ever set; 0 is the double 0 as well.
-    blocks = blocks_for(32 * rows)
-    faults = stepped, loss, fault, 0, 0
-    sources = None, None, None, 0
-    launch("optim.cu", "step", macros, blocks, *given, *other, *record, *hyper, *faults, *sources)
+    # A fault would be the sum of this step and a bit, both 0. The loss has the bits of a double 0.
+    fault = stepped, loss, faults, 0, 0
+    args = *inputs, *outputs, *record, *hyper, *fault, None, None, None, 0
+    launch("optim.cu", "step", macros, blocks_for(32 * rows), *args)
 
 
 @functools.lru_cache(maxsize=4)

@@ -27,6 +27,9 @@ from w2v.system.simd import LANES
 BLOCK = 256  # centers that a thread of sequential SGD takes at a time
 LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
 PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
+# The same for the output rows of sequential SGD, and the parts of a center over which they are
+# spread: all at once hold a core up (docs/log.md). With summed gradients parts are slower.
+SPREAD = 5, 4
 ROWS_AHEAD = 4  # rows that an owner fetches early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
@@ -212,6 +215,20 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     context word, with lr in them.
     """
     subtracts = int(in_place)
+    early, parts = SPREAD if in_place else (PREFETCH, 1)
+
+    @inlined
+    def fetch(part, later):
+        """Prefetch a part of the rows of a later center and its negatives."""
+        word, negatives_K, unique_out, output_VR, dim = later
+        rows = len(negatives_K) + (len(negatives_K) > 0)
+        for t in range(part * rows // parts, min((part + 1) * rows // parts, rows)):
+            row = word
+            if t > 0:
+                row = negatives_K[t - 1]
+            _prefetch_row(output_VR, row, dim, subtracts)
+            if not in_place and unique_out[0][row] >= 0:
+                _prefetch_row(unique_out[2], unique_out[0][row], dim, 1)
 
     @compiled
     def loop(begin, end, shape, unique, memory, text, drawn, records, rates, path):
@@ -226,24 +243,20 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         weight_d, mean, factors_V = rates
         begin_V, nodes_P = path[0], path[1]
         padded = context_CP.shape[1]
-        negatives = negatives_BK.shape[1]
         places = len(ring_pairs_C)
         loss, product, pairs = 0.0, 1.0, 0
 
         for center in range(begin, end):
             at = first + center
             # Prefetch the rows of a later center, and its new context word.
+            number = min(center + early, end - 1)
+            later = words_n[first + number], negatives_BK[number], unique_out, output_VR, dim
+            fetch(0, later)
             if center + PREFETCH < end:
                 word = words_n[at + PREFETCH]
                 if len(begin_V):
                     for p in range(begin_V[word], begin_V[word + 1]):
                         _prefetch_row(output_VR, nodes_P[p], dim, subtracts)
-                for k in range(-min(negatives, 1), negatives):  # of them, -1 is the center
-                    if k >= 0:
-                        word = negatives_BK[center + PREFETCH, k]
-                    _prefetch_row(output_VR, word, dim, subtracts)
-                    if not in_place and unique_out[0][word] >= 0:
-                        _prefetch_row(unique_out[2], unique_out[0][word], dim, 1)
                 if at + PREFETCH + window < len(words_n):
                     _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim, subtracts)
 
@@ -278,6 +291,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                 else:
                     simd.blend(0, context_CP, c - left - (c > at), one, input_VR, words_n[c], dim)
             simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, of_pairs[0])
+            fetch(1, later)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
             weights = at - left, weight_d
@@ -286,6 +300,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             else:
                 sums = _errors(loss, product, contexts, targets, weights, of_targets, of_pairs)
             loss, product = sums
+            fetch(2, later)
             simd.pair_gradients(
                 of_pairs[1],
                 context_CP,
@@ -299,6 +314,7 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                 subtracts,
                 grad_TP,
             )
+            fetch(3, later)
 
             # Each context's gradient goes to its row, or to the ring.
             scale = share if cbow and not mean else one  # see `Objective`

@@ -160,7 +160,20 @@ TABLES = {
         {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},
         [SPEED, ANALOGIES],
     ),
-    "steps": Table(["cpu-2026-11-23-4"], {r"(.*)": r"\1"}, [SPEED]),
+    "steps": Table(
+        ["cores-2026-11-23"],
+        {r"1 cores": "one core", r"(.*)": r"\1"},
+        [
+            Column("SGD, M words/s", "w2v SGD [/s]", ".1f", 1e-6),
+            Column("over one core", "w2v SGD over one", ".1f"),
+            Column("apart", "w2v SGD apart over one", ".1f"),
+            Column("Adam, M words/s", "w2v Adam [/s]", ".1f", 1e-6),
+            Column("over one core", "w2v Adam over one", ".1f"),
+            Column("apart", "w2v Adam apart over one", ".1f"),
+            Column("rows in cache, apart", "rows in cache apart over one", ".1f"),
+            Column("rows in memory, apart", "rows in memory apart over one", ".1f"),
+        ],
+    ),
     "library": Table(["library-2026-11-23"], {r".* ids: (.*)": r"\1"}, STEPS),
     "clicks": Table(
         numbered("library-2026-11-23", 2, 6, 4, 3, 5, 7),

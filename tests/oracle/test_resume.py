@@ -376,7 +376,7 @@ def test_large_vectors_are_written_once(tmp_path, monkeypatch, place):
 
 def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "LARGE", 1)
-    monkeypatch.setattr(export, "_write_kv", Mock(side_effect=OSError(28, "No space left")))
+    monkeypatch.setattr(export, "_pickled", Mock(side_effect=OSError(28, "No space left")))
     with make(tmp_path) as trainer:
         trainer.train()
         with pytest.raises(OSError, match="No space left"):

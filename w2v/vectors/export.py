@@ -31,7 +31,9 @@ LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of 
 ARRAY = "vectors.kv.vectors.npy"  # its name
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
 BLOCKS_AHEAD = 3  # blocks that wait for the thread of a file
-EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: small vectors twice, or blocks of 2 files
+PICKLED_WORDS = 1 << 16  # at a time
+FIRST_NUMBER = 1 << 10  # of words in a pickle, after those of other values
+EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: blocks of 2 files
 
 
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
@@ -86,9 +88,12 @@ class _File:
             self._writing.popleft().result()
         self._writing.append(self._thread.submit(self._write, make, arguments))
 
-    def checksum(self) -> str:
-        """Return the SHA-256 when all is on disk."""
+    def sync(self) -> None:
+        """Have the thread wait, after the last part, until all is on disk."""
         self._writing.append(self._thread.submit(os.fsync, self._file.fileno()))
+
+    def checksum(self) -> str:
+        """Return the SHA-256 when the thread has done all."""
         for writing in self._writing:
             writing.result()
         return self._digest.hexdigest()
@@ -117,36 +122,37 @@ def save_rows(
 ) -> int:
     """Write vectors.kv, vectors.bin and their checksums, without gensim.
 
-    The V words are sorted by falling count. The blocks are float32 [n, D]; only small
-    vectors are ever whole in memory. An error is raised after the last block, as other ranks
-    wait until theirs are received. Return the CRC-32 of `ARRAY`, 0 if there is no such file.
+    The V words are sorted by falling count. The blocks are float32 [n, D]. An error is raised after
+    the last block, as other ranks wait until theirs are received. Return the CRC-32 of `ARRAY`, 0
+    if there is no such file.
     """
     shape = len(words), dim
     try:
         with _new_files(folder) as new, contextlib.ExitStack() as stack:
-            files = {}
-            if "bin" in formats:
-                files["vectors.bin"] = stack.enter_context(_File(new / "vectors.bin"))
-                files["vectors.bin"].write("{} {}\n".format(*shape).encode)
-            if has_array(*shape):
-                files[ARRAY] = stack.enter_context(_File(new / ARRAY))
+            names = ["vectors.bin"] * ("bin" in formats) + [ARRAY] * has_array(*shape)
+            names.append("vectors.kv")
+            files = {name: stack.enter_context(_File(new / name)) for name in names}
+            kv = files["vectors.kv"]
+            kv.write(_pickled, words, counts, dim, ARRAY not in files)
+            if ARRAY in files:
                 files[ARRAY].write(_npy_header, shape)
-            # Small vectors are in the pickle, which is written last.
-            vectors = None if ARRAY in files else np.empty(shape, np.float32)
+            if "vectors.bin" in files:
+                files["vectors.bin"].write("{} {}\n".format(*shape).encode)
+            buffer = io.BytesIO()  # of the thread that writes vectors.bin
             first = 0
             for block_nD in blocks:
                 end = first + len(block_nD)
                 if "vectors.bin" in files:
-                    files["vectors.bin"].write(_binary_rows, words[first:end], block_nD)
-                if vectors is None:
-                    files[ARRAY].write(lambda block_nD: block_nD.data.cast("B"), block_nD)
-                else:
-                    vectors[first:end] = block_nD
+                    rows = words[first:end], block_nD, buffer
+                    files["vectors.bin"].write(_binary_rows, *rows)
+                files.get(ARRAY, kv).write(lambda block_nD: block_nD.data.cast("B"), block_nD)
                 first = end
-            # The threads go on while the words are pickled.
-            _write_kv(new / "vectors.kv", words, counts, dim, vectors)
+            if ARRAY not in files:
+                kv.write(bytes, pickle.TUPLE + pickle.BUILD + pickle.SETITEM)
+            kv.write(bytes, pickle.BUILD + pickle.STOP)
+            for file in files.values():
+                file.sync()
             sums = {name: file.checksum() for name, file in files.items()}
-            sums["vectors.kv"] = hash_file(new / "vectors.kv", hashlib.sha256())
             (folder / SUMS).unlink(missing_ok=True)  # wrong until all files are in place
         _write_sums(folder, sums)
         return files[ARRAY].crc32 if ARRAY in files else 0
@@ -163,13 +169,20 @@ def _npy_header(shape: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-def _binary_rows(words: Sequence[str], block_nD: np.ndarray) -> bytes:
-    """Return a word, a space and the bytes of its vector, for each word."""
-    parts = [b""] * (2 * len(words))
-    # No word holds "\n", as words are read from lines. Encoding them at once is faster.
-    parts[0::2] = "\n".join(f"{word} " for word in words).encode().split(b"\n")
-    parts[1::2] = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0].tolist()
-    return b"".join(parts)
+def _binary_rows(words: Sequence[str], block_nD: np.ndarray, to: io.BytesIO) -> memoryview:
+    """Return a word, a space and its vector, for each word, in this memory."""
+    parts = [b" "] * (3 * len(words))
+    parts[0::3] = _encoded(words)
+    parts[2::3] = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0].tolist()
+    to.seek(0)
+    to.writelines(parts)  # to join them in new memory takes four times as long
+    return to.getbuffer()[: to.tell()]
+
+
+def _encoded(words: Sequence[str]) -> list[bytes]:
+    """Return each word in UTF-8."""
+    # All at once, which is faster; words are read from lines, and so hold no line feed.
+    return "\n".join(words).encode().split(b"\n")
 
 
 def save(
@@ -239,18 +252,16 @@ def _new_files(folder: Path) -> Iterator[Path]:
     sync(folder)
 
 
-def _write_kv(
-    path: Path, words: Sequence[str], counts: np.ndarray, dim: int, vectors: np.ndarray | None
-) -> None:
-    """Pickle `KeyedVectors` without gensim; vectors in a .npy file are None."""
-    inline = {} if vectors is None else {"vectors": vectors}
+def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -> bytes:
+    """Return a pickle of `KeyedVectors`, up to the vectors if they are inline.
+
+    It has the operations of pickle itself. That would import gensim, which takes 50 MiB, and take
+    four times as long for words, in which no other thread works.
+    """
     state = {
         "vector_size": dim,
-        "index_to_key": list(words),
-        "key_to_index": dict(zip(words, range(len(words)), strict=True)),
         "next_index": len(words),
         "expandos": {"count": np.array(counts, np.int64)},
-        **inline,
         "norms": None,
         "mapfile_path": None,
         "lifecycle_events": [],
@@ -259,12 +270,44 @@ def _write_kv(
         "__ignoreds": [],
         "__recursive_saveloads": [],
     }
-    with open(path, "wb") as file:
-        # An empty object of the class, then its attributes, as pickle itself writes them;
-        # but pickle would import gensim, which takes 50 MiB.
-        file.write(pickle.PROTO + b"\x03" + pickle.GLOBAL)
-        file.write(b"gensim.models.keyedvectors\nKeyedVectors\n")
-        file.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-        pickle.dump(state, file, protocol=3)
-        file.seek(-len(pickle.STOP), os.SEEK_END)
-        file.write(pickle.BUILD + pickle.STOP)
+    # An empty object of the class, then its attributes.
+    parts = [pickle.PROTO + b"\x03" + pickle.GLOBAL, b"gensim.models.keyedvectors\nKeyedVectors\n"]
+    parts += [pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT]
+    for name, value in state.items():
+        parts += [_operations(name), _operations(value), pickle.SETITEM]
+    # Words have a number, by which they are named as keys.
+    parts += [_operations("index_to_key"), pickle.EMPTY_LIST, pickle.MARK]
+    for first in range(0, len(words), PICKLED_WORDS):
+        encoded = _encoded(words[first : first + PICKLED_WORDS])
+        numbers = range(FIRST_NUMBER + first, FIRST_NUMBER + first + len(encoded))
+        some = 3 * encoded
+        some[0::3] = _operation(pickle.BINUNICODE, [*map(len, encoded)]).tolist()
+        some[1::3] = encoded
+        some[2::3] = _operation(pickle.LONG_BINPUT, numbers).tolist()
+        parts.append(b"".join(some))
+    parts += [pickle.APPENDS, pickle.SETITEM]
+    rows = np.arange(len(words))
+    keys = _operation(pickle.LONG_BINGET, FIRST_NUMBER + rows), _operation(pickle.BININT, rows)
+    parts += [_operations("key_to_index"), pickle.EMPTY_DICT, pickle.MARK]
+    parts += [np.stack(keys, axis=1).tobytes(), pickle.SETITEMS, pickle.SETITEM]
+    if inline:
+        array: Any = np.empty(0, np.float32)
+        make, given, (version, _, dtype, in_columns, _) = array.__reduce__()
+        parts += [_operations("vectors"), _operations(make), _operations(given), pickle.REDUCE]
+        shape = len(words), dim
+        parts += [pickle.MARK, *map(_operations, (version, shape, dtype, in_columns))]
+        parts.append(_operation(pickle.BINBYTES, [4 * len(words) * dim]).tobytes())
+    return b"".join(parts)
+
+
+def _operations(value: Any) -> bytes:
+    """Return the pickle of a value without its begin and end."""
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+def _operation(code: bytes, operands: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return an operation for each operand of 4 bytes, as raw bytes."""
+    operations = np.empty(len(operands), [("code", "S1"), ("operand", "<u4")])
+    operations["code"] = code
+    operations["operand"] = operands
+    return operations.view("V5")

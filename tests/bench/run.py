@@ -66,7 +66,8 @@ def measure(settings: list[str], work: Path) -> Figures:
     figures["analogies [%]"] = 100 * run.scores["analogies"]["total"]["accuracy"]
 
     # What the disk takes for the same files.
-    files = [file for file in folder.rglob("*") if file.is_file()]
+    found = (file for file in folder.rglob("*") if file.is_file())
+    files = {file.stat().st_ino: file for file in found}.values()  # one of each pair of links
     (work / "copies").mkdir()
     began = perf_counter()
     for number, file in enumerate(files):
@@ -105,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="a text file, not compressed")
     parser.add_argument("--large", type=int, default=10, help="copies of it (0: no large text)")
+    parser.add_argument("--gpus", type=int, default=1, help="also with so many, beside one")
     parser.add_argument("--cases", default="", metavar="PART", help="only those with this in name")
     parser.add_argument("--folder", type=Path, help="where texts and runs are written")
     parser.add_argument(
@@ -125,6 +127,9 @@ def main(arguments: list[str] | None = None) -> None:
             (f"{name}, new text", settings, True),
             (f"{name}, ids cached", settings, False),
         ]
+        if args.gpus > 1:
+            on_all = [*settings, "--gpus", str(args.gpus)]
+            cases.append((f"{name}, ids cached, {args.gpus} GPUs", on_all, False))
         if args.large:
             large, name = work / "large.txt", f"{name} x {args.large}"
             reading.write_copies(args.corpus, args.large, True, large)

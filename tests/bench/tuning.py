@@ -2,26 +2,27 @@
 
     python tests/bench/tuning.py cases.jsonl --texts wiki=wiki100.txt books=books45.txt --to FILE
 
-Each line of cases.jsonl is a run: {"text": "wiki:4", "set": ["optimizer.lr=.05", ...]}, where 4 is
-the number of millions of words (none: all) from the beginning of the text, or with "wiki:4@.5" from
-its middle. "graph:5x200-1" are random walks in a graph of GRAPHS with seed 1, scored by how well
-the communities are found. "B" and "lr" are factors of the automatic batch size and rate. A line
+Each line of cases.jsonl is a run: {"text": "wiki:4", "set": ["optimizer.lr=.05", ...]}. 4 is the
+number of millions of words (by default all) from the beginning of the text; "wiki:4@.5" starts in
+its middle. "graph:5x200-1" stands for random walks with seed 1 in a graph of GRAPHS, scored by how
+well clusters find its groups. "B" and "lr" are factors of the automatic batch size and rate. A line
 with "gensim": {"alpha": .05} trains gensim instead. Worker processes share the GPU, as short runs
-wait for the CPU. Each run adds a line to the file of results as soon as it ends.
+wait for the CPU. Each run adds a line to FILE when it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import logging
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from w2v.config import load_config
-from w2v.text import open_corpus
+from w2v.text import Corpus, Vocab, open_corpus
 from w2v.training import plan
-from w2v.vectors import datasets
+from w2v.vectors import datasets, evaluate
 
 # Block models: groups, nodes of each, and the probability of an edge inside and between them.
 GRAPHS = {"4x40": (4, 40, 0.2, 0.03), "8x50": (8, 50, 0.2, 0.05), "5x200": (5, 200, 0.04, 0.0085)}
@@ -75,89 +77,42 @@ def write_walks(graph: str, file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def purity(words: list[str], vectors_VD: Tensor) -> float:
+def purity(words: Sequence[str], vectors_VD: Tensor) -> float:
     """Return the share of nodes that are in their cluster's largest group."""
-    from scipy.cluster.vq import kmeans2
+    from sklearn.cluster import KMeans
 
     group_V = np.array([int(word.partition("/")[0]) for word in words])
     groups = group_V.max() + 1
     unit_VD = torch.nn.functional.normalize(vectors_VD.double()).cpu().numpy()
-    best, right = np.inf, 0  # by k-means on unit vectors
-    for seed in range(10):
-        means_GD, cluster_V = kmeans2(unit_VD, groups, iter=50, minit="++", seed=seed)
-        spread = ((unit_VD - means_GD[cluster_V]) ** 2).sum()
-        if spread < best:
-            clusters = (group_V[cluster_V == cluster] for cluster in range(groups))
-            best, right = spread, sum(np.bincount(c).max() for c in clusters if len(c))
-    return right / len(words)
+    cluster_V = KMeans(groups, n_init=10, random_state=0).fit_predict(unit_VD)
+    largest = (np.bincount(group_V[cluster_V == cluster]).max() for cluster in range(groups))
+    return sum(largest) / len(words)
 
 
-class Scorer:
-    """Scores vectors of a vocabulary on all data sets, with matrix products."""
-
-    def __init__(self, words: list[str], device: torch.device, further: datasets.Further):
-        self._device = device
-        self._nodes = words if "/" in words[0] else None
-        row = {word.upper(): number for number, word in reversed(list(enumerate(words)))}
-        self._questions = {
-            datasets.set_name(file or "google"): self._ids(file, row, device)
-            for file in (None, *further.questions)
-        }
-        self._pairs = {
-            datasets.set_name(name): self._judged(name, row, device)
-            for name in (*datasets.PAIR_SETS, *further.pairs)
-        }
-
-    @staticmethod
-    def _ids(file: str | None, row: dict[str, int], device: torch.device) -> Tensor:
-        asked = [four for _, part in datasets.read_questions(file) for four in part]
-        known = [[row[word] for word in four] for four in asked if row.keys() >= set(four)]
-        return torch.tensor(known, dtype=torch.long, device=device).reshape(-1, 4)
-
-    @staticmethod
-    def _judged(name: str, row: dict[str, int], device: torch.device) -> tuple[Tensor, np.ndarray]:
-        pairs = datasets.judged_pairs(name)
-        known = [(row[a], row[b], score) for a, b, score in pairs if a in row and b in row]
-        ids = torch.tensor([pair[:2] for pair in known], dtype=torch.long, device=device)
-        return ids.reshape(-1, 2), np.array([pair[2] for pair in known])
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Known questions and pairs of each set."""
-        counts = {name: len(ids) for name, ids in self._questions.items()}
-        return counts | {name: len(human) for name, (_, human) in self._pairs.items()}
-
-    def __call__(self, vectors_VD: Tensor) -> dict[str, float]:
-        if self._nodes:
-            return {"purity": round(purity(self._nodes, vectors_VD), 4)}
-        unit_VD = torch.nn.functional.normalize(vectors_VD.to(self._device).float())
-        scores = {}
-        for name, ids_Q4 in self._questions.items():
-            correct = sum(int(answered(unit_VD, ids).sum()) for ids in ids_Q4.split(2048))
-            scores[name] = correct / max(1, len(ids_Q4))
-        for name, (ids_P2, human_P) in self._pairs.items():
-            if len(human_P) > 2:
-                cosine_P = (unit_VD[ids_P2[:, 0]] * unit_VD[ids_P2[:, 1]]).sum(1).cpu().numpy()
-                scores[name] = float(np.corrcoef(ranks(cosine_P), ranks(human_P))[0, 1])
-        return {name: round(value, 4) for name, value in scores.items()}
+def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -> dict[str, Any]:
+    """Return the scores, and how many questions and pairs of each set were counted."""
+    if "/" in words[0]:
+        return {"scores": {"purity": round(purity(words, vectors_VD), 4)}}
+    google, similarities, others = evaluate.scores(words, vectors_VD, *further)
+    totals = {name: found.total for name, found in {"google": google, **others}.items()}
+    scores = {name: total.accuracy for name, total in totals.items()}
+    scores |= {found.name: found.spearman for found in similarities if found.spearman is not None}
+    counts = {name: total.counted for name, total in totals.items()}
+    return {
+        "scores": {name: round(value, 4) for name, value in scores.items()},
+        "counts": counts | {found.name: found.pairs for found in similarities},
+    }
 
 
-def answered(unit_VD: Tensor, ids_Q4: Tensor) -> Tensor:
-    """Return which questions are answered by the nearest word, bool [Q]."""
-    a_QD, b_QD, c_QD, _ = (unit_VD[ids] for ids in ids_Q4.unbind(1))
-    cosine_QV = (b_QD - a_QD + c_QD) @ unit_VD.T
-    cosine_QV.scatter_(1, ids_Q4[:, :3], -torch.inf)
-    return cosine_QV.argmax(1) == ids_Q4[:, 3]
+@functools.cache
+def open_text(path: Path, folder: Path) -> tuple[Vocab, Corpus]:
+    """Open a text, whose ids are cached in a folder; later calls return the same one."""
+    return open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
 
 
-def ranks(values_P: np.ndarray) -> np.ndarray:
-    """Return ranks from 1; equal values share their mean rank."""
-    _, place_P, count = np.unique(values_P, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place_P]
-
-
-def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
+def train(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train once; return the scores, the settings and how long it took."""
+    opened = open_text(path, args.folder)
     config = load_config([], [*BASE, *case["set"]])
     config = plan.make_plan(config, opened).config
     size = max(1, round(config.train.batch_size * case.get("B", 1)))
@@ -179,8 +134,7 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     seconds = time.monotonic() - began
     loop.check_finite(lambda: "")
     used, read, *_ = loop.step.engine.stats
-    return {
-        "scores": scorer(loop.step.inputs["weight"].detach()),
+    return score(opened[0].words, loop.step.inputs["weight"], args.further) | {
         "lr used": lr,
         "batch used": size,
         "steps": steps,
@@ -190,7 +144,37 @@ def train(opened, case: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def stretch(paths: dict[str, Path], text: str, folder: Path) -> Path:
+def train_gensim(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train gensim once; return the scores and how long it took."""
+    from gensim.models import Word2Vec
+
+    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "sg": 1, "min_count": 5}
+    given["workers"] = args.gensim_workers
+    began = time.monotonic()
+    model = Word2Vec(corpus_file=str(path), **(given | case["gensim"]))
+    seconds = time.monotonic() - began
+    vectors_VD = torch.from_numpy(model.wv.vectors)
+    return score(model.wv.index_to_key, vectors_VD, args.further) | {"seconds": round(seconds, 2)}
+
+
+def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Train a case in a worker process; return it with its results, or None when it is too late."""
+    if time.time() > args.deadline:
+        return None
+    logging.getLogger("w2v").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    try:
+        result = (train_gensim if "gensim" in case else train)(case, path, args)
+    except (ValueError, MemoryError, RuntimeError) as error:  # it must not end the other runs
+        result = {"error": " ".join(str(error).split())[:300]}
+    gc.collect()  # pinned tables of the run
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return case | result | {"total": round(time.monotonic() - began, 2)}
+
+
+def text_file(paths: dict[str, Path], text: str, folder: Path) -> Path:
     """Return the file of a text, or of a stretch of its words."""
     name, _, part = text.partition(":")
     if name == "graph":
@@ -212,51 +196,6 @@ def stretch(paths: dict[str, Path], text: str, folder: Path) -> Path:
     return cut
 
 
-def train_gensim(case: dict[str, Any], text: Path, device: torch.device, args) -> dict[str, Any]:
-    """Train gensim once; return the scores and how long it took."""
-    from gensim.models import Word2Vec
-
-    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "sg": 1, "min_count": 5}
-    given["workers"] = args.gensim_workers
-    began = time.monotonic()
-    model = Word2Vec(corpus_file=str(text), **(given | case["gensim"]))
-    seconds = time.monotonic() - began
-    scorer = Scorer(model.wv.index_to_key, device, args.further)
-    scores = scorer(torch.from_numpy(model.wv.vectors))
-    return {"scores": scores, "seconds": round(seconds, 2), "counts": scorer.counts}
-
-
-def work(number: int, tasks, args, folder: Path, deadline: float) -> None:
-    """Take cases until there are none, or until the deadline."""
-    logging.getLogger("w2v").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    opened: dict[str, Any] = {}
-    out = args.to.with_suffix(f".{number}.jsonl").open("a")
-    while time.time() < deadline and (case := tasks.get()):
-        began = time.monotonic()
-        try:
-            text = stretch(args.paths, case["text"], folder)
-            if "gensim" in case:
-                result = train_gensim(case, text, device, args)
-            else:
-                if case["text"] not in opened:
-                    corpus = load_config([], [f"corpus.path={text}", f"corpus.data_dir={folder}"])
-                    pair = open_corpus(corpus)
-                    opened[case["text"]] = pair, Scorer(pair[0].words, device, args.further)
-                pair, scorer = opened[case["text"]]
-                result = train(pair, case, scorer) | {"counts": scorer.counts}
-        except Exception as error:  # a run that diverged must not end the others
-            result = {"error": " ".join(str(error).split())[:300]}
-            if "diverged" not in result["error"]:
-                traceback.print_exc()
-        result["total"] = round(time.monotonic() - began, 2)
-        out.write(json.dumps(case | result) + "\n")
-        out.flush()
-        gc.collect()  # pinned tables of the run
-        torch.cuda.empty_cache() if device.type == "cuda" else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", type=Path)
@@ -268,42 +207,29 @@ def main() -> None:
     parser.add_argument("--gensim-workers", type=int, default=8, help="threads of gensim")
     parser.add_argument("--seconds", type=float, default=1e6, help="begin no run after this")
     args = parser.parse_args()
-    deadline = time.time() + args.seconds
-    args.paths = {name: Path(path) for name, _, path in (t.partition("=") for t in args.texts)}
+    args.deadline = time.time() + args.seconds
     args.further = datasets.Further(args.questions, args.pairs)
+    texts = {name: Path(path) for name, _, path in (text.partition("=") for text in args.texts)}
     cases = [json.loads(line) for line in args.cases.read_text().splitlines() if line.strip()]
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        own, gensims = context.Queue(), context.Queue()
-        processes = [
-            context.Process(target=work, args=(n, own, args, Path(folder), deadline))
-            for n in range(args.workers)
+    logging.getLogger("w2v").setLevel(logging.ERROR)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        args.to.open("a") as out,
+        ProcessPoolExecutor(args.workers, spawn) as ours,
+        ProcessPoolExecutor(1, spawn) as gensims,
+    ):
+        args.folder = Path(folder)
+        files = {text: text_file(texts, text, args.folder) for text in {c["text"] for c in cases}}
+        for file in files.values():
+            open_text(file, args.folder)  # encoded once for all processes
+        runs = [
+            (gensims if "gensim" in case else ours).submit(run, case, files[case["text"]], args)
+            for case in cases
         ]
-        is_gensim = any("gensim" in case for case in cases)
-        if is_gensim:
-            processes.append(
-                context.Process(target=work, args=(99, gensims, args, Path(folder), deadline))
-            )
-        for process in processes:
-            process.start()
-        logging.getLogger("w2v").setLevel(logging.ERROR)
-        texts = dict.fromkeys(case["text"] for case in cases)
-        for text in texts:
-            path = stretch(args.paths, text, Path(folder))
-            open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
-        print(f"texts ready {time.time() - deadline + args.seconds:.1f} s", flush=True)
-        for case in cases:
-            (gensims if "gensim" in case else own).put(case)
-        for _ in range(args.workers):
-            own.put(None)
-        gensims.put(None)
-        for process in processes:
-            process.join(max(1.0, deadline + 20 - time.time()))
-            if process.is_alive():
-                process.terminate()
-    print(f"done {time.time() - deadline + args.seconds:.1f} s", flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # queues may hold cases that nobody takes
+        for done in tqdm(as_completed(runs), total=len(runs)):
+            if result := done.result():
+                print(json.dumps(result), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # also when run as a program
-from tests.bench import tables  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench import tables
+from tests.bench.results import ROOT
 
 THEMES = {  # text, bars of w2v, bars of others
     "light": ("#1f2328", "#2f7de1", "#afb8c1"),

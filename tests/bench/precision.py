@@ -56,7 +56,7 @@ def sweep(args: argparse.Namespace) -> Path:
         for precision in PRECISIONS[kernels]:
             common = [f"corpus.path={args.corpus}", "transfer.engine=resident"]
             common += [f"train.kernels={kernels}", f"train.precision={precision}"]
-            config = load_config(args.base, [*common, "run.checkpoint_minutes=0", *args.set])
+            config = load_config(["text8"], [*common, "run.checkpoint_minutes=0", *args.set])
             text = text or open_corpus(config)
             measure(config, text, 3)  # compiles the kernels
             for batch in args.batches:
@@ -70,7 +70,6 @@ def sweep(args: argparse.Namespace) -> Path:
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", required=True)
-    parser.add_argument("--base", nargs="+", default=["configs/text8.yaml"])
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--kernels", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--steps", type=int, default=500)

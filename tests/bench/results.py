@@ -12,13 +12,16 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import mean, stdev
 
 from w2v.system.files import atomic_write
 from w2v.system.process import cores, git_commit
 
-FOLDER = Path(__file__).with_name("results")
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests/bench/results"
 Figures = dict[str, float]  # {"metric [unit]": value}
 
 
@@ -87,6 +90,23 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def deviation_of(metric: str) -> str:
+    """Return the name of a metric's standard deviation: "x stdev [s]" for "x [s]"."""
+    name, bracket, unit = metric.partition(" [")
+    return f"{name} stdev{bracket}{unit}"
+
+
+def over_seeds(runs: Sequence[Mapping[str, float]]) -> Figures:
+    """Return mean and standard deviation of each metric over runs."""
+    figures: Figures = {"seeds": len(runs)}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs]
+        figures[metric] = mean(values)
+        if len(runs) > 1:
+            figures[deviation_of(metric)] = stdev(values)
+    return figures
 
 
 def memory(process: int | str = "self") -> float:

@@ -13,12 +13,14 @@ import csv
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.bench.results import FOLDER, ROOT, deviation_of, over_seeds
+
 DOCUMENTS = [ROOT / "README.md"]
 DOCUMENTS += [ROOT / "docs" / name for name in ("performance.md", "tuning.md", "library.md")]
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -68,6 +70,7 @@ STEPS = [
     Column("GPU MiB", "GPU [MiB]", ".0f"),
     Column("host MiB", "host [MiB]", ".0f"),
 ]
+RUN_SCORES = ["google", "msr", "wordsim353", "simlex999", "mturk287", "purity"]
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
     **{name: name for name in ("step", "sampling")},
@@ -504,8 +507,7 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
         return ""
     form, _, unit = column.form.partition(" ")
     shown = f"{figures[column.metric] * column.scale:{form}}"
-    name, bracket, metric_unit = column.metric.partition(" [")
-    deviation = figures.get(f"{name} stdev{bracket}{metric_unit}")
+    deviation = figures.get(deviation_of(column.metric))
     if deviation is not None:
         shown += f" ± {deviation * column.scale:{form}}"
     return f"{shown} {unit}".strip()
@@ -513,28 +515,17 @@ def cell(figures: Mapping[str, float], column: Column) -> str:
 
 def read(file: str) -> dict:
     """Return the content of a file of results; of a table, means over runs."""
-    path = ROOT / "tests/bench/results" / f"{file}.json"
+    path = FOLDER / f"{file}.json"
     if path.exists():
         return json.loads(path.read_text())
-    runs: dict[str, list[dict[str, str]]] = {}
+    runs: dict[str, list[dict[str, float]]] = {}
     with gzip.open(path.with_suffix(".csv.gz"), "rt") as lines:
         for run in csv.DictReader(lines):
             settings = re.sub(r" ?seed=\d+", "", run["settings"])
             text = re.sub(r"@.*", "@", run["text"])  # places of a text are pooled as seeds are
-            runs.setdefault(f"{text} {settings}", []).append(run)
+            scores = {name: float(run[name]) for name in RUN_SCORES if run.get(name)}
+            runs.setdefault(f"{text} {settings}", []).append(scores)
     return {"commit": "", "figures": {case: over_seeds(of) for case, of in runs.items()}}
-
-
-def over_seeds(runs: list[dict[str, str]]) -> dict[str, float]:
-    """Return mean and standard deviation of each score."""
-    figures: dict[str, float] = {"seeds": len(runs)}
-    for score in ("google", "msr", "wordsim353", "simlex999", "mturk287", "purity"):
-        values = [float(run[score]) for run in runs if run.get(score)]
-        if values:
-            figures[score] = mean(values)
-        if len(values) > 1:
-            figures[f"{score} stdev"] = stdev(values)
-    return figures
 
 
 def cases(table: Table) -> Iterator[tuple[str, str, dict[str, float]]]:

@@ -7,11 +7,11 @@ Runs are warmed up before they are timed. The stages of a step are measured in a
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -44,18 +44,6 @@ def train_once(config: Config, text: Text) -> Figures:
     }
 
 
-def over_seeds(runs: list[Figures]) -> Figures:
-    """Return mean and standard deviation of each metric."""
-    figures: Figures = {"seeds": len(runs)}
-    for metric in runs[0]:
-        values = [run[metric] for run in runs]
-        figures[metric] = mean(values)
-        if len(runs) > 1:
-            name, bracket, unit = metric.partition(" [")
-            figures[f"{name} stdev{bracket}{unit}"] = stdev(values)
-    return figures
-
-
 def engine_settings(engine: str) -> list[str]:
     """Return the settings of "mapped", or of "mapped:50%"."""
     name, _, gpu_bytes = engine.partition(":")
@@ -63,7 +51,7 @@ def engine_settings(engine: str) -> list[str]:
     return [*settings, f"transfer.gpu_bytes={gpu_bytes}"] if gpu_bytes else settings
 
 
-def measure(args: results.argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Run every combination of config, engine and precision, with all seeds."""
     cases: dict[str, list[Config]] = {}
     text = None
@@ -72,7 +60,7 @@ def measure(args: results.argparse.Namespace) -> None:
         common = [f"corpus.path={args.corpus}", *engine_settings(engine)]
         common += [f"train.precision={precision}", "run.checkpoint_minutes=0"]
         configs = [
-            load_config([args.base, path], [*common, f"train.seed={seed}", *args.set])
+            load_config(["text8", path], [*common, f"train.seed={seed}", *args.set])
             for seed in args.seeds
         ]
         text = text or open_corpus(configs[0])
@@ -83,7 +71,7 @@ def measure(args: results.argparse.Namespace) -> None:
     found = Results("train", args.results)
     for case, configs in cases.items():
         steps.Steps(steps.make_plan(configs[0], text))(2)  # compiles the kernels
-        found.add(case, over_seeds([train_once(config, text) for config in configs]))
+        found.add(case, results.over_seeds([train_once(config, text) for config in configs]))
         gc.collect()
         found.add(case, stages.measure(steps.Steps(steps.make_plan(configs[0], text))))
 
@@ -91,7 +79,6 @@ def measure(args: results.argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--corpus", required=True)
-    parser.add_argument("--base", default="configs/text8.yaml")
     parser.add_argument("--configs", nargs="+", default=["configs/optimizers/adamax.yaml"])
     parser.add_argument("--engines", nargs="+", default=["auto"], help="such as mapped:50%%")
     parser.add_argument("--precisions", nargs="+", default=["float32"])

@@ -29,8 +29,7 @@ from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = [ROOT / "configs/text8.yaml", ROOT / "configs/optimizers/adam.yaml"]
+CONFIGS = ["text8", "adam"]
 COMMON = ["corpus.path=zipf", "vocab.min_count=1", "run.checkpoint_minutes=0"]
 GENERATED = ["model.negative_pool_steps=8", "transfer.engine=mapped"]
 SETTINGS = ["model.negative_pool=65536", "transfer.gpu_bytes=10%"]
@@ -51,14 +50,14 @@ class Numbered(Sequence[str]):
 
 
 def generate(
-    vocabulary: int, words: int, exponent: float, device: torch.device, seed: int = 0
+    vocabulary: int, words: int, device: torch.device, seed: int = 0
 ) -> tuple[Vocab, Corpus]:
     """Return a vocabulary and a text of about `words` words in random order.
 
-    Word r occurs in proportion to 1 / (r + 1) ** exponent, and at least once. Ids take 4
+    Word r occurs in proportion to 1 / (r + 1), and at least once. Ids take 4
     bytes a word of CPU memory, and about 40 bytes a word on the device while they are shuffled.
     """
-    share_V = np.arange(1, vocabulary + 1, dtype=np.float64) ** -exponent
+    share_V = 1 / np.arange(1, vocabulary + 1)
     counts_V = np.maximum(1, np.rint(words * share_V / share_V.sum())).astype(np.int64)
     total = int(counts_V.sum())
     generator = torch.Generator(device).manual_seed(seed)
@@ -87,7 +86,7 @@ def measure(
     console.log_to_console(console.ERRORS if ranks.rank else console.DETAILS)
     device = plan.choose_device(config, Machine.here(ranks))
     began = time.perf_counter()
-    text = text or generate(args.vocabulary, args.words, args.exponent, device)
+    text = text or generate(args.vocabulary, args.words, device)
     generated = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
@@ -126,7 +125,6 @@ def options(description: str, words: int) -> argparse.ArgumentParser:
     parser = results.parser(description)
     parser.add_argument("--vocabulary", "--rows", type=whole, default=10_000_000)
     parser.add_argument("--words", type=whole, default=words)
-    parser.add_argument("--exponent", type=float, default=1.0)
     parser.add_argument("--warm-up", type=int, default=200, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument(

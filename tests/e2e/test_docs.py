@@ -113,12 +113,10 @@ def test_picture_of_readme_has_the_figures_of_the_tables(theme):
 
 
 def test_a_table_shows_the_cases_that_match(tmp_path, monkeypatch):
-    folder = tmp_path / "tests" / "bench" / "results"
-    folder.mkdir(parents=True)
     header = '"gpu": "", "cpu": "2 cores", "date": "today", "commit": "abc", "command": "run"'
     figures = '{"a 1": {"x [s]": 2000, "x stdev [s]": 10}, "a 2": {"y": 1}, "b": {"x [s]": 9}}'
-    (folder / "file.json").write_text(f'{{{header}, "figures": {figures}}}')
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "file.json").write_text(f'{{{header}, "figures": {figures}}}')
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
     columns = [tables.Column("time", "x [s]", ".2f s", 1e-3)]
     made = tables.markdown(tables.Table(["file"], {r"a (\d)": r"case \1"}, columns))
     assert made.startswith("|  | commit | time |\n| --- | --- | --- |\n| case 1 |")

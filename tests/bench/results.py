@@ -93,7 +93,7 @@ def _installed(package: str) -> str:
 
 
 def deviation_of(metric: str) -> str:
-    """Return the name of a metric's standard deviation: "x stdev [s]" for "x [s]"."""
+    """Return a metric's name for its deviation: "x stdev [s]"."""
     name, bracket, unit = metric.partition(" [")
     return f"{name} stdev{bracket}{unit}"
 

@@ -90,7 +90,7 @@ def purity(words: Sequence[str], vectors_VD: Tensor) -> float:
 
 
 def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -> dict[str, Any]:
-    """Return the scores, and how many questions and pairs of each set were counted."""
+    """Return the scores, and the questions and pairs that were counted."""
     if "/" in words[0]:
         return {"scores": {"purity": round(purity(words, vectors_VD), 4)}}
     google, similarities, others = evaluate.scores(words, vectors_VD, *further)
@@ -106,7 +106,7 @@ def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -
 
 @functools.cache
 def open_text(path: Path, folder: Path) -> tuple[Vocab, Corpus]:
-    """Open a text, whose ids are cached in a folder; later calls return the same one."""
+    """Open a text; later calls return the same one."""
     return open_corpus(load_config([], [f"corpus.path={path}", f"corpus.data_dir={folder}"]))
 
 
@@ -158,7 +158,7 @@ def train_gensim(case: dict[str, Any], path: Path, args: argparse.Namespace) -> 
 
 
 def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Train a case in a worker process; return it with its results, or None when it is too late."""
+    """Return a case with its results; None after the deadline."""
     if time.time() > args.deadline:
         return None
     logging.getLogger("w2v").setLevel(logging.ERROR)

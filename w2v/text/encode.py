@@ -38,11 +38,11 @@ from w2v.text.vocab import Vocab
 BLOCK_BYTES = 1 << 20  # of text, read and numbered at a time
 TABLE_WORDS = 1 << 18  # of one thread, before they are merged
 MAX_WORD_BYTES = 40_000  # 10,000 characters of four bytes; a file with a longer word is no text
-# Of a block: its first word may begin in the one before, and spaces follow.
+# Of a block with the beginning of its first word, which may be in the one before, and padding.
 BUFFER_BYTES = BLOCK_BYTES + MAX_WORD_BYTES + 2 * tokenize.PADDING
 LONG_WORD = f"over {MAX_WORD_BYTES // 4:,} characters without a space"
 SENTENCES_AT_ONCE = 256
-LOG_SECONDS = 10.0  # between two lines of progress without a terminal
+LOG_SECONDS = 10.0  # from one line of progress to the next where there is no terminal
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # how errors="surrogateescape" marks such bytes
 
 log = logging.getLogger("w2v")
@@ -57,7 +57,7 @@ class EncodedBlock(NamedTuple):
 
 
 class EncodedText(NamedTuple):
-    """The vocabulary of a text, and its ids, which are made as they are taken."""
+    """The vocabulary of a text, and its ids, which are encoded on demand."""
 
     vocab: Vocab
     blocks: Iterator[EncodedBlock]
@@ -79,12 +79,13 @@ def encode_files(
     if settings.phrases:
         # Pairs are counted by codes, as a word has other numbers in other tables.
         text = CodedText(folder)
-        for codes in map_in_order(workers, _Numbers.codes, zip(blocks)):
+        for codes in map_in_order(workers, NumberedBlock.codes, zip(blocks)):
             text.append(codes)
         del blocks  # and their files
         text, counts, firsts, joined_codes = join_phrases(text, merged, settings, workers, folder)
-        all_codes = _Table(np.arange(len(counts), dtype=np.int32))
-        blocks = [_Numbers(text, block, all_codes) for block in text.blocks]
+        # From now on the number of a word is its code.
+        all_codes = ThreadTable(np.arange(len(counts), dtype=np.int32))
+        blocks = [NumberedBlock(text, place, all_codes) for place in text.blocks]
     vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
     # Words that are not kept have row -1.
     row_of = np.full(len(counts), -1, np.int32)
@@ -107,12 +108,13 @@ def encode_sentences(
         yield EncodedBlock(ids, lengths, sum(map(len, batch)))
 
 
-class _Table:
-    """Words that a thread has read, and the codes of their numbers."""
+class ThreadTable:
+    """Words that a thread has read; their codes and rows follow later."""
 
     def __init__(self, codes: np.ndarray | None = None):
         self.words = WordTable()
-        self.codes = codes  # by number, once the words are merged; in the end, rows
+        self.codes = codes  # by number, once the words are merged
+        self.rows: np.ndarray | None = None  # by number, once there is a vocabulary
 
     def merge(self, merged: Partitions) -> None:
         """Add the words to `merged`, which gives them codes."""
@@ -120,54 +122,67 @@ class _Table:
         self.words = WordTable()
 
 
-class _Numbers(NamedTuple):
-    """Word numbers of a block."""
+class NumberedBlock(NamedTuple):
+    """A block of text as numbers of its words."""
 
-    text: CodedText
-    place: Block  # in that text
-    table: _Table  # of the words
+    text: CodedText  # the file of numbers
+    place: Block  # in that file
+    table: ThreadTable  # which has given the numbers
+    path: Path | None = None  # the file of text
+    bad_bytes: int = 0  # that are not UTF-8
+    bad_line: int = 0  # of the block, from 1: where the first of them is
+
+    def numbers(self) -> np.ndarray:
+        """Return the number of each word."""
+        return self.text.read(self.place.first, self.place.tokens)
 
     def codes(self) -> np.ndarray:
         """Return the code of each word; its table is merged."""
-        return self.table.codes[self.text.read(*self.place[:2])]
+        return self.table.codes[self.numbers()]
+
+
+class TextBlock(NamedTuple):
+    """A block of text in the buffer of a thread."""
+
+    order: int  # its place among all blocks
+    path: Path
+    start: int  # of its bytes in the buffer
+    end: int
 
 
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: Partitions, workers: int, folder: Path
-) -> list[_Numbers]:
+) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     is_stream = any(not is_plain(path) for path in files)
     source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
     texts = [CodedText(folder) for _ in range(workers)]
-    # By place in the order of blocks: file and numbers; bytes that are not UTF-8, and their line.
-    numbered: dict[int, tuple[Path, _Numbers]] = {}
-    bad: dict[int, tuple[int, int]] = {}
+    numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()
 
     def number(worker: int) -> None:
-        text, table, last = texts[worker], _Table(), -1
+        text, table, last = texts[worker], ThreadTable(), -1
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
-            while not stopped.is_set() and (found := source.read(worker, buffer)):
-                order, path, start, end = found
+            while not stopped.is_set() and (block := source.read(worker, buffer)):
+                order, path, start, end = block
                 if start == end:  # within a word
                     continue
                 # Merged when large, which bounds memory and keeps the table in caches, and before
                 # an earlier part of the text, as a table keeps the first position that it meets.
                 if table.words.size > TABLE_WORDS or order < last:
                     table.merge(merged)
-                    table = _Table()
+                    table = ThreadTable()
                 last = order
-                new, size, bad_bytes, bad_line = _clean(buffer[start:], end - start, settings)
+                new, size, *bad = _clean(buffer[start:], end - start, settings)
                 words = tokenize.number_words(new, size, order << 32, table.words, numbers)
                 if words.has_nul:
                     raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
                 if words.longest > MAX_WORD_BYTES:
                     raise _binary_error(path, LONG_WORD)
-                numbered[order] = path, _Numbers(text, text.append(words.numbers), table)
-                if bad_bytes:
-                    bad[order] = bad_bytes, bad_line
+                place = text.append(words.numbers)
+                numbered[order] = NumberedBlock(text, place, table, path, *bad)
                 progress(end - start)
             table.merge(merged)
         finally:
@@ -178,21 +193,27 @@ def _number_words(
             list(pool.map(number, range(workers)))
         finally:  # a signal
             stopped.set()
-    blocks = sorted(numbered.items())
-    if bad:
-        first = min(bad)
-        path, _ = numbered[first]
-        before = (its for order, (other, its) in blocks if order < first and other == path)
-        where = f"{path} line {sum(its.place.lines for its in before) + bad[first][1]}"
-        count = sum(bad_bytes for bad_bytes, _ in bad.values())
+    blocks = [numbered[order] for order in sorted(numbered)]
+    _warn_of_bad_bytes(blocks)
+    return blocks
+
+
+def _warn_of_bad_bytes(blocks: list[NumberedBlock]) -> None:
+    """Log how many bytes are not UTF-8, and the line of the first one."""
+    count = sum(block.bad_bytes for block in blocks)
+    if count:
+        first = next(place for place, block in enumerate(blocks) if block.bad_bytes)
+        path = blocks[first].path
+        lines_before = sum(block.place.lines for block in blocks[:first] if block.path == path)
+        where = f"{path} line {lines_before + blocks[first].bad_line}"
         log.warning(f"{count:,} bytes are not UTF-8, first in {where}; each became U+FFFD")
-    return [numbers for _, (_, numbers) in blocks]
 
 
 class _Files:
-    """Blocks of files that several threads read, each a stretch of its own.
+    """Blocks of files that several threads read.
 
-    A thread that is done takes over half of the longest stretch that is left.
+    Each thread begins with a contiguous part of the blocks; one that is done takes over half of the
+    longest part that is left.
     """
 
     def __init__(self, files: list[Path], workers: int):
@@ -203,15 +224,16 @@ class _Files:
             for number in range(count)
         ]
         bounds = [len(self._blocks) * part // workers for part in range(workers + 1)]
-        self._stretches = [list(stretch) for stretch in itertools.pairwise(bounds)]
+        # The first block of each thread, and the end of its part.
+        self._parts = [list(part) for part in itertools.pairwise(bounds)]
         self._lock = threading.Lock()
 
-    def read(self, worker: int, buffer: np.ndarray) -> tuple[int, Path, int, int] | None:
-        """Read a block: its place in order, file, and where it is in the buffer."""
-        mine = self._stretches[worker]
+    def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
+        """Read a block into the buffer; return None after the last one."""
+        mine = self._parts[worker]
         with self._lock:
             if mine[0] == mine[1]:
-                longest = max(self._stretches, key=lambda stretch: stretch[1] - stretch[0])
+                longest = max(self._parts, key=lambda part: part[1] - part[0])
                 mine[:] = sum(longest) // 2, longest[1]
                 longest[1] = mine[0]
             if mine[0] == mine[1]:
@@ -234,7 +256,7 @@ class _Files:
         else:
             last = bytes(text[max(low, end - MAX_WORD_BYTES - 4) : end])
             end -= len(_last_word(last, path))
-        return order, path, start, max(start, end)  # the file may have become shorter
+        return TextBlock(order, path, start, max(start, end))  # the file may have become shorter
 
 
 class _Stream:
@@ -244,13 +266,13 @@ class _Stream:
         self._lock = threading.Lock()
         self._blocks = self._read(files, field)
 
-    def read(self, worker: int, buffer: np.ndarray) -> tuple[int, Path, int, int] | None:
+    def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
         """Read a block, as `_Files.read` does."""
         with self._lock:
             self._buffer = buffer
             return next(self._blocks, None)
 
-    def _read(self, files: list[Path], field: str) -> Iterator[tuple[int, Path, int, int]]:
+    def _read(self, files: list[Path], field: str) -> Iterator[TextBlock]:
         order = 0
         for path in files:
             with opened(path, field) as file:
@@ -267,7 +289,7 @@ class _Stream:
                     rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
                     if len(rest) < size:
                         order += 1
-                        yield order, path, 0, size - len(rest)
+                        yield TextBlock(order, path, 0, size - len(rest))
 
 
 def _last_word(text: bytes, path: Path) -> bytes:
@@ -311,28 +333,29 @@ def _binary_error(path: Path, reason: str) -> CorpusError:
 
 
 def _encode_blocks(
-    blocks: list[_Numbers], row_of: np.ndarray, max_length: int, workers: int
+    blocks: list[NumberedBlock], row_of: np.ndarray, max_length: int, workers: int
 ) -> Iterator[EncodedBlock]:
     """Replace word numbers by rows of the vocabulary, in threads."""
 
-    def encode(
-        text: CodedText, block: Block, table: _Table, words: int
-    ) -> tuple[EncodedBlock, int]:
-        numbers = text.read(*block[:2])
-        lengths = np.empty(block.lines + block.tokens // max_length + 1, np.int64)
-        ids, ended, last = tokenize.kept_sentences(numbers, table.codes, max_length, words, lengths)
-        return EncodedBlock(numbers[:ids], lengths[:ended], block.tokens - block.lines), last
+    def encode(block: NumberedBlock, words: int) -> tuple[EncodedBlock, int]:
+        place, numbers = block.place, block.numbers()
+        lengths = np.empty(place.lines + place.tokens // max_length + 1, np.int64)
+        rows = block.table.rows
+        ids, ended, last = tokenize.kept_sentences(numbers, rows, max_length, words, lengths)
+        return EncodedBlock(numbers[:ids], lengths[:ended], place.tokens - place.lines), last
 
-    def with_words() -> Iterator[tuple[CodedText, Block, _Table, int]]:
+    def with_words() -> Iterator[tuple[NumberedBlock, int]]:
         words = 0  # of the open sentence, before the block
-        for text, block, table in blocks:
-            yield text, block, table, words
-            words = (block.tail if block.lines else words + block.tail) % max_length
+        for block in blocks:
+            yield block, words
+            tail = block.place.tail
+            words = (tail if block.place.lines else words + tail) % max_length
 
-    tables = list(dict.fromkeys(numbers.table for numbers in blocks))
+    tables = list(dict.fromkeys(block.table for block in blocks))
     rows = map_in_order(workers, row_of.take, ((table.codes,) for table in tables))
-    for table, of_table in zip(tables, rows, strict=True):
-        table.codes = of_table
+    for table, table_rows in zip(tables, rows, strict=True):
+        table.rows = table_rows
+        table.codes = None  # frees its memory
     yield from _join_sentences(map_in_order(workers, encode, with_words()))
 
 
@@ -359,7 +382,7 @@ def _join_sentences(blocks: Iterable[tuple[EncodedBlock, int]]) -> Iterator[Enco
 
 @contextlib.contextmanager
 def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
-    """Yield what counts bytes for a bar or, without a terminal, log lines."""
+    """Yield a function that shows bytes by a bar, or in the log."""
     total = sum(file.stat().st_size for file in files) if all(map(is_plain, files)) else None
     size = f" of {total / 1e6:,.0f}" if total else ""
     read = 0

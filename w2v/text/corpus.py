@@ -30,7 +30,7 @@ WORDS = "words.txt"  # of the vocabulary, joined by line feeds
 COUNTS = "counts.bin"
 FORMAT = 4  # of the files; others are not read
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
-SHOWN_PHRASES = 3
+SHOWN_PHRASES = 3  # examples in the plan
 
 log = logging.getLogger("w2v")
 
@@ -54,11 +54,11 @@ class Corpus:
     ids: np.ndarray  # int32 [N], words of the vocabulary only
     offsets: np.ndarray  # int64 [S + 1], of sentences with two words or more
     raw_words: int  # words of the text, dropped ones included
-    raw_types: int = 0  # distinct ones, if a vocabulary is kept beside
-    tokenized: str = ""  # how the text was split into words, if that was chosen automatically
-    phrases: str = ""  # how many words are joined pairs, and some of them
-    text: str = ""  # stamp of the text files
-    digest: str = ""  # of ids and offsets; the same for the same text and vocabulary
+    raw_types: int = 0  # distinct ones, if there is a vocabulary
+    tokenized: str = ""  # for the plan: why raw text was split into words
+    phrases: str = ""  # for the plan: how many words are joined pairs, and examples
+    files_stamp: str = ""  # of the text files, see `sources.stamp`
+    digest: str = ""  # of ids and offsets: equal texts and vocabularies have equal digests
 
     @classmethod
     def write(
@@ -67,7 +67,7 @@ class Corpus:
         blocks: Iterable[EncodedBlock],
         vocab: Vocab | None = None,
         phrases: Sequence[str] = (),
-        text: str = "",
+        files_stamp: str = "",
     ) -> Corpus:
         """Write ids into a new folder, with the vocabulary if there is one.
 
@@ -92,7 +92,7 @@ class Corpus:
             writing.result()
         if not end:
             raise NoKnownWords(raw_words)
-        header = {"format": FORMAT, "raw_words": raw_words, "text": text}
+        header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}
         if vocab:
             (folder / WORDS).write_bytes("\n".join(vocab.words).encode())
             (folder / COUNTS).write_bytes(vocab.counts)
@@ -108,8 +108,8 @@ class Corpus:
     def open(cls, folder: str | Path, checked: bool = False) -> Corpus:
         """Map the ids in a folder; raise `CorpusError` if a file is damaged.
 
-        All bytes are compared with their checksums, on all cores, unless they have been `checked`:
-        ids that are altered would be trained on, or address the memory of others.
+        Unless they have been `checked`, all bytes are compared with their checksums, on all cores:
+        damaged ids would be trained on, or address memory outside of the tables.
         """
         folder = Path(folder)
         try:
@@ -132,7 +132,7 @@ class Corpus:
             header["raw_words"],
             header.get("raw_types", 0),
             phrases=header.get("phrases", ""),
-            text=header["text"],
+            files_stamp=header["text"],
             digest=blake2b(content, digest_size=16).hexdigest(),
         )
 
@@ -152,7 +152,7 @@ def checksums(path: Path) -> list[int]:
 def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     """Open the vocabulary and the ids of a text; encode it if it is new.
 
-    `checked` says that another process has just compared the checksums.
+    Checksums of cached ids are not compared if another process has just `checked` them.
 
     Raises:
         CorpusError: There is no such text, it cannot be read, or it is being changed.
@@ -166,16 +166,16 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
     mode, why = tokenize_mode(files, config.corpus)
     config = replace(config, corpus=replace(config.corpus, tokenize=mode))
     folder = data_dir / "cache" / _cache_name(files, config)
-    text = stamp(files)
-    opened = cached(folder, text, checked)
+    files_stamp = stamp(files)
+    opened = cached(folder, files_stamp, checked)
     if not opened:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             waiting = f"waiting for another run that reads a text into {folder.parent}"
             with exclusive(folder.parent, lambda: log.warning(waiting)):
                 remove_partial(folder.parent)
-                # Another run may just have written it.
-                opened = cached(folder, text, report=log.warning)
+                # Another run may have written it while this one waited.
+                opened = cached(folder, files_stamp, report=log.warning)
                 opened = opened or write_corpus(files, folder, config)
         except OSError as error:
             reason = f"{folder.parent} cannot be written ({error.strerror or error})"
@@ -186,7 +186,7 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
 
 
 def _cache_name(files: list[Path], config: Config) -> str:
-    """Return a name for the ids of files, whatever these hold."""
+    """Return a name for the ids of files: a hash of paths and settings."""
     settings = asdict(config.corpus) | asdict(config.vocab)
     del settings["path"], settings["data_dir"]
     names = [str(path.resolve()) for path in files]
@@ -195,17 +195,14 @@ def _cache_name(files: list[Path], config: Config) -> str:
 
 
 def cached(
-    folder: Path, text: str, checked: bool = False, report: Callable[[str], None] = log.debug
+    folder: Path, files_stamp: str, checked: bool = False, report: Callable[[str], None] = log.debug
 ) -> tuple[Vocab, Corpus] | None:
-    """Open a cached text; return None if it is damaged or has changed.
-
-    `text` is the stamp of the files.
-    """
+    """Open a cached text; return None if it is damaged or outdated."""
     if not (folder / HEADER).exists():
         return None
     try:
         corpus = Corpus.open(folder, checked)
-        if corpus.text != text:
+        if corpus.files_stamp != files_stamp:
             return None
         # Not vocab.tsv, as a line for each of two million words takes a second to read.
         words = (folder / WORDS).read_bytes().decode().split("\n")
@@ -222,12 +219,12 @@ def write_corpus(files: list[Path], folder: Path, config: Config) -> tuple[Vocab
 
     log.info(f"reading {files[0]}" + (f" and {len(files) - 1} more files" if files[1:] else ""))
     wait_for_clock(files)
-    text = stamp(files)
+    files_stamp = stamp(files)
     encoded = encode_files(files, config.corpus, config.vocab, cores(), folder.parent)
     vocab, blocks, phrases = encoded
     with atomic_path(folder, synced=False) as temporary:  # a quarter of the time for 4 GB
-        Corpus.write(temporary, blocks, vocab, phrases, text)
-        if stamp(files) != text:
+        Corpus.write(temporary, blocks, vocab, phrases, files_stamp)
+        if stamp(files) != files_stamp:
             name = f"corpus.path={config.corpus.path}"
             raise CorpusError(f"{name} changed while it was read; start again when it is complete")
     return_freed_memory()

@@ -95,7 +95,7 @@ MISTAKES = [
     # Settings.
     ("train my.txt epochs=3", "did you mean 'train.epochs'"),
     ("train my.txt train.epoch=3", "did you mean 'train.epochs'"),
-    ("train my.txt train.epochs = 3", "'=' is not section.key=value, without spaces"),
+    ("train my.txt train.epochs = 3", "write train.epochs=VALUE, without spaces"),
     ("train my.txt train.epochs=3.5", "is not a whole number"),
     ("train my.txt train.epochs=many", "is not a whole number"),
     ("train my.txt train.epochs=0", "must be at least 1"),
@@ -116,6 +116,7 @@ MISTAKES = [
     ("train my.txt optimizer.args={momentum:0.9}", "with a space after each colon"),
     ("train my.txt optimizer.args={betas: [0.5, 0.99]}", "quote what has spaces"),
     ("train my.txt optimizer.momentum=0.9", "did you mean 'optimizer.args.momentum'"),
+    ("sweep adam my.txt optimizer.lr", "write optimizer.lr=VALUE, without spaces"),
     # Vectors.
     ("nn my.txt king", "my.txt is text, not vectors"),
     ("nn fasttext.bin king", "does not hold vectors in the format of .bin"),

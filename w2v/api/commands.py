@@ -68,7 +68,7 @@ def export_vectors(options: Namespace) -> None:
     path = find(options.run)
     folder = Path(options.to or path.parent)
     if folder.suffix in (*READABLE, ".safetensors"):
-        raise VectorsError(f"--to {folder} names a file; name the folder that it shall be in")
+        raise VectorsError(f"--to {folder} names a file; name a folder")
     kv = load(path)
     with naming_file(folder):
         print(*export.save(kv, folder, options.formats), sep="\n")

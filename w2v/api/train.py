@@ -177,14 +177,14 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
             assignments.append(entry)
         elif is_config or shipped_config(entry):
             files.append(entry)
-        elif not (key := nearest_key(entry)).endswith(f".{entry}"):
-            if near := nearest_config(entry, cutoff=0.75):
-                raise ConfigError(
-                    f"{entry!r} is neither a text nor a config; did you mean {Path(near).stem}?"
-                )
-            texts.append(entry)  # which does not exist, or is the name of a corpus
+        elif f".{nearest_key(entry)}".endswith(f".{entry}"):
+            remedy = f"write {nearest_key(entry)}=VALUE, without spaces"
+            raise ConfigError(f"{entry!r} is neither a file nor a setting; {remedy}")
+        elif near := nearest_config(entry, cutoff=0.75):
+            hint = f"did you mean {Path(near).stem}?"
+            raise ConfigError(f"{entry!r} is neither a text nor a config; {hint}")
         else:
-            raise ConfigError(f"{entry!r} is neither a file nor a setting; write {key}=VALUE")
+            texts.append(entry)  # the name of a corpus, or of a file that does not exist
     if texts:
         assignments.insert(0, f"corpus.path={os.pathsep.join(texts)}")
     return files, assignments

@@ -236,7 +236,10 @@ def refused(kind: type[ValueError], problem: str, remedy: str) -> Iterator[None]
     except (kind, AssertionError):
         raise  # it has a message of its own, or is a bug
     except Exception as error:
-        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.strerror}: {error.filename}"
+        reason = one_line(reason)[:200]
         raise kind(f"{problem} ({reason}); {remedy}") from error
 
 

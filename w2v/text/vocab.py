@@ -64,7 +64,7 @@ class Vocab:
                 remedy = f"lower it to {np.partition(counts, -2)[-2]} or less, or use more text"
             few = f"keeps {'only one word' if len(kept) else 'no word'} and training needs two"
             raise VocabError(
-                f"{setting} {few}; the most frequent is there {counts.max()} times; {remedy}"
+                f"{setting} {few}; the most frequent occurs {counts.max()} times; {remedy}"
             )
         return cls(words(kept), counts[kept], int(counts.sum()), types), kept
 

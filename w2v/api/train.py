@@ -64,7 +64,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     # Threads that write files take turns with one that computes in Python; by default each waits
     # for 5 ms, several times for each part of a file.
     sys.setswitchinterval(SWITCH_SECONDS)
-    # Load: settings and what trains, which takes seconds to import.
+    # Load: settings, torch and the text.
     level = console.RESULTS if options.quiet else logging.INFO
     level = console.DETAILS if options.verbose or options.dry_run else level
     with launcher.on_all_ranks():
@@ -88,20 +88,9 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     encoding = forked(partial(encode, config, level)) if is_new else contextlib.nullcontext()
     starting = timeline.phase("starting")
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
-        if config.train.device != "cpu":
-            open_gpu(launcher.number("LOCAL_RANK"))
-        gc.disable()  # it would search a million objects of torch several times, for 0.3 s
-        import torch
-
-        from w2v.model import sampler
-
-        if is_new and config.train.device != "cpu" and torch.cuda.is_available():
-            threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
+        import_torch(config, is_new)
         from w2v.training import plan, run_folder, trainer
 
-        if is_new:
-            gc.freeze()
-        gc.enable()
         ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
     folder = run_folder.find_to_resume(options.resume, config.run.dir, ranks)
@@ -156,6 +145,24 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             job.train()
             job.export()
     ranks.leave()
+
+
+def import_torch(config: Config, is_new: bool) -> None:
+    """Import torch and what trains, while threads open and warm up the GPU."""
+    if config.train.device != "cpu":
+        open_gpu(launcher.number("LOCAL_RANK"))
+    gc.disable()  # it would search a million objects of torch several times, for 0.3 s
+    import torch
+
+    from w2v.model import sampler
+
+    if is_new and config.train.device != "cpu" and torch.cuda.is_available():
+        threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
+    from w2v.training import plan, trainer  # noqa: F401 - which the caller imports again
+
+    if is_new:
+        gc.freeze()
+    gc.enable()
 
 
 def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -44,16 +44,16 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 
 log = logging.getLogger("w2v")
-_load_config = functools.cache(load_config)  # which takes as long as a tenth of a short text
+_load_config = functools.cache(load_config)  # as it takes a tenth of the time of a short text
 CPU_SGD = CONFIGS / "cpu.yaml"  # gensim's own training: SGD on the CPU, one step per center
 ON_CPU = "cpu", "sequential"  # compiled kernels
-SETTINGS = (  # what an assignment in `settings` may begin with; other keys are arguments
+SETTINGS = (  # prefixes of the assignments that `settings` takes; other keys are arguments
     "model.negative_pool model.shrink_by optimizer.step optimizer.occurrence_cap "
     "optimizer.schedule optimizer.warmup train.block_words train.kernels train.precision "
     "train.deterministic transfer."
 )
 MODEL = "vector_size window shrink_windows hs negative sample ns_exponent cbow_mean".split()
-ARGUMENTS = {  # which argument sets a key of the config
+ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     "optimizer.lr": "alpha",
     "optimizer.min_lr": "min_alpha",
     "optimizer.name": "optimizer",
@@ -77,13 +77,13 @@ class Word2Vec(word2vec.Word2Vec):
         min_alpha: Learning rate at the end of training, 0 by default.
         sg: 1 for skip-gram, 0 for CBOW.
         hs: 1 for hierarchical softmax; beside negative sampling, unless negative is 0.
-        workers: Number of threads, by default torch's; only with 1, SGD on a CPU is repeatable.
-        batch_words: Has no effect: gensim's jobs are not needed. `batch_size` is that of a step.
+        workers: Number of threads, by default torch's. SGD on a CPU is repeatable only with 1.
+        batch_words: Has no effect; see `batch_size`.
         hashfxn: Has no effect, as in gensim 4.
-        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. By default
-            that of `w2v train`, Adam; or SGD if `alpha` is given, as gensim's rates are for SGD.
-        optimizer_args: Arguments of that class, by default those in configs/optimizers/.
-        batch_size: Centers per step, by default as the text needs.
+        optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. The default
+            is Adam, or SGD if `alpha` is given, as gensim's rates are for SGD.
+        optimizer_args: Arguments of that class; by default those in configs/optimizers/.
+        batch_size: Centers per step; by default it suits the text.
         device: Where to train, as train.device.
         settings: More settings as `section.key=value`, such as "train.precision=bf16".
 
@@ -262,19 +262,8 @@ class Word2Vec(word2vec.Word2Vec):
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
         model["architecture"] = "skipgram" if given["sg"] else "cbow"
-        settings = [*self.settings, f"optimizer.name={self.optimizer}"]
-        settings += [] if self.device == "auto" else [f"train.device={self.device}"]
-        settings += [] if alpha is None else ["optimizer.lr=1"]  # until it is replaced
         with _naming_arguments():
-            config = _load_config((), tuple(settings))
-            if self.optimizer == "SGD" and not self.optimizer_args:
-                settings += [f"train.device={self.device}"]  # not as in that file
-                like_gensims = _load_config((CPU_SGD,), tuple(settings))
-                machine = Machine.here()
-                device = choose_device(like_gensims, machine)
-                plain_sgd = RowOptimizer(like_gensims.optimizer)
-                if choose_kernels(like_gensims, machine, device, plain_sgd) in ON_CPU:
-                    config = like_gensims
+            config = self._base_config(is_auto=alpha is None)
             lr = 0.0  # auto
             if alpha is not None:
                 lr = _number(float, "alpha", alpha)
@@ -290,6 +279,23 @@ class Word2Vec(word2vec.Word2Vec):
                     config.train, epochs=epochs, seed=seed, batch_size=self.batch_size or 0
                 ),
             )
+
+    def _base_config(self, is_auto: bool) -> Config:
+        """Return the shipped settings of the optimizer, with `settings` and device.
+
+        Of plain SGD on a CPU, they are gensim's. The learning rate is auto or to be replaced.
+        """
+        settings = [*self.settings, f"optimizer.name={self.optimizer}"]
+        settings += [f"train.device={self.device}", *([] if is_auto else ["optimizer.lr=1"])]
+        config = _load_config((), tuple(settings))
+        if self.optimizer != "SGD" or self.optimizer_args:
+            return config
+        like_gensims = _load_config((CPU_SGD,), tuple(settings))
+        machine = Machine.here()
+        device = choose_device(like_gensims, machine)
+        optimizer = RowOptimizer(like_gensims.optimizer)
+        is_on_cpu = choose_kernels(like_gensims, machine, device, optimizer) in ON_CPU
+        return like_gensims if is_on_cpu else config
 
     def _train_on(
         self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]

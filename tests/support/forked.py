@@ -18,89 +18,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A forked process flushes its output and joins its threads, but does not tear down its modules.
-FORKING = """
-import contextlib, faulthandler, gc, io, json, multiprocessing.synchronize, os, resource, signal
-import sys, tempfile, threading, time, traceback
-from pathlib import Path
-import evaluate, gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, train
-import torch, torch._dynamo, torch._inductor  # which deterministic runs import
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from tests.support.tiny import tiny_arguments
-from w2v.api import commands
-from w2v.distributed import launcher as torchrun
-from w2v.text import encode
-from w2v.training import metrics, plan, run_folder, step, trainer
-from w2v.vectors import evaluate as scores, export
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts in the background ignore these
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-faulthandler.register(signal.SIGALRM, chain=True)  # also in forked processes
-signal.alarm(240)
-
-def rank(*arguments):
-    signal.alarm(240)
-    sys.exit(torchrun.run(train.main, arguments))
-
-def forked_ranks(ranks, restarts, arguments):
-    # Its own wait lets the agent wait forever for a rank that was killed while it waited.
-    def wait(event):
-        while not event.is_set():
-            time.sleep(0.01)
-    multiprocessing.synchronize.Event.wait = wait
-    # It would ask the driver, after which forked processes cannot use it.
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
-    config = LaunchConfig(
-        1, 1, ranks, run_id=f"job-{os.getpid()}", max_restarts=restarts, start_method="fork",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-    )
-    torch.cuda.is_available = available
-    elastic_launch(config, rank)(*arguments)
-
-def spawned_ranks(ranks, restarts, arguments):
-    options = "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"
-    run.run(run.parse_args([*options, train.__file__, *arguments]))
-
-torch.set_num_threads(1)
-if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
-    # A run loads machine code and numba's types, which took each forked one a third of a second.
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        assert train.main(tiny_arguments(Path(folder))) == 0
-gc.collect()
-gc.freeze()
-signal.alarm(0)
-print("ready", flush=True)
-for line in sys.stdin:
-    program, arguments, output, limits, ranks, restarts, forked = json.loads(line)
-    if (child := os.fork()) == 0:
-        signal.alarm(300 if ranks else 120)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        for name, limit in limits.items():
-            resource.setrlimit(getattr(resource, name), (limit, limit))
-        status = 99
-        try:
-            if ranks:
-                (forked_ranks if forked else spawned_ranks)(ranks, restarts, arguments)
-            main = {"train": train, "evaluate": evaluate}[program].main
-            status = 0 if ranks else torchrun.run(main, arguments)
-        except ChildFailedError as failed:
-            print(failed)
-            status = 1
-        except SystemExit as stop:
-            status = stop.code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            threading._shutdown()
-            os._exit(status)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 def _is_alive(process):
@@ -129,7 +46,7 @@ class Programs:
         if self._forked:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
+            [sys.executable, "-m", "tests.support.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -36,7 +36,7 @@ from w2v.vectors import evaluate, export, plots, runs
 from w2v.vectors.datasets import EvaluationError, Further, set_name
 
 log = logging.getLogger("w2v")
-# The last two are for the curves.
+# No checkpoints; scores and losses at many points, for the curves.
 SETTINGS = ["run.checkpoint_minutes=0", "run.score_epochs=true", "run.log_seconds=0.1"]
 HELD_OUT_WORDS = 20_000
 SHOWN = ("held-out loss", "analogies %", "WordSim-353", "SimLex-999", "seconds")
@@ -62,7 +62,7 @@ def quiet() -> Iterator[None]:
 def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str) -> Config:
     """Return a config with held-out words and a value for each `auto`.
 
-    What a plan refuses or warns of is shown here, before anything is trained.
+    All errors and warnings of the plan come here, before anything is trained.
     """
     config = load_config(files, given)
     opened = open_once(config.corpus, config.vocab)
@@ -74,7 +74,7 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
 
 
 def warm_up(planned: plan.Plan) -> None:
-    """Train two steps, so that the timed run finds all kernels compiled."""
+    """Train two steps, which compiles all kernels before the timed run."""
     loop = plan.build(planned)
     deque(islice(loop.epoch(), 2), maxlen=0)
     loop.step.engine.flush()
@@ -82,17 +82,16 @@ def warm_up(planned: plan.Plan) -> None:
 
 @quiet()
 def train_and_score(
-    config: Config, folder: Path, save: bool = True, further: Further | tuple[()] = ()
+    config: Config, folder: Path, save: bool = True, further: Further = Further()
 ) -> dict[str, Any]:
     """Return the scores of a run, as in scores.json, or {"diverged": reason}.
 
-    metrics.jsonl is written to the folder; `save` writes vectors.kv too. `further` are sets to
-    score beside gensim's.
+    metrics.jsonl is written to the folder; `save` writes vectors.kv too.
     """
     vocab, corpus = open_once(config.corpus, config.vocab)
     planned = plan.make_plan(config, (vocab, corpus))
     held_out = plan.make_heldout(planned)
-    warm_up(planned)  # or the first run would be charged with compiling
+    warm_up(planned)  # compiling must not count as training
     try:
         with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()
@@ -111,7 +110,7 @@ def train(
     configs: dict[str, Config],
     seeds: Sequence[int],
     folder: Path,
-    further: Further | tuple[()] = (),
+    further: Further = Further(),
     save: bool = True,
 ) -> list[runs.Run]:
     """Train every config with every seed, and return the runs.

@@ -96,10 +96,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
 
 
 def sweep(
-    configs: dict[str, Config],
-    seeds: Sequence[int],
-    folder: Path,
-    further: Further | tuple[()] = (),
+    configs: dict[str, Config], seeds: Sequence[int], folder: Path, further: Further = Further()
 ) -> Config | None:
     """Train what the folder lacks; return the best config, or None.
 

@@ -21,7 +21,7 @@ NUMBER = re.compile(r"[-+]?\d*\.?\d+")
 
 
 class Further(NamedTuple):
-    """Files of analogies and of word pairs, to score beside gensim's."""
+    """Files of the user to score beside gensim's: analogies and word pairs."""
 
     questions: Sequence[str | Path] = ()
     pairs: Sequence[str | Path] = ()

@@ -27,12 +27,12 @@ EXIT_STATUS = (
     "exit status: 0 success, 2 an error, 3 too little memory or disk; "
     "130, 143, 129 Ctrl-C, SIGTERM or a closed terminal"
 )
-FOREIGN_OPTIONS = {  # of fastText and gensim, and what one tries
+FOREIGN_OPTIONS = {  # of fastText and gensim, and likely guesses
     **dict.fromkeys(("thread", "workers"), "threads"),
     **dict.fromkeys(("k", "n", "top", "number"), "topn"),
     **dict.fromkeys(("o", "out", "output"), "to"),
 }
-FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and what one tries
+FOREIGN_COMMANDS = {  # of fastText and word2vec.c, and likely guesses
     **dict.fromkeys(("test", "eval", "evaluate"), "score"),
     **dict.fromkeys(("most-similar", "distance", "neighbors", "neighbours", "similar"), "nn"),
     **dict.fromkeys(("print-word-vectors", "convert"), "export"),

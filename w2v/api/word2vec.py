@@ -281,9 +281,10 @@ class Word2Vec(word2vec.Word2Vec):
             )
 
     def _base_config(self, is_auto: bool) -> Config:
-        """Return the shipped settings of the optimizer, with `settings` and device.
+        """Return the shipped settings of the optimizer, and the user's.
 
-        Of plain SGD on a CPU, they are gensim's. The learning rate is auto or to be replaced.
+        For plain SGD on a CPU these are gensim's. The learning rate is 0 (auto), or 1 until it is
+        replaced.
         """
         settings = [*self.settings, f"optimizer.name={self.optimizer}"]
         settings += [f"train.device={self.device}", *([] if is_auto else ["optimizer.lr=1"])]

@@ -21,7 +21,7 @@ log = logging.getLogger("w2v")
 DETAILS, RESULTS, ERRORS = logging.DEBUG, logging.INFO + 5, logging.ERROR  # levels of messages
 logging.addLevelName(RESULTS, "RESULT")
 COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
-# Messages of before the run folder exists, which train.log begins with: the plan, for example.
+# Messages logged before there is a run folder, such as the plan; train.log begins with them.
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
 
@@ -63,7 +63,7 @@ def is_terminal(output: TextIO) -> bool:
 
 
 class _FileHandler(logging.FileHandler):
-    """train.log, without which training goes on."""
+    """Write train.log; training goes on if that fails."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -21,7 +21,7 @@ def process_start() -> float:
 class Timeline:
     """Seconds of each phase since the process began.
 
-    Their sum is the wall time, as time counts for the phase that began last; the first is
+    Their sum is the wall time: time counts for the phase that began last. The first phase is
     "starting".
     """
 

@@ -29,9 +29,9 @@ from w2v.text.tokenize import FACTOR, HALF, LINE_END, Partitions
 DELIMITER = "_"
 MIN_COUNT = 5  # gensim's; subtracted from the count of a pair, so that rare pairs score low
 TOKENS_AT_ONCE = 1 << 18
-PAIRS_AT_ONCE = 1 << 20  # that a thread sorts, or as many as it has counted
+PAIRS_AT_ONCE = 1 << 20  # that a thread sorts at once, or as many as it has counted
 MOST_PAIRS = 1 << 23  # distinct ones that a thread counts
-HASHES = 1 << 20  # by which most pairs are known to be no phrase
+HASHES = 1 << 20  # of pairs; most pairs that are no phrase have the hash of none
 
 
 class Block(NamedTuple):
@@ -63,7 +63,7 @@ class CodedText:
         self.blocks.append(block)
         self.tokens += len(codes)
         rest = memoryview(codes).cast("B")
-        while rest:  # a full disk takes a part, and raises at the next
+        while rest:  # a full disk takes a part; the next write raises
             rest = rest[self.file.write(rest) :]
         return block
 

@@ -29,10 +29,10 @@ from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_lin
 from w2v.system.process import cores, terminate_with_parent
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
-SAMPLE_BYTES = 1_000_000  # in which raw text is recognized
-RAW_SHARE = 0.03  # of tokens that end in punctuation, in raw text
-CLOCK_TICK_NS = 20_000_000  # between two times that a file system tells apart
-COARSE_TICK_NS = 2_000_000_000  # where it keeps whole seconds
+SAMPLE_BYTES = 1_000_000  # read to recognize raw text
+RAW_SHARE = 0.03  # of the tokens; in raw text more of them end in punctuation
+CLOCK_TICK_NS = 20_000_000  # resolution of the times of files
+COARSE_TICK_NS = 2_000_000_000  # where they are whole seconds
 TEXT8_MD5 = "68799af40b6bda07dfa47a32612e5364"  # of text8.gz, as gensim-data publishes it
 WIKI_SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"  # of gensim
 
@@ -46,9 +46,9 @@ class CorpusError(ValueError):
 def locate(path: str, data_dir: str | Path) -> list[Path]:
     """Return the text files that `corpus.path` stands for, sorted.
 
-    It is a file, a folder (recursive, without hidden and empty files), a Wikipedia dump, the name
-    of a corpus, unless such a file exists, or several of these, joined by ":". Dumps and named
-    corpora are written as text into `data_dir`. Raises `CorpusError` if there is nothing to read.
+    `path` is a file, a folder (with its subfolders, but without hidden and empty files), a
+    Wikipedia dump, or the name of a corpus if no such file exists. Several are joined by ":". Dumps
+    and named corpora are written to `data_dir` as text. Raises `CorpusError` if there is no text.
     """
     found = Path(path).expanduser()
     data_dir = Path(data_dir).expanduser()
@@ -113,8 +113,7 @@ def _is_json(path: Path) -> bool:
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     """Open a file, decompressed if it ends in .gz, .bz2, .xz or .zst.
 
-    Of a .jsonl file it is the text in `field` of each line, with a line feed. Any error names the
-    file.
+    A .jsonl file is read as the text in `field` of each line. Every error names the file.
     """
     remedy = "is it complete, its ending right, and the package that unpacks it installed?"
     opener: Callable[..., Any] = open
@@ -164,8 +163,8 @@ def tokenize_mode(
 ) -> tuple[Literal["whitespace", "words"], str]:
     """Return how to split a text, and why if `corpus.tokenize` is auto.
 
-    Raw text is known by the share of tokens that end in punctuation, in its first megabyte. Tokens
-    of punctuation alone, as tokenizers leave them, do not count.
+    In raw text, many tokens of the first megabyte end in punctuation. Tokens of punctuation alone
+    do not count, as they come from a tokenizer.
     """
     if settings.tokenize != "auto":
         return settings.tokenize, ""
@@ -182,7 +181,7 @@ def tokenize_mode(
 def stamp(files: Iterable[Path]) -> str:
     """Return a hash of size, times and inode of files, in hex digits.
 
-    It changes with every change of a file, but for one within a tick of the file system's clock
+    It changes whenever a file does, unless that is within the resolution of the file system's times
     (see `wait_for_clock`).
     """
     found = [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in map(_status, files)]
@@ -190,15 +189,15 @@ def stamp(files: Iterable[Path]) -> str:
 
 
 def wait_for_clock(files: Iterable[Path]) -> None:
-    """Wait until a change of these files must change their `stamp`.
+    """Wait until any later change of these files changes their `stamp`.
 
-    That is a few milliseconds after the last change, or 2 s where times are whole seconds.
+    That is 20 ms after the last change, or 2 s where times are whole seconds.
     """
     for status in map(_status, files):
         changed = status.st_ctime_ns
         tick = CLOCK_TICK_NS if changed % 1_000_000_000 else COARSE_TICK_NS
         wait = tick - (time.time_ns() - changed)
-        if wait > 0:  # at most a tick, as the clock of a server may be ahead
+        if wait > 0:  # at most a tick, as a file server's clock may be ahead
             time.sleep(min(wait, tick) / 1e9)
 
 
@@ -222,7 +221,7 @@ def _as_text(path: Path, data_dir: Path) -> Path:
         if b"<mediawiki" not in file.read(1000):
             return path
     name = path.name.split(".xml")[0]
-    # Not by inode, as converting takes hours: a copy with the same time is the same dump.
+    # Converting takes hours, so a copy with the same time, if another inode, is the same dump.
     status = path.stat()
     key = hashlib.blake2b(f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=4)
     return _converted(path, data_dir / f"{name}-{key.hexdigest()}.txt")
@@ -266,7 +265,7 @@ def _converted(dump: Path, target: Path) -> Path:
 
 
 def _prepare_worker(parent: int) -> None:
-    """Let a worker end with the main process, which alone heeds Ctrl-C."""
+    """Have a worker end with the main process, and ignore Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler may not run while it waits
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     terminate_with_parent(parent)

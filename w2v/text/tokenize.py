@@ -26,16 +26,16 @@ inlined = compiled(inline="always")
 
 LINE_END = -1  # among word numbers
 NEWLINE = ord("\n")
-PADDING = 16  # bytes after a text, a space and others, as eight are read from any on
-WORD, SPACE, END, NUL = range(4)  # kinds of bytes; those that are not ASCII are parts of words
+PADDING = 16  # bytes after a text, as eight are read at once: a space, then zeros
+WORD, SPACE, END, NUL = range(4)  # kinds of bytes; all beyond ASCII are parts of words
 KINDS = np.array([chr(byte).isspace() * SPACE for byte in range(0x80)] + [WORD] * 0x80, np.uint8)
 KINDS[[NEWLINE, 0]] = END, NUL
 LAST_SPACE = 0x3000  # code points
 LAST_CASED = 0x1FFFF  # no later one has a lower case, and all later ones count as letters
-NEW_WORDS = 1 << 12  # for which a table makes room at a time
+NEW_WORDS = 1 << 12  # that a table has room for, at least, when a text is numbered
 PARTITIONS = 64  # of all words, by hash; a power of two
 
-# Integers of 64 bits without a sign: numba makes floats of them where they meet others.
+# Unsigned 64-bit integers: numba would convert them to floats when combined with signed ones.
 ZERO, LOW_HALF = map(np.uint64, (0, 0xFFFF_FFFF))
 HALF, TOP = map(np.uint64, (32, 56))  # shifts
 HIGH_BITS = np.uint64(0x8080_8080_8080_8080)
@@ -86,7 +86,7 @@ class WordTable:
 
 
 class Numbered(NamedTuple):
-    """Numbers of the words of a block, and what else is known of it."""
+    """Numbers of the words of a block, and what was noticed on the way."""
 
     numbers: np.ndarray  # int32 [T], LINE_END for a line feed
     longest: int  # bytes of the longest word
@@ -122,12 +122,13 @@ class Partitions:
     def __init__(self) -> None:
         self._tables = [WordTable() for _ in range(PARTITIONS)]
         self._locks = [Lock() for _ in range(PARTITIONS)]
-        self._first = count(step=7)  # of a merge, as those that begin together would queue
+        # The first partition of each merge: merges that begin with the same one would queue.
+        self._first = count(step=7)
 
     def merge(self, table: WordTable) -> np.ndarray:
         """Add the words and counts of a table; return their codes, int32.
 
-        One more, the last, is LINE_END: numbers[LINE_END] is replaced by itself.
+        One more follows at the end, so that the code of LINE_END is LINE_END.
         """
         codes = np.full(table.size + 1, LINE_END, np.int32)
         keys, values = table.slots[table.slots[:, 1] > 0].T
@@ -186,8 +187,9 @@ def padded(text: bytes) -> np.ndarray:
 def normalized(text: np.ndarray, size: int, becomes: np.ndarray) -> tuple[np.ndarray, int]:
     """Replace characters by others; return the new text and its size.
 
-    The size is -1 if the text is not UTF-8 or a character has no replacement of its own, which is
-    -1 in `becomes`, int32: what each code point becomes. Later ones stay.
+    `becomes`, int32, has a replacement for each code point, or -1 where that depends on other
+    characters; code points beyond its end stay. The size is -1 if there is such a character, or if
+    the text is not UTF-8.
     """
     new = np.empty(3 * size // 2 + PADDING, np.uint8)  # 2 bytes become at most 3
     size = _normalize(text, size, becomes, new)

@@ -36,7 +36,7 @@ X_TITLES = {"words": "raw words", "seconds": "seconds of training"}
 COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split()
 GREY = "#808890"
 PERPLEXITY = 20.0
-TSNE_STEPS = 500  # half of the usual ones: the divergence is 2 % greater
+TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
 CORNERS = (3, 1), (3, -1), (-3, 1), (-3, -1)  # of a dot, in points, where its name may begin
 
 
@@ -92,14 +92,14 @@ def _draw_panel(
     axis: Any, runs: Mapping[str, Sequence[Run]], metric: str, title: str, x: str
 ) -> None:
     for number, (label, group) in enumerate(runs.items()):
-        # All colors, then the same ones with other lines.
+        # After all colors, the same ones with other line styles.
         round_number, color = divmod(number, len(COLORS))
         style = {"color": COLORS[color], "linestyle": ("-", "--", ":")[round_number % 3]}
         lines = [np.array(points).T for run in group if (points := run.curve(metric, x))]
         if not lines:
             axis.plot([], [], label=label, **style)  # for the legend
             continue
-        # Seeds are measured at other times, but compared at the same, to where the first one ends.
+        # Seeds have points at different x: interpolate at all of them, up to the first run's end.
         xs = np.unique(np.concatenate([line[0] for line in lines]))
         xs = xs[xs <= min(line[0].max() for line in lines)]
         ys = np.array([np.interp(xs, *line) for line in lines])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbors
 EXAMPLE_WORDS = 20_000  # enough for good neighbors, and quick
-SPELLED = 100_000  # words that are compared with one that is unknown, for 0.3 s
+SPELLED = 100_000  # frequent words that are compared with an unknown one, in 0.3 s
 
 
 def combination(

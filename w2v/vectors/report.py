@@ -1,7 +1,7 @@
 """Write documents about runs: a model card, and an HTML page.
 
-The page, report.html filled in, is one file and loads nothing. What comes from a run, words above
-all, is escaped.
+The page fills in the template report.html, and loads no other file. Text that comes from a run,
+such as its words, is escaped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Runs = Mapping[str, Run]  # by the name that is shown
 
 MAP_WORDS = 500  # the most frequent ones
 NEAR = 8  # neighbors of each word
-# Characters that Markdown, its tables and HTML would read as marks.
+# Characters with a meaning in Markdown, its tables or HTML.
 MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
 
 

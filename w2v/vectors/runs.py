@@ -23,14 +23,14 @@ from w2v.system.files import nearest, refused
 from w2v.vectors.datasets import title
 
 log = logging.getLogger("w2v")
-VISIBLE = "[!.]*"  # folders: a process that was killed while it wrote leaves hidden ones
+VISIBLE = "[!.]*"  # folders: killed processes leave hidden ones
 SHOWN = {
     "optimizer.name": "optimizer",
     "optimizer.lr": "lr",
     "train.batch_size": "batch",
     "train.epochs": "epochs",
 }
-OTHERS = "other settings"  # heading of those in which rows differ
+OTHERS = "other settings"  # heading of one column for all others that differ between rows
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 Columns = dict[str, list[str]]  # cells by heading
 
@@ -140,7 +140,7 @@ def read(folder: Path) -> Run:
         )
 
 
-FORMATS = {  # of columns; others are shares in percent, or correlations
+FORMATS = {  # of numbers by column; by default .1f for percent and .3f for correlations
     "held-out loss": ".4f",
     "loss": ".4f",
     "questions": ".0f",
@@ -149,7 +149,7 @@ FORMATS = {  # of columns; others are shares in percent, or correlations
     "host MiB": ".0f",
     "GPU MiB": ".0f",
 }
-# Columns for which a terminal has no room, and columns for whose spread it has none.
+# Columns that a terminal has no room for, and columns that it shows without their deviation.
 ONLY_IN_FILES = {"loss", "semantic %", "syntactic %", "seconds", "host MiB", "GPU MiB", OTHERS}
 WITHOUT_SPREAD = {"questions", "M words/s"}
 

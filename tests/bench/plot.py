@@ -12,9 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import tables
 from tests.bench.results import ROOT
+from w2v.system.files import atomic_path
 
 THEMES = {  # text, bars of w2v, bars of others
     "light": ("#1f2328", "#2f7de1", "#afb8c1"),
@@ -38,17 +43,10 @@ SOLID = {"linestyle": "-", "marker": "o"}
 
 
 def draw(results: Path, picture: Path | None = None) -> None:
-    """Draw the picture of a file of results, if matplotlib is installed."""
+    """Draw the picture of a file of results."""
     run = json.loads(results.read_text())
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"no plot without matplotlib; later: python tests/bench/plot.py {results}")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    panels = figure.subplots(1, 3)
     _DRAW[run["benchmark"]](run["figures"], panels)
     for panel in panels:
         panel.minorticks_off()
@@ -57,18 +55,13 @@ def draw(results: Path, picture: Path | None = None) -> None:
     where = f"{run['gpu']}, {run['date']}, commit {run['commit']}"
     figure.suptitle(f"{TITLES[run['benchmark']]} ({where})", fontsize="medium")
     picture = picture or ROOT / "docs" / f"{run['benchmark']}.png"
-    temporary = picture.with_name(f".{picture.name}.part")
-    figure.savefig(temporary, dpi=130, format="png")
-    temporary.replace(picture)
-    pyplot.close(figure)
+    with atomic_path(picture) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
     print(f"plot: {picture}")
 
 
-def draw_summary(folder: Path = ROOT / "docs") -> None:
+def draw_summary() -> None:
     """Draw the tables "summary" and "cpu", for light and dark pages."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     shown = {"One H200": "summary", "Two CPU cores": "cpu"}
     bars = {title: summary_bars(tables.TABLES[name]) for title, name in shown.items()}
     # Equal runs give equal files, whose text is text.
@@ -88,7 +81,7 @@ def draw_summary(folder: Path = ROOT / "docs") -> None:
             row[0].invert_yaxis()
             row[0].set_title(f"{title}: M words/s", color=ink, loc="left", fontsize=10)
             row[1].set_title("analogies that are right", color=ink, loc="left", fontsize=10)
-        picture = folder / f"summary-{theme}.svg"
+        picture = ROOT / f"docs/summary-{theme}.svg"
         figure.savefig(picture, transparent=True, metadata={"Date": None})
         print(f"picture: {picture}")
 
@@ -131,8 +124,6 @@ def _transfer(cases: dict[str, dict[str, float]], panels: Any) -> None:
 
 
 def _precision(cases: dict[str, dict[str, float]], panels: Any) -> None:
-    from matplotlib.ticker import LogLocator
-
     for panel, (metric, title) in zip(panels, METRICS.items(), strict=True):
         for (precision, kernels), points in _curves(cases, PRECISION, metric, 3).items():
             style = SOLID if kernels == "fused" else DASHED

@@ -41,7 +41,7 @@ def measure(config: Config, text: tuple[Vocab, Corpus], number: int) -> Figures:
     last = steps(tenth)
     return {
         "step [ms]": 1000 * (middle.seconds + last.seconds) / (number - tenth),
-        **gpu_memory(steps.step, steps.sampler.text.ids_N),
+        **gpu_memory(steps.step),
         "loss": last.loss,
         "first loss": first.loss,
     }

@@ -1,7 +1,4 @@
-"""Run training steps, or a whole training run, for the benchmarks.
-
-This is the only benchmark module that calls the training loop.
-"""
+"""Run training steps, or a whole training run, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,24 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.bench.results import Figures, memory
-from w2v.config import Config
 from w2v.distributed.ranks import SINGLE
 from w2v.model.optim import learning_rate
 from w2v.system.process import return_freed_memory
-from w2v.text import open_corpus
-from w2v.text.corpus import Corpus
-from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.metrics import Total
 from w2v.training.plan import Plan
+from w2v.training.plan import make_plan as make_plan
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import Trainer
 from w2v.vectors import export
-
-
-def make_plan(config: Config, text: tuple[Vocab, Corpus] | None = None) -> Plan:
-    """Plan a run on an opened text, or on the text of the config."""
-    return plan.make_plan(config, text or open_corpus(config))
 
 
 class Stretch(NamedTuple):
@@ -125,7 +114,7 @@ class Steps:
             "CPU [ms]": 1000 * stretch.cpu / number,
             "loss": stretch.loss,
             **link(Moved(*moved), self.step, stretch.words, stretch.seconds, ranks.size),
-            **gpu_memory(self.step, self.sampler.text.ids_N),
+            **gpu_memory(self.step),
             "tables [GiB]": ranks.size * self.planned.table_bytes / 2**30,
             "host memory [GiB]": host / 1024,
         }
@@ -151,14 +140,14 @@ def train(planned: Plan, folder: Path) -> Trainer:
 
 def run_figures(trainer: Trainer) -> Figures:
     """Return speed, loss, memory and traffic of a finished run."""
-    step, ids_N = trainer.loop.step, trainer.loop.sampler.text.ids_N
+    step = trainer.loop.step
     words, seconds = trainer.metrics.words, trainer.metrics.seconds
     return {
         "words/s": words / seconds,
         "seconds [s]": seconds,
         "loss": trainer.metrics.loss,
         **link(Moved.by(step), step, words, seconds),
-        **gpu_memory(step, ids_N),
+        **gpu_memory(step),
     }
 
 
@@ -182,19 +171,10 @@ def link(moved: Moved, step: TrainingStep, words: float, seconds: float, gpus: i
     }
 
 
-def gpu_memory(step: TrainingStep, ids_N: object) -> Figures:
-    """Return the peak of GPU memory, and what is neither rows nor corpus."""
+def gpu_memory(step: TrainingStep) -> Figures:
+    """Return the peak of GPU memory, if there is a GPU."""
     peak = step.peak_gpu_bytes
-    if not peak:
-        return {}
-    figures = {"gpu memory [GiB]": peak / 2**30}
-    # An engine without a cache has no slots.
-    slots = getattr(step.engine, "slots", 0)
-    if slots:
-        ids = ids_N.nbytes if isinstance(ids_N, Tensor) else 0
-        rows = slots * step.inputs.bytes / step.inputs.rows
-        figures["gpu memory besides rows and ids [GiB]"] = (peak - ids - rows) / 2**30
-    return figures
+    return {"gpu memory [GiB]": peak / 2**30} if peak else {}
 
 
 def release(trainer: Trainer) -> None:

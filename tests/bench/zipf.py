@@ -49,9 +49,7 @@ class Numbered(Sequence[str]):
         return f"w{range(self._count)[number]}"
 
 
-def generate(
-    vocabulary: int, words: int, device: torch.device, seed: int = 0
-) -> tuple[Vocab, Corpus]:
+def generate(vocabulary: int, words: int, device: torch.device) -> tuple[Vocab, Corpus]:
     """Return a vocabulary and a text of about `words` words in random order.
 
     Word r occurs in proportion to 1 / (r + 1), and at least once. Ids take 4
@@ -60,7 +58,7 @@ def generate(
     share_V = 1 / np.arange(1, vocabulary + 1)
     counts_V = np.maximum(1, np.rint(words * share_V / share_V.sum())).astype(np.int64)
     total = int(counts_V.sum())
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     order_N = torch.randperm(total, generator=generator, device=device)
     rows_V = torch.arange(vocabulary, dtype=torch.int32, device=device)
     repeats_V = torch.from_numpy(counts_V).to(device)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-from tests.support.forked import Programs
+from tests.support.programs import Programs
 from tests.support.tiny import tiny_arguments
 
 MOST_SECONDS = 1200  # of a test with its fixtures

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.joined import Pool
+from tests.support.rank_processes import Pool
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"

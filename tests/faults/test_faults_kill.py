@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.forked import Programs
-from tests.support.joined import PROCESSES
+from tests.support.programs import Programs
+from tests.support.rank_processes import PROCESSES
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
 from w2v.model.table import Table

@@ -17,8 +17,8 @@ import time
 import pytest
 import torch
 
-from tests.support.forked import Programs
-from tests.support.joined import Pool
+from tests.support.programs import Programs
+from tests.support.rank_processes import Pool
 from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.distributed import launcher
 from w2v.training.checkpoint import Checkpoint

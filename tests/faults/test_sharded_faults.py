@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import group
 
-from tests.support.joined import Pool
+from tests.support.rank_processes import Pool
 from w2v.api.embedding import PagedEmbedding, PagedOptimizer
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE

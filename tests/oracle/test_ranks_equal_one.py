@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.joined import Pool
+from tests.support.rank_processes import Pool
+from tests.support.rank_threads import checked, together
 from tests.support.steps import (
     make_step,
     moved,
@@ -21,7 +22,6 @@ from tests.support.steps import (
     tables_of,
     train,
 )
-from tests.support.threaded import checked, together
 from w2v.config import OPTIMIZERS, OptimizerConfig
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import (

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import group
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.joined import Pool
+from tests.support.rank_processes import Pool
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.sharded import RoutedLookUp
 from w2v.config import OPTIMIZERS

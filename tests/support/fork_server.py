@@ -1,4 +1,4 @@
-"""Server of `forked.Programs`: fork a process for each line of stdin.
+"""Server of `programs.Programs`: fork a process for each line of stdin.
 
 A line is JSON: the program ("train" or "evaluate"), its arguments, the file of its output, resource
 limits, ranks, restarts, and whether ranks are forked. It prints the number of the process, then its

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.joined import Pool
+from tests.support.rank_processes import Pool
+from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
-from tests.support.threaded import checked, raised, together
 from w2v.distributed.ranks import RanksDiffer
 from w2v.training import checkpoint, shards
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest

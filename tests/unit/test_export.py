@@ -10,7 +10,7 @@ from gensim.models import KeyedVectors
 
 import evaluate
 from tests.support.planted import kv_of
-from tests.support.threaded import checked, together
+from tests.support.rank_threads import checked, together
 from w2v.model.table import Table
 from w2v.vectors import export
 from w2v.vectors.load import SUMS, VectorsError, load

@@ -134,7 +134,7 @@ def test_check_allows_imports_of_the_same_and_earlier_packages():
 @pytest.mark.parametrize("module", ["tests.unit.test_plan", "test_plan", ".test_plan"])
 def test_check_finds_imports_of_test_files(module):
     assert imported_tests(f"from {module} import run", "tests/unit/test_step.py")
-    helpers = "from tests.support import forked\nfrom gensim.test import test_word2vec"
+    helpers = "from tests.support import programs\nfrom gensim.test import test_word2vec"
     assert not imported_tests(helpers, "tests/unit/test_step.py")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.threaded import checked, together
+from tests.support.rank_threads import checked, together
 from w2v.distributed.lockstep import TOGETHER, Decision, Lockstep
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch

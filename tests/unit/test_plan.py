@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.threaded import Threads
+from tests.support.rank_threads import Threads
 from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
 from w2v.distributed.launcher import NUMBERS

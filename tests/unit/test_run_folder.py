@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables
-from tests.support.threaded import checked, raised, together
 from w2v.config import ConfigError, flat_config, load_config
 from w2v.training import run_folder
 from w2v.training.checkpoint import Checkpoints

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
-from tests.support.threaded import checked, raised, together
 from w2v.distributed.ranks import SINGLE
 from w2v.training import shards
 

@@ -1,4 +1,4 @@
-"""train.py and evaluate.py in forked processes with everything loaded.
+"""Run train.py and evaluate.py in forked processes with everything loaded.
 
 So a run takes a tenth of a second. A process that takes minutes is ended by SIGALRM, at which it
 writes the stacks of its threads to its output.

@@ -73,14 +73,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--kernels", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--plot", type=Path, help="default: docs/precision.png")
     args = parser.parse_args(arguments)
     if args.steps < 3:
         parser.error(f"--steps {args.steps}: 3 or more are needed to tell the first from the last")
     require_gpu("bench-precision")
     console.log_to_console()
     try:
-        plot.draw(sweep(args), args.plot)
+        plot.draw(sweep(args))
     except ValueError as error:
         sys.exit(str(error))
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,15 @@ from w2v.kernels import cuda, cuda_cache
 from w2v.model.table import Table
 from w2v.transfer.links import MappedLink
 
-# get, put, how a set of rows is given to both, and whether only the GPU works (`milliseconds`)
-Way = tuple[Callable[[Any], Tensor], Callable[[Any], object], Callable[[Tensor], Any], bool]
+
+class Way(NamedTuple):
+    """A way to move rows of a table."""
+
+    get: Callable[[Any], Tensor]
+    put: Callable[[Any], object]
+    convert: Callable[[Tensor], Any]  # row ids, as both take them
+    queued: bool  # whether only the GPU works, see `milliseconds`
+
 
 DIM = 128  # of `rows`
 CHUNK = 1 << 20  # rows that are filled at a time
@@ -138,18 +145,21 @@ def rows(table_rows: int, moved: int, found: Results) -> None:
     values_ND = torch.randn(moved, DIM, device="cuda")
     for name, make in WAYS.items():
         # Every row of the table holds its number, so that what comes can be checked.
-        get, put, convert, queued = make(table_rows, values_ND)
-        # A way gets its row ids as it wants them: converting them is not what is measured.
-        kept, written, *_ = asked = [convert(rows_N) for rows_N in sets]
-        assert torch.equal(get(kept)[:, 0], sets[0].float())
-        put(written)
-        assert torch.equal(get(written), values_ND)
-        runs: dict[str, Run] = {
-            "to GPU [ms]": lambda i, get=get, asked=asked: get(asked[i % len(asked)]),
-            "from GPU [ms]": lambda i, put=put, asked=asked: put(asked[i % len(asked)]),
-        }
-        figures = {metric: milliseconds(run, queued) for metric, run in runs.items()}
+        way = make(table_rows, values_ND)
+        # Converting row ids is not what is measured.
+        kept, written, *_ = converted = [way.convert(rows_N) for rows_N in sets]
+        assert torch.equal(way.get(kept)[:, 0], sets[0].float())
+        way.put(written)
+        assert torch.equal(way.get(written), values_ND)
+        figures = {}
+        for metric, move in (("to GPU [ms]", way.get), ("from GPU [ms]", way.put)):
+            figures[metric] = milliseconds(in_turn(move, converted), way.queued)
         found.add(f"{moved} of {table_rows} rows, {name}", figures)
+
+
+def in_turn(move: Callable[[Any], object], sets: list[Any]) -> Run:
+    """Return a run that moves one set of rows after another."""
+    return lambda i: move(sets[i % len(sets)])
 
 
 def ours(table_rows: int, values_ND: Tensor) -> Way:
@@ -168,7 +178,7 @@ def ours(table_rows: int, values_ND: Tensor) -> Way:
         sorted_N, slots_N = rows_N.sort()
         link.write(table, sorted_N, values_ND, slots_N)
 
-    return get, put, lambda rows_N: rows_N, True
+    return Way(get, put, lambda rows_N: rows_N, True)
 
 
 def by_cupy(table_rows: int, values_ND: Tensor) -> Way:
@@ -189,7 +199,7 @@ def by_cupy(table_rows: int, values_ND: Tensor) -> Way:
     def put(rows_N: Any) -> None:
         table_VD[rows_N] = values
 
-    return lambda rows_N: torch.from_dlpack(table_VD[rows_N]), put, cupy.asarray, True
+    return Way(lambda rows_N: torch.from_dlpack(table_VD[rows_N]), put, cupy.asarray, True)
 
 
 def by_torch(table_rows: int, values_ND: Tensor) -> Way:
@@ -200,7 +210,7 @@ def by_torch(table_rows: int, values_ND: Tensor) -> Way:
     def put(rows_N: Tensor) -> None:
         table_VD[rows_N] = values_ND.cpu()
 
-    return lambda rows_N: table_VD[rows_N].to("cuda"), put, Tensor.cpu, False
+    return Way(lambda rows_N: table_VD[rows_N].to("cuda"), put, Tensor.cpu, False)
 
 
 def by_buffer(table_rows: int, values_ND: Tensor) -> Way:
@@ -215,7 +225,7 @@ def by_buffer(table_rows: int, values_ND: Tensor) -> Way:
     def put(rows_N: Tensor) -> None:
         table_VD.index_copy_(0, rows_N, buffer_ND.copy_(values_ND))
 
-    return get, put, Tensor.cpu, False
+    return Way(get, put, Tensor.cpu, False)
 
 
 WAYS = {

@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from w2v.config import load_config
+from w2v.system.process import cores
 from w2v.text import Corpus, Vocab, open_corpus
 from w2v.training import plan
 from w2v.vectors import datasets, evaluate
@@ -148,8 +149,7 @@ def train_gensim(case: dict[str, Any], path: Path, args: argparse.Namespace) -> 
     """Train gensim once; return the scores and how long it took."""
     from gensim.models import Word2Vec
 
-    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "sg": 1, "min_count": 5}
-    given["workers"] = args.gensim_workers
+    given = {"vector_size": 128, "sample": 1e-4, "epochs": 5, "sg": 1, "workers": cores()}
     began = time.monotonic()
     model = Word2Vec(corpus_file=str(path), **(given | case["gensim"]))
     seconds = time.monotonic() - began
@@ -157,10 +157,8 @@ def train_gensim(case: dict[str, Any], path: Path, args: argparse.Namespace) -> 
     return score(model.wv.index_to_key, vectors_VD, args.further) | {"seconds": round(seconds, 2)}
 
 
-def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return a case with its results; None after the deadline."""
-    if time.time() > args.deadline:
-        return None
+def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a case in a worker process; return it with its results."""
     logging.getLogger("w2v").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -204,10 +202,7 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=[], help="further files of analogies")
     parser.add_argument("--pairs", nargs="+", default=[], help="further files of judged word pairs")
     parser.add_argument("--workers", type=int, default=4, help="processes beside gensim's")
-    parser.add_argument("--gensim-workers", type=int, default=8, help="threads of gensim")
-    parser.add_argument("--seconds", type=float, default=1e6, help="begin no run after this")
     args = parser.parse_args()
-    args.deadline = time.time() + args.seconds
     args.further = datasets.Further(args.questions, args.pairs)
     texts = {name: Path(path) for name, _, path in (text.partition("=") for text in args.texts)}
     cases = [json.loads(line) for line in args.cases.read_text().splitlines() if line.strip()]
@@ -228,8 +223,7 @@ def main() -> None:
             for case in cases
         ]
         for done in tqdm(as_completed(runs), total=len(runs)):
-            if result := done.result():
-                print(json.dumps(result), file=out, flush=True)
+            print(json.dumps(done.result()), file=out, flush=True)
 
 
 if __name__ == "__main__":

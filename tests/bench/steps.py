@@ -38,18 +38,19 @@ class Stretch(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Counts of rows: used by pages, read, written back, updated by steps."""
+    """Rows that steps have used, moved and updated, and bytes sent to ranks."""
 
-    used: int
-    read: int
-    written: int
+    used: int  # by pages
+    read: int  # from CPU memory
+    written: int  # back to CPU memory
     updated: int
+    bytes_sent: int
 
     @classmethod
     def by(cls, step: TrainingStep) -> Moved:
         """Return the counters of a training step."""
         used, read, written, _ = step.engine.stats
-        return cls(used, read, written, int(step.state.rows_updated))
+        return cls(used, read, written, int(step.state.rows_updated), step.exchange.bytes_sent)
 
 
 class Steps:
@@ -100,12 +101,11 @@ class Steps:
     def measure(self, number: int) -> Figures:
         """Run `number` steps and return the figures of all ranks together."""
         ranks = self.planned.ranks
-        before = [*Moved.by(self.step), self.step.exchange.bytes_sent]
+        before = Moved.by(self.step)
         stretch = self(number)
-        after = [*Moved.by(self.step), self.step.exchange.bytes_sent]
-        mine = [now - then for now, then in zip(after, before, strict=True)]
+        mine = [now - then for now, then in zip(Moved.by(self.step), before, strict=True)]
         # Each rank counts its own rows and bytes, but all steps take the same time.
-        *moved, sent = map(sum, zip(*ranks.all_gather(mine), strict=True))
+        moved = Moved(*map(sum, zip(*ranks.all_gather(mine), strict=True)))
         host = sum(ranks.all_gather(memory()))
         figures = {
             "words/s": stretch.words / stretch.seconds,
@@ -113,13 +113,13 @@ class Steps:
             "step [ms]": 1000 * stretch.seconds / number,
             "CPU [ms]": 1000 * stretch.cpu / number,
             "loss": stretch.loss,
-            **link(Moved(*moved), self.step, stretch.words, stretch.seconds, ranks.size),
+            **link(moved, self.step, stretch.words, stretch.seconds, ranks.size),
             **gpu_memory(self.step),
             "tables [GiB]": ranks.size * self.planned.table_bytes / 2**30,
             "host memory [GiB]": host / 1024,
         }
         if ranks.size > 1:
-            figures["sent by a GPU [GB/s]"] = sent / ranks.size / stretch.seconds / 1e9
+            figures["sent by a GPU [GB/s]"] = moved.bytes_sent / ranks.size / stretch.seconds / 1e9
         return figures
 
     @property

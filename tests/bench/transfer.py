@@ -25,6 +25,13 @@ from w2v.kernels import cuda, cuda_cache
 from w2v.model.table import Table
 from w2v.transfer.links import MappedLink
 
+DIM = 128  # of `rows`
+CHUNK = 1 << 20  # rows that are filled at a time
+COPY_BYTES = 256_000_000
+RECORD_BYTES = (256, 512, 1024, 1200, 1536, 2048, 4096)  # in the first table
+RECORD_BYTES_MORE = (512, 1536)  # in the other tables
+COUNTS = (1024, 8192, 65_536, 524_288, 1_048_576)  # records moved at a time
+
 
 class Way(NamedTuple):
     """A way to move rows of a table."""
@@ -33,14 +40,6 @@ class Way(NamedTuple):
     put: Callable[[Any], object]
     convert: Callable[[Tensor], Any]  # row ids, as both take them
     queued: bool  # whether only the GPU works, see `milliseconds`
-
-
-DIM = 128  # of `rows`
-CHUNK = 1 << 20  # rows that are filled at a time
-COPY_BYTES = 256_000_000
-RECORD_BYTES = (256, 512, 1024, 1200, 1536, 2048, 4096)  # in the first table
-RECORD_BYTES_MORE = (512, 1536)  # in the other tables
-COUNTS = (1024, 8192, 65_536, 524_288, 1_048_576)  # records moved at a time
 
 
 def contiguous(nbytes: int) -> Figures:

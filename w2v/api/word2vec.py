@@ -64,7 +64,7 @@ ARGUMENTS = {  # by key of the config, for messages: the argument that sets it
     "model.architecture=cbow": "sg=0",
 }
 KEY = re.compile(rf"\b({'|'.join(map(re.escape, ARGUMENTS))})\b")
-GENSIMS = [*inspect.signature(word2vec.Word2Vec).parameters]  # arguments of gensim's class
+GENSIM_ARGUMENTS = [*inspect.signature(word2vec.Word2Vec).parameters]
 
 
 class Word2Vec(word2vec.Word2Vec):
@@ -148,7 +148,7 @@ class Word2Vec(word2vec.Word2Vec):
         given["min_alpha"] = config.optimizer.min_lr
         given["workers"] = workers or torch.get_num_threads()
         # gensim's constructor calls `train` where it is given a text, so it comes last.
-        super().__init__(**{name: given[name] for name in GENSIMS})
+        super().__init__(**{name: given[name] for name in GENSIM_ARGUMENTS})
 
     @classmethod
     def load(cls, *args, **named):
@@ -322,7 +322,8 @@ class Word2Vec(word2vec.Word2Vec):
             if epoch == 1 or callbacks:
                 self._copy_to(loop.step, is_first=epoch == 1)
             start = time.monotonic()
-            trained += self._train_epoch(loop, self._lock(loop.step, planned.kernels))
+            scale_updates = self._update_scaler(loop.step, planned.kernels)
+            trained += self._train_epoch(loop, scale_updates)
             rate = corpus.raw_words / (time.monotonic() - start) / 1e6
             loss = f"loss {self.loss_per_pair:.4f}"
             log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
@@ -333,7 +334,7 @@ class Word2Vec(word2vec.Word2Vec):
         return trained
 
     def _lock_factors(self) -> np.ndarray:
-        """Return a factor of the updates of each word from `wv.vectors_lockf`."""
+        """Return the factor of each word's updates, from `wv.vectors_lockf`."""
         # gensim's `reset_from` leaves none.
         factors = np.asarray(getattr(self.wv, "vectors_lockf", [1]), np.float32)
         if factors.ndim != 1 or not len(factors) or not np.isfinite(factors).all():
@@ -341,10 +342,10 @@ class Word2Vec(word2vec.Word2Vec):
             raise ConfigError(f"wv.vectors_lockf has shape {factors.shape}; {takes}")
         return np.resize(factors, self._trained_words)  # repeated, as gensim does
 
-    def _lock(self, step: TrainingStep, kernels: str) -> Callable[[], object]:
-        """Return what scales the updates of locked words, after each step.
+    def _update_scaler(self, step: TrainingStep, kernels: str) -> Callable[[], object]:
+        """Return a function that scales the last step's updates of words.
 
-        Sequential SGD scales its updates itself, as gensim does.
+        The factors are gensim's `wv.vectors_lockf`. Sequential SGD scales updates itself.
         """
         factors_V = self._lock_factors()
         if kernels == "sequential":
@@ -355,10 +356,10 @@ class Word2Vec(word2vec.Word2Vec):
             remedy = 'add "transfer.engine=resident" to settings'
             raise ConfigError(f"wv.vectors_lockf locks vectors that are paged; {remedy}")
         weight_VD = step.inputs["weight"]
-        locked = np.flatnonzero(factors_V != 1)
-        rows_L = torch.from_numpy(locked).to(weight_VD.device)
-        factors_L1 = torch.from_numpy(factors_V[locked, None]).to(weight_VD)
-        before_LD = weight_VD[rows_L]  # as they are before the next step
+        scaled = np.flatnonzero(factors_V != 1)
+        rows_L = torch.from_numpy(scaled).to(weight_VD.device)
+        factors_L1 = torch.from_numpy(factors_V[scaled, None]).to(weight_VD)
+        before_LD = weight_VD[rows_L]  # the weights before the next step
 
         def scale() -> None:
             before_LD.lerp_(weight_VD[rows_L], factors_L1)
@@ -366,13 +367,13 @@ class Word2Vec(word2vec.Word2Vec):
 
         return scale
 
-    def _train_epoch(self, loop: TrainingLoop, lock: Callable[[], object]) -> int:
+    def _train_epoch(self, loop: TrainingLoop, scale_updates: Callable[[], object]) -> int:
         """Train one epoch and return the number of centers."""
         loss: Tensor | float = 0.0
         pairs: Tensor | float = 0.0
         centers = 0
         for done in loop.epoch():
-            lock()
+            scale_updates()
             loss = loss + done.loss  # on the device, so that no step waits for it
             pairs = pairs + done.pairs
             centers += done.batch.windows_B.shape[0]  # len() of a tensor takes 7 us

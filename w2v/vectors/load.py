@@ -50,7 +50,10 @@ def find(run: str | Path) -> Path:
 
 
 class Words:
-    """What queries need of KeyedVectors, without importing gensim."""
+    """Words and vectors as in KeyedVectors, without importing gensim.
+
+    What takes Words takes gensim's KeyedVectors too.
+    """
 
     vectors: np.ndarray
     index_to_key: list[str]
@@ -82,8 +85,8 @@ def load(run: str | Path) -> KeyedVectors:
     return kv
 
 
-def load_words(run: str | Path) -> KeyedVectors | Words:
-    """Load the vectors that `run` names as `load` does, but .kv as `Words`."""
+def load_words(run: str | Path) -> Words:
+    """Load vectors as `load` does, but those of a .kv file as `Words`."""
     path = find(run)
     _check_sums(path)  # before anything is unpickled
     problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from w2v.system.files import atomic_path, printable
 from w2v.vectors.load import Words
 from w2v.vectors.query import normalize
 from w2v.vectors.runs import Run
-
-if TYPE_CHECKING:
-    from gensim.models import KeyedVectors
 
 log = logging.getLogger("w2v")
 PANELS = (  # metric, its title, and the x axis; drawn if any run has the metric
@@ -123,7 +120,7 @@ def _draw_panel(
     axis.grid(alpha=0.3)
 
 
-def word_map(kv: KeyedVectors | Words, file: Path, words: int) -> Path:
+def word_map(kv: Words, file: Path, words: int) -> Path:
     """Draw the most frequent words in two dimensions, by t-SNE.
 
     Each word is a dot in the color of its group; more frequent words have larger names. A name is

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from w2v.vectors.datasets import EvaluationError
 from w2v.vectors.load import Words
 
-if TYPE_CHECKING:
-    from gensim.models import KeyedVectors
-
 EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbors
 EXAMPLE_WORDS = 20_000  # enough for good neighbors, and quick
 SPELLED = 100_000  # frequent words that are compared with an unknown one, in 0.3 s
 
 
-def combination(
-    kv: KeyedVectors | Words, terms: Sequence[str], topn: int = 10
-) -> list[tuple[str, float]]:
+def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[str, float]]:
     """Return the `topn` words nearest to a sum, with cosines.
 
     The sum is one word, or several such as ["king", "-", "man", "+", "woman"]. The answers are
@@ -75,7 +69,7 @@ def examples(words: Sequence[str], vectors_ND: np.ndarray) -> list[str]:
     return lines
 
 
-def nearest_spellings(kv: KeyedVectors | Words, word: str) -> list[str]:
+def nearest_spellings(kv: Words, word: str) -> list[str]:
     """Return frequent words spelled like `word`, the most similar first."""
     spellings: dict[str, str] = {}  # lower case -> the most frequent of the case variants
     for candidate in kv.index_to_key[:SPELLED]:

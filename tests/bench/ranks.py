@@ -21,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench import zipf
+from tests.support.zipf import Numbered
 from w2v.config import load_config
 from w2v.text import Corpus, Vocab, open_corpus
 
@@ -38,7 +39,7 @@ def copies(text: tuple[Vocab, Corpus], count: int) -> tuple[Vocab, Corpus]:
     lengths_S = np.tile(np.diff(corpus.offsets), count)
     counts_V = np.concatenate([vocab.counts[:common] * count, vocab.counts[common:].repeat(count)])
     raw_words = corpus.raw_words * count
-    words = zipf.Numbered(len(counts_V))
+    words = Numbered(len(counts_V))
     return (
         Vocab(words, counts_V, raw_words, len(words)),
         Corpus(np.concatenate(parts), np.append(0, np.cumsum(lengths_S)), raw_words),

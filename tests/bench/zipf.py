@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -22,6 +20,7 @@ from tests.bench import results, stages
 from tests.bench.measure import GpuMemory
 from tests.bench.results import Results
 from tests.bench.steps import Steps
+from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.system import console
 from w2v.text.corpus import Corpus
@@ -33,39 +32,6 @@ CONFIGS = ["text8", "adam"]
 COMMON = ["corpus.path=zipf", "vocab.min_count=1", "run.checkpoint_minutes=0"]
 GENERATED = ["model.negative_pool_steps=8", "transfer.engine=mapped"]
 SETTINGS = ["model.negative_pool=65536", "transfer.gpu_bytes=10%"]
-SENTENCE = 1000  # words, about as many as in an article
-
-
-class Numbered(Sequence[str]):
-    """The words w0, w1, ...: a list of ten million would take 0.7 GB."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> str:
-        return f"w{range(self._count)[number]}"
-
-
-def generate(vocabulary: int, words: int, device: torch.device) -> tuple[Vocab, Corpus]:
-    """Return a vocabulary and a text of about `words` words in random order.
-
-    Word r occurs in proportion to 1 / (r + 1), and at least once. Ids take 4
-    bytes a word of CPU memory, and about 40 bytes a word on the device while they are shuffled.
-    """
-    share_V = 1 / np.arange(1, vocabulary + 1)
-    counts_V = np.maximum(1, np.rint(words * share_V / share_V.sum())).astype(np.int64)
-    total = int(counts_V.sum())
-    generator = torch.Generator(device).manual_seed(0)
-    order_N = torch.randperm(total, generator=generator, device=device)
-    rows_V = torch.arange(vocabulary, dtype=torch.int32, device=device)
-    repeats_V = torch.from_numpy(counts_V).to(device)
-    ids_N = rows_V.repeat_interleave(repeats_V, output_size=total)[order_N]
-    offsets_S = np.append(np.arange(0, total - 1, SENTENCE), total)  # no sentence of one word
-    vocab = Vocab(Numbered(vocabulary), counts_V, total, vocabulary)
-    return vocab, Corpus(ids_N.cpu().numpy(), offsets_S, total)
 
 
 def measure(
@@ -84,7 +50,7 @@ def measure(
     console.log_to_console(console.ERRORS if ranks.rank else console.DETAILS)
     device = plan.choose_device(config, Machine.here(ranks))
     began = time.perf_counter()
-    text = text or generate(args.vocabulary, args.words, device)
+    text = text or zipf_text(args.vocabulary, args.words, device)
     generated = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the plan looks at the memory that is free

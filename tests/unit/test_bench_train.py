@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from tests.bench import plot, precision, ranks, stages, steps, train, zipf
 from tests.bench.results import Results
 from tests.bench.stages import Activity
+from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.text import open_corpus
 
@@ -67,7 +67,7 @@ def test_zipf_and_ranks_write_their_figures(tmp_path, monkeypatch):
 
 
 def test_generated_words_follow_zipfs_law():
-    vocab, corpus = zipf.generate(1000, 50_500, torch.device("cpu"))
+    vocab, corpus = zipf_text(1000, 50_500)
     assert np.array_equal(np.bincount(corpus.ids, minlength=1000), vocab.counts)
     expected = vocab.counts[0] / np.arange(1, 101)
     assert vocab.counts[:100] == pytest.approx(expected, rel=0.02)

@@ -236,8 +236,8 @@ def _name(run: Run) -> str:
 def table(compared: Sequence[Row]) -> Columns:
     """Return the columns of the comparison.
 
-    Settings beyond SHOWN that differ between rows are in one column. A column for the number
-    of seeds is there if any row has several, and one for a figure if any run has it.
+    All settings beyond SHOWN that differ between rows share one column. There is a column for the
+    number of seeds if any row has several, and one for each figure that any run has.
     """
     differing = []
     for key in compared[0].settings:
@@ -245,26 +245,29 @@ def table(compared: Sequence[Row]) -> Columns:
         if key not in SHOWN and len(given) > 1:
             differing.append(key)
     headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
-    lines = []
-    for row in compared:
-        line = {heading: _text(row.settings.get(key)) for key, heading in SHOWN.items()}
-        others = [f"{key.partition('.')[2]}={_text(row.settings.get(key))}" for key in differing]
-        line[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
-        # A seed whose run diverged counts as one, but has no scores.
-        seeds = {run.settings["train.seed"]: "diverged" in run.scores for run in row.runs}
-        finished = len(seeds) - sum(seeds.values())
-        line["seeds"] = str(finished) if finished == len(seeds) else f"{finished} of {len(seeds)}"
-        measured = [*map(figures, row.runs)]
-        for name in headings:
-            values = [value for of_run in measured if (value := of_run.get(name)) is not None]
-            form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
-            line[name] = spread(values, form) if finished else "diverged"
-        lines.append(line)
+    lines = [_cells(row, differing, headings) for row in compared]
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
     # Columns of nothing but such cells are left out.
     empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}}
     empty |= {name: {"-", "diverged"} for name in headings}
-    columns = {name: [line[name] for line in lines] for name in lines[0]}
     return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
+
+
+def _cells(row: Row, differing: Sequence[str], headings: Iterable[str]) -> dict[str, str]:
+    """Return a row's settings, number of seeds and figures, by heading."""
+    cells = {heading: _text(row.settings.get(key)) for key, heading in SHOWN.items()}
+    others = [f"{key.partition('.')[2]}={_text(row.settings.get(key))}" for key in differing]
+    cells[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
+    # A seed whose run diverged counts as one, but has no scores.
+    seeds = {run.settings["train.seed"]: "diverged" in run.scores for run in row.runs}
+    finished = len(seeds) - sum(seeds.values())
+    cells["seeds"] = str(finished) if finished == len(seeds) else f"{finished} of {len(seeds)}"
+    measured = [*map(figures, row.runs)]
+    for name in headings:
+        values = [value for of_run in measured if (value := of_run.get(name)) is not None]
+        form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
+        cells[name] = spread(values, form) if finished else "diverged"
+    return cells
 
 
 def _text(value: Any) -> str:

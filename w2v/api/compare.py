@@ -228,7 +228,9 @@ def run(options: argparse.Namespace) -> None:
     console.log_to_console()
     files, assignments = sort_settings(options.settings)
     if not files:
-        raise ConfigError("name the configs to compare, such as adam adamw")
+        given = " ".join(options.settings)
+        remedy = "name the configs to compare, such as adam adamw"
+        raise ConfigError(f"{given!r} has no config; {remedy}")
     configs = {
         f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
         for ending, corpus in by_corpus(options).items()

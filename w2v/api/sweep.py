@@ -136,7 +136,9 @@ def run(options: argparse.Namespace) -> None:
     further = Further(options.questions, options.pairs)
     files, assignments = sort_settings(options.settings)
     if not files:
-        raise ConfigError("name the optimizers to search settings of, such as adam")
+        given = " ".join(options.settings)
+        remedy = "name the optimizers to search settings of, such as adam"
+        raise ConfigError(f"{given!r} has no config of an optimizer; {remedy}")
     for path in map(find_config, files):
         configs = grid(path, assignments, options)
         parent = options.to or Path(next(iter(configs.values())).run.dir)

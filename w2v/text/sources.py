@@ -58,8 +58,8 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
         return [_as_text(file, data_dir) for file in files]
-    if path in NAMES:
-        return [NAMES[path](data_dir)]
+    if path in NAMED_TEXTS:
+        return [NAMED_TEXTS[path](data_dir)]
     require_source(path, data_dir)
     return [file for part in path.split(os.pathsep) for file in locate(part, data_dir)]
 
@@ -68,7 +68,7 @@ def require_source(path: str, data_dir: str | Path) -> None:
     """Raise `CorpusError` if there is no text that `corpus.path` names."""
     found = Path(path).expanduser()
     data_dir = Path(data_dir).expanduser()
-    if (path and found.exists()) or path in NAMES:
+    if (path and found.exists()) or path in NAMED_TEXTS:
         return
     if "://" in path:
         raise CorpusError(f"corpus.path={path} is a URL; download the text and name the file")
@@ -79,9 +79,9 @@ def require_source(path: str, data_dir: str | Path) -> None:
     # Suggest a name, or a file beside the missing one or in data_dir.
     folders = [folder for folder in {found.parent, data_dir} if folder.is_dir()]
     files_there = [str(file) for folder in folders for file in folder.iterdir()]
-    near = nearest(path, [*NAMES, *files_there])
+    near = nearest(path, [*NAMED_TEXTS, *files_there])
     hint = f"; did you mean {near}?" if near else ""
-    known = f"no file, no folder and no corpus name ({', '.join(NAMES)})"
+    known = f"no file, no folder and no corpus name ({', '.join(NAMED_TEXTS)})"
     raise CorpusError(f"corpus.path={path!r} is {known}{hint}")
 
 
@@ -303,4 +303,4 @@ def _text8(data_dir: Path) -> Path:
     return packed
 
 
-NAMES = {"enwiki-sample": _enwiki_sample, "text8": _text8}
+NAMED_TEXTS = {"enwiki-sample": _enwiki_sample, "text8": _text8}

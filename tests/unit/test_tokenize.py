@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w2v.text import tokenize
-from w2v.text.tokenize import LINE_END, Partitions, WordTable
+from w2v.text.tokenize import LINE_END, MergedWords, WordTable
 
 
 def number(data, table, first=0):
@@ -63,7 +63,7 @@ def test_words_are_numbered_by_first_appearance_and_counted(texts):
 
 
 def test_tables_grow_and_merge():
-    merged = Partitions()
+    merged = MergedWords()
     text = {}
     for start in (20_000, 0, 10_000):  # as threads do, in any order
         table = WordTable()

@@ -32,7 +32,7 @@ from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import tokenize
 from w2v.text.phrases import Block, CodedText, join_phrases, map_in_order
 from w2v.text.sources import CorpusError, is_plain, opened
-from w2v.text.tokenize import Partitions, WordTable
+from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab
 
 BLOCK_BYTES = 1 << 20  # of text, read and numbered at a time
@@ -72,7 +72,7 @@ def encode_files(
     `workers` threads read the text; temporary files in `folder` keep its word numbers. Raises
     `CorpusError` for a file that is not text, and `VocabError`.
     """
-    merged = Partitions()
+    merged = MergedWords()
     blocks = _number_words(files, settings, merged, workers, folder)
     counts, firsts = merged.totals()
     joined_codes = np.empty(0, np.int32)
@@ -116,7 +116,7 @@ class ThreadTable:
         self.codes = codes  # by number, once the words are merged
         self.rows: np.ndarray | None = None  # by number, once there is a vocabulary
 
-    def merge(self, merged: Partitions) -> None:
+    def merge(self, merged: MergedWords) -> None:
         """Add the words to `merged`, which gives them codes."""
         self.codes = merged.merge(self.words)
         self.words = WordTable()
@@ -151,7 +151,7 @@ class TextBlock(NamedTuple):
 
 
 def _number_words(
-    files: list[Path], settings: CorpusConfig, merged: Partitions, workers: int, folder: Path
+    files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     is_stream = any(not is_plain(path) for path in files)

@@ -1,9 +1,9 @@
 """Join frequent pairs of words, such as new_york, as gensim's Phrases.
 
 A pass counts all pairs of adjacent words in a line, scores them, and writes the text again with the
-best ones joined (Mikolov et al. 2013, arXiv 1310.4546, section 4). The text is a file of word
-codes, see `Partitions`. A pair is one integer with the first code in its upper half; it is negative
-where a line ends.
+best ones joined (Mikolov et al. 2013, arXiv 1310.4546, section 4). The text is a file of codes of
+words, see `MergedWords`. A pair is one integer with the first code in its upper half; it is
+negative where a line ends.
 
 To count, each thread reads the whole text and sorts the pairs of one part of all hashes, some at a
 time. A part with more than MOST_PAIRS is counted in two halves, which bounds the memory.
@@ -24,7 +24,7 @@ import numpy as np
 
 from w2v.config import CorpusConfig
 from w2v.text import tokenize
-from w2v.text.tokenize import FACTOR, HALF, LINE_END, Partitions
+from w2v.text.tokenize import FACTOR, HALF, LINE_END, MergedWords
 
 DELIMITER = "_"
 MIN_COUNT = 5  # gensim's; subtracted from the count of a pair, so that rare pairs score low
@@ -84,7 +84,7 @@ class CodedText:
 
 
 def join_phrases(
-    text: CodedText, merged: Partitions, settings: CorpusConfig, workers: int, folder: Path
+    text: CodedText, merged: MergedWords, settings: CorpusConfig, workers: int, folder: Path
 ) -> tuple[CodedText, np.ndarray, np.ndarray, np.ndarray]:
     """Join the pairs that score above the threshold, and add them to `merged`.
 
@@ -166,7 +166,7 @@ def _hash(pairs: np.ndarray) -> np.ndarray:
     return (pairs.view(np.uint64) * FACTOR >> HALF).astype(np.uint32)
 
 
-def _add_words(pairs: np.ndarray, merged: Partitions) -> np.ndarray:
+def _add_words(pairs: np.ndarray, merged: MergedWords) -> np.ndarray:
     """Return the codes of joined words, which are added to all words."""
     halves = merged.words(pairs >> 32), merged.words(pairs & 0xFFFF_FFFF)
     joined = " ".join(map(DELIMITER.join, zip(*halves, strict=True))).encode()

@@ -112,11 +112,12 @@ def number_words(
     return Numbered(numbers[:tokens], longest, has_nul)
 
 
-class Partitions:
-    """All distinct words, partitioned by hash, merged from threads' tables.
+class MergedWords:
+    """All distinct words of a text, merged from the tables of threads.
 
-    Each partition has a lock, so that threads merge their tables at the same time. The code of a
-    word is its number in its partition, times PARTITIONS, plus the partition.
+    They are partitioned by hash. Each partition has a lock, so that threads merge their tables at
+    the same time. The code of a word is its number in its partition, times PARTITIONS, plus the
+    partition.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import operator
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -220,12 +220,8 @@ class Word2Vec(word2vec.Word2Vec):
         with TemporaryDirectory(prefix="w2v-") as folder:
             if corpus_iterable is None:
                 corpus_iterable = word2vec.LineSentence(corpus_file)
-            index = self.wv.key_to_index
-            if size < len(index):
-                index = {word: row for word, row in index.items() if row < size}
-            ids = encode_sentences(corpus_iterable, index)
             try:
-                corpus = Corpus.write(Path(folder, "ids"), ids)
+                corpus = self._encode(corpus_iterable, Path(folder, "ids"))
             except NoKnownWords as error:  # gensim does not raise here either
                 log.warning(f"{error}; nothing is trained")
                 return 0, error.raw_words * epochs
@@ -245,6 +241,14 @@ class Word2Vec(word2vec.Word2Vec):
         for callback in callbacks:
             callback.on_train_end(self)
         return trained, corpus.raw_words * epochs
+
+    def _encode(self, sentences: Iterable[Iterable[str]], folder: Path) -> Corpus:
+        """Write the ids of the words that are trained to a new folder."""
+        index = self.wv.key_to_index
+        size = self._trained_words
+        if size < len(index):
+            index = {word: row for word, row in index.items() if row < size}
+        return Corpus.write(folder, encode_sentences(sentences, index))
 
     def _config(
         self, given: Mapping[str, Any], epochs, seed, alpha=None, min_alpha=None, words=np.inf

@@ -120,42 +120,44 @@ def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     if _is_packed(path):
         from smart_open import open as opener  # takes 50 ms
     with refused(CorpusError, f"{path} cannot be read", remedy), opener(path, "rb") as file:
-        yield BufferedReader(_JsonText(file, path, field)) if _is_json(path) else file
+        if _is_json(path):
+            file = BufferedReader(_JoinedParts(_json_texts(file, path, field)))
+        yield file
 
 
-class _JsonText(RawIOBase):
-    """One field of JSON lines, as a file."""
+def _json_texts(lines: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
+    """Yield the text in a field of each JSON line."""
+    for number, line in enumerate(lines, 1):
+        if line.isspace():
+            continue
+        try:
+            entry = json.loads(line)
+            yield entry[field].encode(errors="surrogatepass") + b"\n"
+        except ValueError as error:
+            raise CorpusError(f"{path} line {number} is not JSON ({error}); correct it") from None
+        except (KeyError, TypeError, AttributeError):
+            found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+            reason = f"has no text in the field {field!r} (it has {found[:80]})"
+            remedy = "set corpus.field=NAME"
+            raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None
 
-    def __init__(self, file: Iterable[bytes], path: Path, field: str):
-        self._texts = self._read(file, path, field)
-        self._rest = b""
+
+class _JoinedParts(RawIOBase):
+    """A file that holds parts one after another."""
+
+    def __init__(self, parts: Iterator[bytes]):
+        self._parts = parts
+        self._rest = b""  # of a part that was read in part
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._texts, b"")
+        self._rest = self._rest or next(self._parts, b"")
         size = min(len(buffer), len(self._rest))
         buffer[:size] = self._rest[:size]
         self._rest = self._rest[size:]
         return size
-
-    def _read(self, file: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
-        for number, line in enumerate(file, 1):
-            if line.isspace():
-                continue
-            try:
-                entry = json.loads(line)
-                yield entry[field].encode(errors="surrogatepass") + b"\n"
-            except ValueError as error:
-                raise CorpusError(
-                    f"{path} line {number} is not JSON ({error}); correct it"
-                ) from None
-            except (KeyError, TypeError, AttributeError):
-                found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
-                reason = f"has no text in the field {field!r} (it has {found[:80]})"
-                remedy = "set corpus.field=NAME"
-                raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None
 
 
 def tokenize_mode(

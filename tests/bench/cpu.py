@@ -181,12 +181,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["gensim", *PROGRAMS])
     parser.add_argument("--case", choices=CASES, help="print the figures of one run, for this file")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["skipgram"])
-    parser.add_argument("--cores", type=int, nargs="+", default=[cores()], help="of a process")
+    parser.add_argument("--cores", type=int, nargs="+", help="of a process (all)")
     parser.add_argument("--seed", type=int, default=1, help="of that run")
     args = parser.parse_args(arguments)
+    counts = args.cores or [cores()]
     if args.case:
         # Before torch is imported, which starts as many threads as there are cores.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores[0]])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: counts[0]])
         with TemporaryDirectory() as folder:
             run = args.corpus.resolve(), args.epochs, args.seed, Path(folder)
             is_program, model = args.case in PROGRAMS, MODELS[args.models[0]]
@@ -198,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(figures))
         return
     found = results.Results("cpu", args.results)
-    cases = list(product(args.cores, args.models, args.cases))
+    cases = list(product(counts, args.models, args.cases))
     if len(args.models) > 1 and set(args.cases) & {*PROGRAMS}:
         parser.error("--models: several are for classes, such as gensim; leave out the programs")
     common = ["--corpus", str(args.corpus), "--epochs", str(args.epochs), "--size", str(args.size)]
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(1, args.runs + 1):  # in turn, so that a busy machine slows all of them
         for number, model, case in cases:
             suffix = f", {model}" if args.models != ["skipgram"] else ""
-            suffix += f", {number} core{'s' * (number > 1)}" if len(args.cores) > 1 else ""
+            suffix += f", {number} core{'s' * (number > 1)}" if args.cores else ""
             of_case = runs.setdefault(case + suffix, [])
             run = ["--case", case, "--models", model, "--cores", str(number), "--seed", str(seed)]
             of_case.append(measure([*common, *run]))

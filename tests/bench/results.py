@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ def header(benchmark: str) -> dict[str, str]:
         "torch": torch.__version__,
         "cupy": _installed("cupy-cuda12x") or _installed("cupy-cuda13x"),
         "commit": git_commit(),
-        "command": " ".join([launcher, os.path.relpath(sys.argv[0]), *arguments]),
+        "command": f"{launcher} {shlex.join([os.path.relpath(sys.argv[0]), *arguments])}",
     }
 
 

@@ -50,7 +50,6 @@ def numbered(stem: str, *numbers: int) -> list[str]:
 
 
 SPEED = Column("M words/s", "words/s", ".1f", 1e-6)
-SECONDS = Column("training", "seconds [s]", ".2f s")
 ANALOGIES = Column("analogies", "analogies [%]", ".1f %")
 GOOGLE = Column("Google", "google", ".1f %", 100)
 SIMILARITIES = [
@@ -79,23 +78,32 @@ STAGES = {  # in the files of results, and in the table
     "claim": "finding unique rows",
     **{name: name for name in ("skip-gram", "optimizer")},
 }
+GPUS = r"(\d GPUs?), 1019060 words .* Adam "  # of wiki100 twenty times
 TABLES = {
     "summary": Table(
-        ["baselines-2026-11-20", *numbered("train-2026-11-23", 2, 3)],
+        ["cpu-2026-11-23-7", "fullw2v-2026-11-20", *numbered("train-2026-11-23", 2, 3)],
         {
-            r"gensim.* 5 epochs": "gensim, 16 CPU threads, SGD",
+            r".* 5 epochs, gensim alpha .05.*": "gensim, 16 CPU cores, SGD, alpha .05",
             r"FULL-W2V.* 5 epochs": "FULL-W2V (CUDA), all rows on the GPU, SGD",
             r"wiki100 adam resident float32": "w2v, all rows on the GPU, Adam",
             r"wiki100 sgd resident float32": "w2v, all rows on the GPU, SGD",
             r"wiki100 adam mapped:50% float32": "w2v, half of the rows on the GPU, Adam",
         },
-        [Column("M words/s", "words/s", ".0f", 1e-6), SECONDS, ANALOGIES],
+        [Column("M words/s", "words/s", ".0f", 1e-6), ANALOGIES],
         sources=False,
     ),
     "training": Table(
-        ["baselines-2026-11-20", *numbered("train-2026-11-23", 2, 3)],
-        {r"(gensim.*|FULL-W2V.*)": r"\1", r"wiki100 (\S+) (\S+) float32": r"\1, `\2`"},
-        [SPEED, SECONDS, *SCORES, Column("rows read of used", "rows read [% of used]", ".1f %")],
+        [
+            *numbered("cpu-2026-11-23", 7, 8),
+            "fullw2v-2026-11-20",
+            *numbered("train-2026-11-23", 2, 3),
+        ],
+        {
+            r"wiki100 (.*) epochs, gensim,? ?(.*)": r"gensim 4.4, \1 epochs, \2",
+            r"(FULL-W2V.* epochs.*)": r"\1",
+            r"wiki100 (\S+) (\S+) float32": r"\1, `\2`",
+        },
+        [SPEED, *SCORES, Column("rows read of used", "rows read [% of used]", ".1f %")],
     ),
     "whole": Table(
         [*numbered("train-2026-11-23", 1, 2), "train-2026-11-22-5"],
@@ -105,7 +113,7 @@ TABLES = {
             r"wiki100 (\S+) (\S+) float32 .*negative=0": r"skip-gram with a tree, \1, `\2`",
             r"wiki100 (\S+) (\S+) .* model.architecture=cbow": r"CBOW with a tree, \1, `\2`",
         },
-        [SPEED, SECONDS, *SCORES],
+        [SPEED, *SCORES],
     ),
     "stages": Table(
         numbered("train-2026-11-23", 2, 3),
@@ -159,8 +167,8 @@ TABLES = {
         [Column("least", "least [s]", ".3f s"), Column("median", "median [s]", ".3f s")],
     ),
     "cores": Table(
-        ["cpu-2026-11-23-2", "cpu-2026-11-23"],
-        {r"wiki100 5 epochs, (gensim|w2v.*)": r"\1"},
+        numbered("cpu-2026-11-23", 6, 2, 1, 5),
+        {r"wiki100 5 epochs, (.*core.*)": r"\1", r"wiki100 5 epochs, (.*)": r"\1, 2 cores"},
         [SPEED, ANALOGIES],
     ),
     "steps": Table(
@@ -263,12 +271,20 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        ["ranks-2026-11-22-2", "ranks-2026-11-23", "ranks-2026-11-23-2"],
-        {r"(.*)": r"\1"},
+        numbered("ranks-2026-11-23", 1, 5, 8, 4, 9, 2, 6, 3, 7),
+        {
+            rf"{GPUS}float32 resident \S+=65536 .*": r"\1, tables on the GPU",
+            rf"{GPUS}float32 resident \S+=131072 .*": r"\1, tables on the GPU, a batch for each",
+            rf"{GPUS}float32 resident \S+=16384 .*": r"\1, tables on the GPU, batches of 16,384",
+            rf"{GPUS}.* transfer.gpu_bytes=10%": r"\1, paged, shared negatives",
+            rf"{GPUS}.* model.negative_pool=0": r"\1, paged, no shared negatives",
+        },
         [
-            Column("one GPU, M words/s", "one [words/s]", ".0f", 1e-6),
-            Column("two GPUs", "two [words/s]", ".0f", 1e-6),
-            Column("two / one", "two over one [times]", ".2f"),
+            SPEED,
+            Column("step", "step [us]", ".0f us"),
+            Column("CPU", "CPU [us]", ".0f us"),
+            Column("GB/s to each GPU", "to GPU [GB/s]", ".1f"),
+            Column("between GPUs", "sent by a GPU [GB/s]", ".1f"),
         ],
     ),
     "large": Table(
@@ -327,7 +343,6 @@ WIKI = "wiki100 {} {} float32".format
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% "
 ZIPF += "negative_pool=65536 for 8 steps"
 TRAIN = "train-2026-11-23-2"
-BASE = "baselines-2026-11-20"
 COLD = ("run-2026-11-23", "wiki100, first command")
 WARM = ("run-2026-11-23", "wiki100, ids cached")
 PAGED = "wiki100 x 40, paged, new text"
@@ -337,29 +352,14 @@ MILLIONS = (
     "zipf-2026-11-23",
     ("60000000 words of a text of 124136492, Adam float32 mapped, 80 GiB of the GPU occupied"),
 )
-PROCESS = "process-2026-11-22"
+FULL_W2V = "fullw2v-2026-11-20"
 FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
-SCORES_OF_RANKS = "wiki100 adam mapped:50% float32 {} GPUs seed={}".format
 BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
+ONE, TWO = numbered("ranks-2026-11-23", 1, 5)
+RESIDENT = "1019060 words of a text of 338882060, Adam float32 resident train.batch_size=65536 "
+RESIDENT += "transfer.engine=resident"
 PERFORMANCE = "docs/performance.md"
-STARTS = "ranks-2026-11-23-3"
 CITED = [
-    Cited(
-        "docs/gpus.md",
-        "ends after {:.1f} s, with one GPU after {:.1f} and with torchrun after {:.1f}",
-        [
-            (STARTS, "first step", f"{how} [s]")
-            for how in ("two by --gpus", "one GPU", "two by torchrun")
-        ],
-    ),
-    Cited(
-        PERFORMANCE,
-        "one alone exchanges {:.1f} GB/s each way, both at once {:.1f} each",
-        [
-            (STARTS, "exchange of 1,536-byte rows, each way", f"{how} [GB/s]")
-            for how in ("one GPU alone", "both")
-        ],
-    ),
     Cited(
         "README.md",
         "took {:.1f} s on an H200, and {:.1f} s the second time",
@@ -368,20 +368,23 @@ CITED = [
     Cited(
         "README.md",
         "FULL-W2V's takes {:.1f} to {:.1f} s on the H200",
-        [(PROCESS, "FULL-W2V, whole command", f"{which} [s]") for which in ("shortest", "longest")],
+        [
+            (FULL_W2V, "FULL-W2V, whole command", f"{which} [s]")
+            for which in ("shortest", "longest")
+        ],
     ),
     Cited(
         "README.md",
-        "with .05 they answer {:.1f} and {:.1f} %",
-        [
-            (BASE, "gensim 4.4, 16 workers, 5 epochs, alpha .05", "analogies [%]"),
-            (BASE, "FULL-W2V, 14 threads, 5 epochs, alpha .05", "analogies [%]"),
-        ],
+        "with .05 it answers {:.1f} %",
+        [(FULL_W2V, "FULL-W2V, 14 threads, 5 epochs, alpha .05", "analogies [%]")],
     ),
     Cited(
         PERFORMANCE,
         "FULL-W2V's whole command took {:.1f} to {:.1f} s on the H200",
-        [(PROCESS, "FULL-W2V, whole command", f"{which} [s]") for which in ("shortest", "longest")],
+        [
+            (FULL_W2V, "FULL-W2V, whole command", f"{which} [s]")
+            for which in ("shortest", "longest")
+        ],
     ),
     Cited(
         PERFORMANCE,
@@ -401,6 +404,26 @@ CITED = [
         [(*WARM, "words/s"), (*WARM, "steady words/s"), (*COLD, "words/s")],
     ),
     Cited(
+        PERFORMANCE,
+        "SGD trains {:.1f} M words/s on one core of a machine and {:.1f} on sixteen",
+        [
+            ("cpu-2026-11-23-6", "wiki100 5 epochs, w2v SGD, 1 core", "words/s"),
+            ("cpu-2026-11-23", "wiki100 5 epochs, w2v SGD, 16 cores", "words/s"),
+        ],
+    ),
+    Cited(
+        PERFORMANCE,
+        "skip-gram takes {:.0f} us (one GPU: {:.0f}), the optimizer, which reads the "
+        "gradients of both, {:.0f} ({:.0f}), and reading rows of the other GPU {:.0f}",
+        [
+            (TWO, f"2 GPUs, {RESIDENT}", "skip-gram [us]"),
+            (ONE, f"1 GPU, {RESIDENT}", "skip-gram [us]"),
+            (TWO, f"2 GPUs, {RESIDENT}", "optimizer [us]"),
+            (ONE, f"1 GPU, {RESIDENT}", "optimizer [us]"),
+            (TWO, f"2 GPUs, {RESIDENT}", "lend [us]"),
+        ],
+    ),
+    Cited(
         "docs/failure.md",
         "{:.1f} GiB were estimated and {:.2f} used",
         [(*MILLIONS, "GPU estimate [GiB]"), (*MILLIONS, "GPU peak [GiB]")],
@@ -409,14 +432,6 @@ CITED = [
         PERFORMANCE,
         "Adam to {:.1f} ± {:.1f} %",
         [("train-2026-11-21-10", FP16, f"analogies{kind} [%]") for kind in ("", " stdev")],
-    ),
-    Cited(
-        PERFORMANCE,
-        "two GPUs analogies are {:.1f} and {:.1f} %, with four {:.1f}, {:.1f} and {:.1f} %",
-        [
-            ("ranks-2026-11-21-14", SCORES_OF_RANKS(*case), "analogies [%]")
-            for case in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 3))
-        ],
     ),
     Cited(
         PERFORMANCE,

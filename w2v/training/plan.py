@@ -59,7 +59,7 @@ KERNELS = {  # as the plan names them
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
 # Batch size, and words/s of two H200 over those of one (docs/performance.md). Where rows are paged
 # the second is the same, and the others were not measured.
-TWO_OVER_ONE = ((16_384, 0.8), (65_536, 1.5), (131_072, 1.7))
+TWO_OVER_ONE = ((16_384, 0.7), (65_536, 1.3), (131_072, 1.6))
 FEWEST_STEPS = 100  # of a run that learns anything
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32

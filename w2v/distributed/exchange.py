@@ -1,10 +1,10 @@
 """Exchange of weights and gradients between the ranks that own them.
 
-Row v belongs to rank v % N. For each batch, a rank borrows the weights of
-its rows from their owners, and sends the gradients back, which the owners sum and step. Optimizer
-state never travels. With one process, both are the identity.
+Row v belongs to rank v % N. For each batch, a rank borrows the weights of its rows from their
+owners and sends the gradients back; the owners sum them and step the optimizer, whose state never
+travels. With one process, both are the identity.
 
-Which rows a batch needs is found on the planning stream, two pages ahead:
+The rows of a batch are listed on the planning stream, two pages ahead:
 
     list page n + 1     its rows by owner, and how many ids go to each rank (`look_further`)
     send ids of page n  with headers that say how many ids page n + 1 will send (`next_page`)
@@ -77,8 +77,8 @@ class Exchange:
             if rows is None:
                 self.kernels.mark(batch, marks_TV)
                 continue
-            for marks_V, its in zip(marks_TV, rows[:2], strict=True):
-                marks_V.index_fill_(0, its.rows_U.long(), True)
+            for marks_V, grads in zip(marks_TV, rows[:2], strict=True):
+                marks_V.index_fill_(0, grads.rows_U.long(), True)
 
     def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
         """Return the batch's rows, and a page with their weights."""
@@ -94,8 +94,8 @@ class Exchange:
         return 0
 
 
-class Listed(NamedTuple):
-    """A batch, with its rows as `ShardKernels.list_requests` lists them."""
+class ListedBatch(NamedTuple):
+    """A batch and its rows by owner, from `ShardKernels.list_requests`."""
 
     batch: Any  # a Batch; None in the page before the first
     rows_U: Tensor
@@ -136,9 +136,9 @@ class RankExchange(Exchange):
         self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
         self._counts_known: torch.cuda.Event | None = None
         self._zeros = zeros_ahead(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
-        self._page: list[Listed] = []  # the page that `next_page` returns
-        self._page_after: list[Listed] = []
-        self._route: Route | None = None  # of the batch at hand
+        self._page: list[ListedBatch] = []  # the page that `next_page` returns
+        self._page_after: list[ListedBatch] = []
+        self._route: Route | None = None  # of the current batch
         self._owned: Grads | None = None  # this rank's rows that are requested for it
 
     def start(self, batches: Iterator[Batch]) -> None:
@@ -150,7 +150,7 @@ class RankExchange(Exchange):
         counts_N = torch.full((size,), headers, dtype=torch.int32, device=device)
         no_rows_U = torch.full((size * headers,), -1, device=device)
         self._page = [
-            Listed(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
+            ListedBatch(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
             for _ in range(self.batches_per_page)
         ]
         # Two pages must be listed before the counts of the first of them can be sent.
@@ -165,30 +165,30 @@ class RankExchange(Exchange):
         if self._counts_known:
             self._counts_known.synchronize()
         send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
-        # The lists are longer than what they hold, which the CPU did not know when it made them.
-        ids_KU = [its.ids_U[: sum(send)] for its, send in zip(page, send_KN, strict=True)]
+        # The lists are longer than their content, whose size the CPU only knows now.
+        ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(page, send_KN, strict=True)]
         # In a group of its own: ids are not to wait for the rows of steps on another stream.
         requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
-            Route(its.rows_U[: sum(send)], send, ids_M, recv, its.counts)
-            for its, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
+            Route(listed.rows_U[: sum(send)], send, ids_M, recv, listed.counts)
+            for listed, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
         ]
         # The headers of these ids have the counts of the page after this one, which may be shorter.
-        for route, its, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
-            self.kernels.read_counts(route.received, its.counts, host_2N)
+        for route, listed, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
+            self.kernels.read_counts(route.received, listed.counts, host_2N)
         self._counts_known = self.planning.record_event() if self.planning else None
         self._page = self._page_after
-        return [PlannedBatch(its.batch, route) for its, route in zip(page, routes, strict=True)]
+        return [PlannedBatch(batch, route) for (batch, *_), route in zip(page, routes, strict=True)]
 
     def look_further(self, batches: Iterator[Batch]) -> None:
         drawn = list(islice(batches, self.batches_per_page))
         self._page_after = []
         # The last page may be shorter than the one before it.
-        for batch, its in zip(drawn, self._page, strict=False):
+        for batch, listed in zip(drawn, self._page, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
-            before = Requests(its.ids_U, its.counts.send_N)
+            before = Requests(listed.ids_U, listed.counts.send_N)
             lists = self.kernels.list_requests(batch, send_N, scratch_N, before)
-            self._page_after.append(Listed(batch, *lists, Counts(send_N, recv_N)))
+            self._page_after.append(ListedBatch(batch, *lists, Counts(send_N, recv_N)))
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
         for planned in page:

@@ -33,7 +33,7 @@ class Moves(NamedTuple):
     numbers: Tensor
 
 
-class Listed(NamedTuple):
+class PageRows(NamedTuple):
     """Rows that a page needs, in lists, and pages to come.
 
     A row is evicted last if `page_of_V` has a page after `page` for it, by numbers of 16 bits, or
@@ -83,7 +83,7 @@ class MovePlanner:
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
     def plan(
-        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, number: int, in_use: int
+        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
         """Give slots to the marked rows and list the moves.
 
@@ -99,7 +99,7 @@ class MovePlanner:
         wanted_W, next_W = self._wanted[number % 2], self._wanted[(number + 1) % 2]
         bits = wanted_W, previous, self._cached_W, self._soon_W
         marks: tuple[Tensor | int | None, ...]
-        if isinstance(marks_TV, Listed):
+        if isinstance(marks_TV, PageRows):
             self._make_room(number, sum(rows_U.shape[0] for rows_U in marks_TV.lists))
             self._mark(marks_TV.lists, wanted_W)
             marks = None, None, 0, *marks_TV[1:]

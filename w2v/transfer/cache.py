@@ -29,7 +29,7 @@ from torch import Tensor
 from w2v.config import ConfigError
 from w2v.kernels import cuda_cache
 from w2v.kernels.batch import Page, View
-from w2v.kernels.cuda_cache import Listed
+from w2v.kernels.cuda_cache import PageRows
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine, TransferStats
 from w2v.transfer.links import Link, MappedLink, Records
@@ -85,7 +85,7 @@ class RowCache(Engine, ABC):
 
     @abstractmethod
     def _make_plan(
-        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
     ) -> None:
         """Give marked rows slots as far as there are some, and list the moves.
 
@@ -105,7 +105,7 @@ class RowCache(Engine, ABC):
     def _refused(self) -> int:
         """Return how many rows found no slot at all, as far as that is known."""
 
-    def prefetch(self, marks_TV: Tensor | Listed, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, marks_TV: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._plan += 1
         self._is_complete = False
@@ -202,10 +202,10 @@ class TorchCache(RowCache):
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
     def _make_plan(
-        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
     ) -> None:
         limit: Tensor | None = None
-        if isinstance(marks_TV, Listed):
+        if isinstance(marks_TV, PageRows):
             limit = marks_TV.limit
             soon_V = marks_TV.page_of_V - wrapped(marks_TV.page) > 0
             soon_V |= marks_TV.count_V > limit
@@ -308,7 +308,7 @@ class MappedCache(RowCache):
         return TransferStats(used, read, written, self._waits.seconds)
 
     def _make_plan(
-        self, marks_TV: Tensor | Listed | None, soon_V: Tensor | None, in_use: int
+        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
     ) -> None:
         self._planner.plan(marks_TV, soon_V, self._plan, in_use)
 
@@ -455,7 +455,7 @@ class CachedLink(Link):
             return
         self._number = number or self._number
         its, uses = list(self._coming.values()), self._uses
-        listed = Listed(its, uses.page_of_V, self._number, uses.count_V, uses.limit)
+        listed = PageRows(its, uses.page_of_V, self._number, uses.count_V, uses.limit)
         self._cache.prefetch(listed)
 
     def in_place(self, rows_U: Tensor) -> View | None:

@@ -1,7 +1,7 @@
 """Caches of rows on the GPU; moves overlap with computation.
 
-A cache of S slots holds records of all tables, each row in one slot at most. That slot owns the
-row until it is written back: a row is never in two places, so overlap changes no result. Beside the
+A cache of S slots has records of all tables, each row in one slot at most. That slot owns the row
+until it is written back: a row is never in two places, so overlap changes no result. Beside the
 computation run
 
     plans    which rows miss, which slots they get, which rows are evicted (the caller's stream)
@@ -9,9 +9,12 @@ computation run
 
 Rows used least are evicted first, those in the lookahead window last (kernels/cu/cache.cu).
 
-Page t computes while the rows of page t + 1 move, and rows of either are never evicted then. Moves
-follow the order of their plans, and the writes of a plan come before its reads. The computation
-waits for its reads. A plan waits for the page before the current one, whose rows it may evict.
+Page t computes while the rows of page t + 1 move: rows of both are protected from eviction. If too
+few slots are left for all misses of page t + 1, the most used ones are loaded now, and the others
+by a second plan once page t is done and its rows are evicted. A page of more than S rows is a user
+error. Moves follow the order of their plans, and the writes of a plan come before its reads. The
+computation waits for its reads. A plan waits for the page before the current one, whose rows it may
+evict.
 
 Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all tables.
 """
@@ -35,17 +38,17 @@ from w2v.transfer.engine import Engine, TransferStats
 from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
 
-AGE = 4096  # look-ups after which those before count for half
-MOST_USES = 2**15 - 1  # that are counted
+AGE = 4096  # look-ups after which all counts of uses are halved
+MOST_USES = 2**15 - 1  # at which counts of uses stop
 
 
 class RowCache(Engine, ABC):
-    """Cache of rows on the device, whatever plans its moves.
+    """Cache of rows on the device; subclasses plan and make the moves.
 
     Args:
         link: Moves the records.
         tables: Tables of one shape.
-        slots: Rows that the cache holds, its capacity.
+        slots: Capacity of the cache in rows.
         device: The compute device.
         is_timed: Whether stats tell how long the computation waits.
     """
@@ -73,7 +76,7 @@ class RowCache(Engine, ABC):
         views = [View(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
         self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
-        self._is_complete = True  # whether all rows of the last plan have slots
+        self._second_plan_done = True  # or not needed: all rows of the page have slots
         self._page_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Events of the last plan, and of the moves of the last two plans and the last of these;
@@ -85,12 +88,12 @@ class RowCache(Engine, ABC):
 
     @abstractmethod
     def _make_plan(
-        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
+        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
     ) -> None:
-        """Give marked rows slots as far as there are some, and list the moves.
+        """Assign slots to rows of the page while there are any, and list the moves.
 
-        Rows that a plan numbered `in_use` or higher wants are not evicted. Without marks, the rows
-        that the plan left unplaced get slots.
+        Rows of plans numbered `protected_since` or higher are not evicted. Without `page_rows`, the
+        rows that the first plan of the page left without slots get them.
         """
 
     @abstractmethod
@@ -98,22 +101,22 @@ class RowCache(Engine, ABC):
         """Write evicted rows back and read the missing ones."""
 
     @abstractmethod
-    def _is_placed(self) -> bool:
-        """Whether it is known that all rows of the last plan have slots."""
+    def _all_rows_have_slots(self) -> bool:
+        """Whether all rows of the last plan are known to have slots."""
 
     @abstractmethod
-    def _refused(self) -> int:
-        """Return how many rows found no slot at all, as far as that is known."""
+    def _rows_over_capacity(self) -> int:
+        """Return how many rows a second plan left without slots, if known."""
 
-    def prefetch(self, marks_TV: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
+    def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._plan += 1
-        self._is_complete = False
+        self._second_plan_done = False
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        # The page before may still compute: its rows must stay as well as those of this plan.
-        self._make_plan(marks_TV, soon_V, in_use=self._plan - 1)
+        # The page before may still compute, so its rows are protected too.
+        self._make_plan(page_rows, soon_V, protected_since=self._plan - 1)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
@@ -124,13 +127,13 @@ class RowCache(Engine, ABC):
         if self._page_plan != self._plan:
             device = self._records_SR.device
             with self._waits.counted(device) if self._is_timed else nullcontext():
-                self._complete()
+                self._finish_plan()
                 self._wait(self._arrived)
             self._page_plan = self._plan
         return self._page
 
     def flush(self) -> None:
-        self._complete()
+        self._finish_plan()
         self._wait(self._arrived)
         for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
             # The rows stay cached as well, so training goes on without reading them again.
@@ -138,27 +141,27 @@ class RowCache(Engine, ABC):
             self.link.write(table, rows, self._records_SR, slot_of_V[rows].long())
         if self._reads:
             current_stream().synchronize()
-        self._check_room()
+        self._check_capacity()
 
-    def _complete(self) -> None:
-        """Give slots to all rows of the last plan, once the page before is done."""
-        if not self._is_complete and not self._is_placed():
+    def _finish_plan(self) -> None:
+        """Assign slots to rows without one, once the page before is done."""
+        if not self._second_plan_done and not self._all_rows_have_slots():
             self._wait(self._arrived)
-            self._make_plan(None, None, in_use=self._plan)
+            self._make_plan(None, None, protected_since=self._plan)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
-        self._is_complete = True
-        self._check_room()
+        self._second_plan_done = True
+        self._check_capacity()
 
     def _move(self) -> None:
         self._make_moves()
         self._arrived = self._record(self._moved[self._plan % 2])
 
-    def _check_room(self) -> None:
-        if refused := self._refused():
+    def _check_capacity(self) -> None:
+        if excess := self._rows_over_capacity():
             raise ConfigError(
                 f"transfer.gpu_bytes has room for {self.slots:,} rows on the GPU, but "
-                f"{self.slots + refused:,} are needed at once; raise it, or lower "
+                f"{self.slots + excess:,} are needed at once; raise it, or lower "
                 "train.batch_size, transfer.steps_per_page or model.negative_pool"
             )
 
@@ -173,8 +176,8 @@ class RowCache(Engine, ABC):
 class TorchCache(RowCache):
     """Row cache over any link, planned in plain torch.
 
-    It is the specification of `MappedCache`. `uses_TV` are expected uses of each row: rows used
-    least are evicted first. By default rows are taken to be in order of frequency.
+    It is the specification of `MappedCache`. Rows with the least expected uses, `uses_TV`, are
+    evicted first; by default rows are in order of falling frequency.
     """
 
     def __init__(
@@ -188,13 +191,13 @@ class TorchCache(RowCache):
     ):
         super().__init__(link, tables, slots, device, is_timed)
         self._order_N = _order_by_use(self._slot_of_TV.shape, device, uses_TV)
-        # By place in the order: rows that two plans want, cached rows, and the lookahead window.
+        # By place in the order: rows of the last two plans, cached rows, the lookahead window.
         bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
         *self._wanted, self._cached_N, self._soon_N = bits
         self._slots_in_use = 0
-        self._unplaced = 0  # rows for which the last plan found no slot
+        self._rows_without_slot = 0  # after the last plan
         self._used = self._read = self._written = 0  # rows
-        # Rows that enter and rows that leave the cache, and the slots of the former, by two plans.
+        # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
         self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_N[:0],) * 3] * 2
 
     @property
@@ -202,30 +205,30 @@ class TorchCache(RowCache):
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
     def _make_plan(
-        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
+        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
     ) -> None:
         limit: Tensor | None = None
-        if isinstance(marks_TV, PageRows):
-            limit = marks_TV.limit
-            soon_V = marks_TV.page_of_V - wrapped(marks_TV.page) > 0
-            soon_V |= marks_TV.count_V > limit
-            rows_U = torch.cat(marks_TV.lists)
-            marks_TV = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
+        if isinstance(page_rows, PageRows):
+            limit = page_rows.limit
+            soon_V = page_rows.page_of_V - wrapped(page_rows.page) > 0
+            soon_V |= page_rows.count_V > limit
+            rows_U = torch.cat(page_rows.lists)
+            page_rows = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = self._wanted[self._plan % 2]
-        if marks_TV is not None:
-            wanted_N.copy_(marks_TV.flatten()[self._order_N])
+        if page_rows is not None:
+            wanted_N.copy_(page_rows.flatten()[self._order_N])
             self._soon_N.zero_()
             if soon_V is not None:
                 self._soon_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
         missing_N = wanted_N & ~self._cached_N
         evictable_N = self._cached_N & ~wanted_N
-        if in_use != self._plan:
-            evictable_N &= ~self._wanted[in_use % 2]
-        places = missing_N, evictable_N & ~self._soon_N, evictable_N & self._soon_N
-        *counts, used = torch.stack([mask_N.sum() for mask_N in (*places, wanted_N)]).tolist()
+        if protected_since != self._plan:
+            evictable_N &= ~self._wanted[protected_since % 2]
+        masks = missing_N, evictable_N & ~self._soon_N, evictable_N & self._soon_N
+        *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
         missing, *evictable = (
             torch.nonzero_static(mask_N, size=count).flatten()
-            for mask_N, count in zip(places, counts, strict=True)
+            for mask_N, count in zip(masks, counts, strict=True)
         )
         empty = self.slots - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable[0]) + len(evictable[1]))
@@ -235,55 +238,52 @@ class TorchCache(RowCache):
         late = max(0, evictions - len(evictable[0]))
         kept = len(evictable[0]) - evictions + late, len(evictable[1]) - late
         evicted = torch.cat([its[n:] for its, n in zip(evictable, kept, strict=True)])
-        entering = missing[: empty + evictions]
-        in_use_after = self._slots_in_use + len(entering) - evictions
-        unused = torch.arange(self._slots_in_use, in_use_after, device=missing.device)
-        self._cached_N.index_fill_(0, entering, True).index_fill_(0, evicted, False)
-        entering_N, evicted_N = self._order_N[entering].long(), self._order_N[evicted].long()
+        loaded = missing[: empty + evictions]
+        slots_in_use = self._slots_in_use + len(loaded) - evictions
+        unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
+        self._cached_N.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
+        loaded_N, evicted_N = self._order_N[loaded].long(), self._order_N[evicted].long()
         slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_N].long()])
-        self._lists[self._plan % 2] = entering_N, evicted_N, slots
-        self._slots_in_use = in_use_after
-        self._unplaced = len(missing) - len(entering)
-        self._used += 0 if marks_TV is None else used
-        self._read += len(entering)
+        self._lists[self._plan % 2] = loaded_N, evicted_N, slots
+        self._slots_in_use = slots_in_use
+        self._rows_without_slot = len(missing) - len(loaded)
+        self._used += 0 if page_rows is None else used
+        self._read += len(loaded)
         self._written += evictions
 
     def _make_moves(self) -> None:
-        entering_N, evicted_N, slots = self._lists[self._plan % 2]
+        loaded_N, evicted_N, slots = self._lists[self._plan % 2]
         slot_of_N = self._slot_of_TV.view(-1)
         for part in self._by_table(evicted_N, slots[len(slots) - len(evicted_N) :]):
             self.link.write(*part)
         slot_of_N.index_fill_(0, evicted_N, self.slots)
-        for part in self._by_table(entering_N, slots):
+        for part in self._by_table(loaded_N, slots):
             self.link.read(*part)
-        slot_of_N.index_copy_(0, entering_N, slots.int())
+        slot_of_N.index_copy_(0, loaded_N, slots.int())
 
     def _by_table(
         self, rows_N: Tensor, slots: Tensor
     ) -> Iterator[tuple[Table, Tensor, Tensor, Tensor]]:
-        """Give each table its rows, sorted, with the records and slots."""
+        """Yield for each table the arguments of its link, rows sorted."""
         rows_N, order = rows_N.sort()
         ends = torch.arange(1, len(self._tables), device=rows_N.device) * self._tables[0].rows
         cuts = torch.searchsorted(rows_N, ends).tolist()
         parts = zip(self._tables, rows_N.tensor_split(cuts), order.tensor_split(cuts), strict=True)
-        for table, its_rows, its_order in parts:
-            yield table, its_rows % table.rows, self._records_SR, slots[its_order]
+        for table, table_rows, table_order in parts:
+            yield table, table_rows % table.rows, self._records_SR, slots[table_order]
 
-    def _is_placed(self) -> bool:
-        return self._unplaced == 0
+    def _all_rows_have_slots(self) -> bool:
+        return self._rows_without_slot == 0
 
-    def _refused(self) -> int:
-        return self._unplaced if self._is_complete else 0
+    def _rows_over_capacity(self) -> int:
+        return self._rows_without_slot if self._second_plan_done else 0
 
 
 class MappedCache(RowCache):
     """Row cache over pinned tables, planned on the GPU, like a `TorchCache`.
 
-    The CPU never waits for what a plan finds.
-
-    A plan that finds no room for all missing rows brings the first of them; the rest come when the
-    page before is computed, by a second plan. The CPU omits that one only when it has already seen
-    that nothing is left to bring.
+    The CPU never waits for a plan's result: it omits a page's second plan only if it has already
+    seen that the first one found slots for all rows.
     """
 
     def __init__(
@@ -308,25 +308,26 @@ class MappedCache(RowCache):
         return TransferStats(used, read, written, self._waits.seconds)
 
     def _make_plan(
-        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, in_use: int
+        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
     ) -> None:
-        self._planner.plan(marks_TV, soon_V, self._plan, in_use)
+        self._planner.plan(page_rows, soon_V, self._plan, protected_since)
 
     def _make_moves(self) -> None:
-        moves, table = self._planner.moves[self._plan % 2], self._tables[0].records_VR
-        shape = table.shape[0], table.stride(0)
+        moves = self._planner.moves[self._plan % 2]
+        records_VR = self._tables[0].records_VR
+        shape = records_VR.shape[0], records_VR.stride(0)
         slots = self._slot_of_TV, self.slots
         cuda_cache.exchange_records(moves, self._addresses_T, *shape, self._records_SR, *slots)
 
-    def _is_placed(self) -> bool:
+    def _all_rows_have_slots(self) -> bool:
         return self._planned.query() and self._planner.notices[self._plan % 2][0] == 0
 
-    def _refused(self) -> int:
-        return max(int(refused) for _, refused in self._planner.notices)
+    def _rows_over_capacity(self) -> int:
+        return max(int(excess) for _, excess in self._planner.notices)
 
 
 class WholeTable(Engine):
-    """Cache with room for a whole table, which is copied when it is made."""
+    """Cache with a slot for each row of a table, all loaded when it is made."""
 
     def __init__(self, table: Table, device: torch.device):
         super().__init__([table])

@@ -224,20 +224,19 @@ class TorchCache(RowCache):
         evictable_N = self._cached_N & ~wanted_N
         if protected_since != self._plan:
             evictable_N &= ~self._wanted[protected_since % 2]
-        masks = missing_N, evictable_N & ~self._soon_N, evictable_N & self._soon_N
+        masks = missing_N, evictable_N & self._soon_N, evictable_N & ~self._soon_N
         *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
-        missing, *evictable = (
+        missing, soon, others = (
             torch.nonzero_static(mask_N, size=count).flatten()
             for mask_N, count in zip(masks, counts, strict=True)
         )
+        # Rows are evicted from the end: those used least first, the lookahead window last.
+        evictable = torch.cat([soon, others])
         empty = self.slots - self._slots_in_use
-        evictions = min(max(0, len(missing) - empty), len(evictable[0]) + len(evictable[1]))
-        if limit is not None and len(evictable[0]) < evictions:
+        evictions = min(max(0, len(missing) - empty), len(evictable))
+        evicted = evictable[len(evictable) - evictions :]
+        if limit is not None and len(others) < evictions:
             limit.add_(1).clamp_(max=MOST_USES)
-        # The least frequent ones of both kinds, those of the lookahead window last.
-        late = max(0, evictions - len(evictable[0]))
-        kept = len(evictable[0]) - evictions + late, len(evictable[1]) - late
-        evicted = torch.cat([its[n:] for its, n in zip(evictable, kept, strict=True)])
         loaded = missing[: empty + evictions]
         slots_in_use = self._slots_in_use + len(loaded) - evictions
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)

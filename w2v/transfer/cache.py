@@ -90,7 +90,7 @@ class RowCache(Engine, ABC):
     def _make_plan(
         self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
     ) -> None:
-        """Assign slots to rows of the page while there are any, and list the moves.
+        """Assign slots to the page's rows, as far as there are some; list moves.
 
         Rows of plans numbered `protected_since` or higher are not evicted. Without `page_rows`, the
         rows that the first plan of the page left without slots get them.
@@ -347,12 +347,11 @@ class WholeTable(Engine):
 class RowUses:
     """Look-ups of each row, and the last page that is known to have it.
 
-    Pages are numbered from 1 on, by 16 bits; counts end at the largest number of 16 bits. Rows with
-    more than `limit` uses are evicted last; caches raise it.
+    Pages are numbered from 1 on, by 16 bits; counts stop at the greatest number of 16 bits. Rows
+    with more than `limit` uses are evicted last; caches raise it. With 0 rows nothing is counted.
     """
 
     def __init__(self, rows: int, device: torch.device):
-        self.is_empty = not rows
         self.count_V = self.page_of_V = self.limit = None
         if rows:
             self.count_V, self.page_of_V = torch.zeros(2, rows, dtype=torch.int16, device=device)
@@ -361,10 +360,10 @@ class RowUses:
         self._look_ups = 0
 
     def begin(self, is_ahead: bool) -> int:
-        """Return the number of the page whose rows are looked up, if any."""
+        """Begin a look-up; return the number of its page, 0 if not ahead."""
         self._look_ups += 1
         self._announced += is_ahead
-        if self._look_ups % AGE == 0 and not self.is_empty:
+        if self._look_ups % AGE == 0 and self.count_V is not None:
             self.count_V >>= 1
             self.limit >>= 1
             # Pages long past keep their distance, so that no number comes round again.
@@ -374,7 +373,7 @@ class RowUses:
 
     def note(self, rows_U: Tensor, page: int) -> None:
         """Count a look-up of these rows, for a page if it is not 0."""
-        if self.is_empty:
+        if self.count_V is None:
             return
         count_U = self.count_V.index_select(0, rows_U).clamp_(max=MOST_USES - 1)
         self.count_V.index_copy_(0, rows_U, count_U + 1)

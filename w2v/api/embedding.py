@@ -868,7 +868,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     _prefetch(islice(waiting, together))
                 batch, page = waiting.popleft()
                 for look_up in _owned(page):
-                    look_up.group.hold(look_up)
+                    look_up.group.make_current(look_up)
                 if turn % together == 0:
                     _prefetch(islice(waiting, together - 1, 2 * together - 1))
                 turn += 1

@@ -125,18 +125,18 @@ class RowGroup:
                 cache.prefetch(lists, look_ups[-1].number, part)
 
     @outside_inference
-    def hold(self, look_up: LookUp) -> None:
+    def make_current(self, look_up: LookUp) -> None:
         """Make rows those of the current page."""
         with self.lock:
             rows_U = look_up.rows
             for cache in self.caches if look_up.uses is self.uses else ():
-                cache.hold(rows_U)
+                cache.make_current(rows_U)
 
     def in_place(self, rows_U: Tensor) -> View | None:
         """Return records on the compute device and their slots, if rows have any."""
         (part, link), *others = self.parts
         if isinstance(link, CachedLink) and not others:
-            return link.in_place(rows_U)
+            return link.make_current(rows_U)
         return View(part.records_VR, None) if type(link) is Link and not others else None
 
     @outside_inference

@@ -25,6 +25,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 
 AGE = 4096  # look-ups after which all counts of uses are halved
 MOST_USES = 2**15 - 1  # at which counts of uses stop
+PageLists = dict[int | None, list[Tensor]]  # rows of a page by its parts, or of None
 
 
 class RowCache(Engine, ABC):
@@ -384,17 +386,17 @@ class RowUses:
 class CachedLink(Link):
     """Link with a cache of a table's rows.
 
-    The rows used least are evicted first, and those of announced pages last. A page that is larger
-    than the cache goes through the link beneath.
+    The rows used least are evicted first, and those of announced pages last. Lists of more rows
+    than the cache's capacity go through the link beneath.
 
-    Rows are known by their memory: those of a page, or a part of them, are brought once for all
-    calls that give the same tensor or a slice of it. A page may consist of several lists, such as
-    one for each of some batches, or of some tables that share the records.
+    A page is several lists of rows, such as one for each of some batches, or of some tables that
+    share the records. A list is known by its memory: its rows are loaded once for all calls with
+    the same tensor or a slice of it.
 
     Args:
         link: Moves the records between the table and the device.
         table: The table.
-        slots: Rows that the cache holds, its capacity.
+        slots: Capacity of the cache in rows.
         device: The compute device.
         uses: Uses of the rows, which the caller counts.
     """
@@ -404,65 +406,55 @@ class CachedLink(Link):
         self._table = table
         self.slots = min(slots, table.rows)
         self._device = device
-        self._is_whole = self.slots == table.rows
         self._cache: Engine | None = None
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
         self._uses = uses
         self._number = 0  # of the last page that was prefetched
-        # The lists of the current page, and of the page that is on its way.
-        self._current: dict[int, Tensor] = {}
-        self._coming: dict[int, Tensor] = {}
+        self._current: PageLists = {}
         self._view: View | None = None  # of the current page
+        self._next: PageLists = {}  # of the page that was prefetched
         self._is_warned = False
 
     @property
     def stats(self) -> TransferStats:
         """What has crossed the link so far."""
-        found = TransferStats.sum([self._past, *([self._cache.stats] if self._cache else [])])
-        return found._replace(rows_used=self._rows_used)
+        caches = [self._past, *([self._cache.stats] if self._cache else [])]
+        return TransferStats.sum(caches)._replace(rows_used=self._rows_used)
 
     def prefetch(self, lists: Sequence[Tensor], number: int = 0, part: int | None = None) -> None:
-        """Begin to bring a page; the current one stays until it is held.
+        """Prefetch a page; the current page stays valid until `make_current`.
 
         Args:
             lists: Its rows.
             number: Its number, 0 for a page that was not announced.
-            part: If given, the rows replace those of the same part of the current page, whose
-                other rows stay as far as there is room.
+            part: If given, the lists replace those of this part of the current page, whose other
+                parts become those of the next page too, if they fit.
         """
         lists = [
             rows_U
             for rows_U in lists
             if rows_U.shape[0] <= self.slots
-            and not _have(self._current, rows_U)
-            and not _have(self._coming, rows_U)
+            and not _includes(self._current, rows_U)
+            and not _includes(self._next, rows_U)
         ]
         if not lists:
             return
         if self._cache is None:
             self._cache = self._new_cache()
-        names = range(-len(lists), 0) if part is None else [part]
-        beside = {} if part is None else self._current
-        self._coming = beside | dict(zip(names, lists, strict=True))
-        while sum(rows_U.shape[0] for rows_U in self._coming.values()) > self.slots:
-            # As many lists as there is room for, the first of them alone at last.
-            lists = lists[: max(1, len(lists) - 1)]
-            self._coming = dict(zip(names, lists, strict=False))
-        self._rows_used += sum(rows_U.shape[0] for rows_U in lists)
-        if not isinstance(self._cache, RowCache):
-            return
-        self._number = number or self._number
-        its, uses = list(self._coming.values()), self._uses
-        listed = PageRows(its, uses.page_of_V, self._number, uses.count_V, uses.limit)
-        self._cache.prefetch(listed)
+        self._next = self._fitting(lists, part)
+        self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
+        if isinstance(self._cache, RowCache):
+            self._number = number or self._number
+            lists, uses = [*chain(*self._next.values())], self._uses
+            page_rows = PageRows(lists, uses.page_of_V, self._number, uses.count_V, uses.limit)
+            self._cache.prefetch(page_rows)
 
-    def in_place(self, rows_U: Tensor) -> View | None:
-        """Return the records in the cache and their slots, if it has room."""
-        return self._view if self.hold(rows_U) else None
+    def make_current(self, rows_U: Tensor) -> View | None:
+        """Make this the current page; return its records and slots.
 
-    def hold(self, rows_U: Tensor) -> bool:
-        """Make this the current page; return whether its rows have slots."""
+        Returns None, and empties the cache, if there are more rows than its capacity.
+        """
         if rows_U.shape[0] > self.slots:
             if not self._is_warned:
                 room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
@@ -470,20 +462,19 @@ class CachedLink(Link):
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
                 self._is_warned = True
             self.flush()
-            return False
-        if not _have(self._current, rows_U):
+            return None
+        if not _includes(self._current, rows_U):
             self.prefetch([rows_U])
             self._view = self._cache.page().inputs
-            self._current, self._coming = self._coming, {}
-        return True
+            self._current, self._next = self._next, {}
+        return self._view
 
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table is self._table and slots_U is None
-        if self.hold(rows_U):
-            slots = self._view.slots(rows_U)
-            torch.index_select(self._view.records_SR, 0, slots, out=records_SR)
+        if (view := self.make_current(rows_U)) is not None:
+            torch.index_select(view.records_SR, 0, view.slots(rows_U), out=records_SR)
         else:
             self._link.read(table, rows_U, records_SR)
 
@@ -491,8 +482,8 @@ class CachedLink(Link):
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table is self._table and slots_U is None
-        if self.hold(rows_U):
-            self._view.records_SR.index_copy_(0, self._view.slots(rows_U), records_SR)
+        if (view := self.make_current(rows_U)) is not None:
+            view.records_SR.index_copy_(0, view.slots(rows_U), records_SR)
         else:
             self._link.write(table, rows_U, records_SR)
 
@@ -502,23 +493,40 @@ class CachedLink(Link):
             self._cache.flush()
             self._past = self.stats
             self._cache = self._view = None  # free before another cache is allocated
-            self._current, self._coming = {}, {}
+            self._current, self._next = {}, {}
 
     def _new_cache(self) -> Engine:
-        if self._is_whole:
+        if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
         # To time the waits costs the CPU as much as two launches a page.
-        given = [self._table], self.slots, self._device, None, False
+        room = [self._table], self.slots, self._device
         if isinstance(self._link, MappedLink):
-            return MappedCache(*given)
-        return TorchCache(self._link, *given)
+            return MappedCache(*room, is_timed=False)
+        return TorchCache(self._link, *room, is_timed=False)
+
+    def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
+        """Return the lists of the next page that fit in the cache.
+
+        Other parts of the current page are dropped first, then the last of `lists`.
+        """
+        page: PageLists = {part: lists}
+        if part is not None and _count_rows(self._current | page) <= self.slots:
+            return self._current | page
+        while _count_rows(page) > self.slots:
+            page = {part: page[part][:-1]}
+        return page
 
 
-def _have(lists: dict[int, Tensor], rows_U: Tensor) -> bool:
-    """Whether one of these lists is `rows_U`, or has it as a slice."""
-    if any(rows_U is list_U for list_U in lists.values()):
+def _count_rows(page: PageLists) -> int:
+    return sum(rows_U.shape[0] for rows_U in chain(*page.values()))
+
+
+def _includes(page: PageLists, rows_U: Tensor) -> bool:
+    """Whether one of the page's lists is `rows_U`, or has it as a slice."""
+    lists = [*chain(*page.values())]
+    if any(rows_U is list_U for list_U in lists):
         return True
-    starts = ((rows_U.data_ptr() - its.data_ptr(), its.nbytes) for its in lists.values())
+    starts = ((rows_U.data_ptr() - list_U.data_ptr(), list_U.nbytes) for list_U in lists)
     return any(0 <= start <= nbytes - rows_U.nbytes for start, nbytes in starts)
 
 

@@ -446,9 +446,9 @@ class CachedLink(Link):
         self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
         if isinstance(self._cache, RowCache):
             self._number = number or self._number
-            lists, uses = [*chain(*self._next.values())], self._uses
-            page_rows = PageRows(lists, uses.page_of_V, self._number, uses.count_V, uses.limit)
-            self._cache.prefetch(page_rows)
+            uses = self._uses
+            counted = uses.page_of_V, self._number, uses.count_V, uses.limit
+            self._cache.prefetch(PageRows([*chain(*self._next.values())], *counted))
 
     def make_current(self, rows_U: Tensor) -> View | None:
         """Make this the current page; return its records and slots.

@@ -1,6 +1,6 @@
 """Engines: where the rows of a training step are, and how they get there.
 
-`Engine` keeps the tables on the compute device; `Paged` brings each page's rows and writes them
+`Engine` keeps the tables on the compute device; `Paged` loads each page's rows and writes them
 back; the caches of cache.py keep rows on the GPU from page to page.
 """
 
@@ -33,7 +33,7 @@ class TransferStats(NamedTuple):
 
 
 class Engine:
-    """Brings the rows of both tables to the compute device, a page at a time.
+    """Loads the rows of both tables to the compute device, a page at a time.
 
     A row is in one place at a time, so overlap changes no result. `moves_rows` says whether rows
     have to be prefetched at all. This is the engine of tables on the compute device, CPU or GPU:
@@ -51,9 +51,9 @@ class Engine:
         return TransferStats()
 
     def prefetch(self, marks_TV: Tensor, soon_V: Tensor | None = None) -> None:
-        """Begin to bring the rows of each table that the next page touches.
+        """Start to load the rows of each table that the next page touches.
 
-        A cache evicts rows in the lookahead window, `soon_V`, last. Marks are bool.
+        Marks are bool. A cache evicts rows in the lookahead window, `soon_V`, last.
         """
 
     def page(self) -> Page:
@@ -68,7 +68,7 @@ class Engine:
 
 
 class Paged(Engine):
-    """Bring the rows of each page and write them back: nothing is cached."""
+    """Loads the rows of each page and writes them back: nothing is cached."""
 
     moves_rows = True
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from w2v.kernels import cuda
 from w2v.model.table import Table
 
-RING = 3
-BUFFER_BYTES = 16 << 20  # 16 MiB copies reach 97 % of the link's rate
-# Of the measurement of copies.
-MOVED_BYTES = 16 << 20  # at a time
-COPIES = 8  # each way, at a time
+RING = 3  # pinned buffers of a `StagedLink`
+BUFFER_BYTES = 16 << 20  # of each: 16 MiB copies reach 97 % of the link's rate
+# Of `measure_copy_rate`: bytes of a copy, copies each way between two waits, seconds at least.
+MOVED_BYTES = 16 << 20
+COPIES = 8
 SECONDS = 0.05
 
 
@@ -83,13 +83,13 @@ class StagedLink(Link):
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        for rows, here, buffer, copied in self._parts(table, rows_U):
+        for rows, places, buffer, copied in self._parts(table, rows_U):
             torch.index_select(table.records_VR, 0, rows, out=buffer)
             if slots_U is None:
-                records_SR[here].copy_(buffer, non_blocking=True)
+                records_SR[places].copy_(buffer, non_blocking=True)
             else:
                 arrived = buffer.to(records_SR.device, non_blocking=True)
-                records_SR.index_copy_(0, slots_U[here], arrived)
+                records_SR.index_copy_(0, slots_U[places], arrived)
             copied.record()
 
     def write(
@@ -102,9 +102,11 @@ class StagedLink(Link):
             copied.synchronize()
             table.records_VR.index_copy_(0, rows, buffer)
 
-        for rows, here, buffer, copied in self._parts(table, rows_U):
-            of_slots = slots_U is not None
-            records = records_SR.index_select(0, slots_U[here]) if of_slots else records_SR[here]
+        for rows, places, buffer, copied in self._parts(table, rows_U):
+            if slots_U is None:
+                records = records_SR[places]
+            else:
+                records = records_SR.index_select(0, slots_U[places])
             buffer.copy_(records, non_blocking=True)
             copied.record()
             arriving.append((rows, buffer, copied))
@@ -116,23 +118,23 @@ class StagedLink(Link):
     def _parts(
         self, table: Records, rows_U: Tensor
     ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
-        """Yield rows, their places, a free pinned buffer, and its next event."""
+        """Yield rows, their places in `rows_U`, a free buffer, and its event."""
         if not self._ring:
             self._ring = [
                 (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
                 for _ in range(RING)
             ]
-        dtype, start = table.records_VR.dtype, 0
-        width = table.records_VR.shape[1]
+        dtype, width = table.records_VR.dtype, table.records_VR.shape[1]
         record_bytes = width * dtype.itemsize
-        for number, rows in enumerate(rows_U.cpu().split(max(1, BUFFER_BYTES // record_bytes))):
+        part_rows = max(1, BUFFER_BYTES // record_bytes)
+        for number, rows in enumerate(rows_U.cpu().split(part_rows)):
             raw, copied = self._ring[number % RING]
             copied.synchronize()  # until the buffer is free
             if record_bytes > len(raw):
                 raw = torch.empty(record_bytes, dtype=torch.uint8, pin_memory=True)
             buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), width)
+            start = number * part_rows
             yield rows, slice(start, start + len(rows)), buffer, copied
-            start += len(rows)
 
 
 def link_between(table: Table, device: torch.device) -> Link:

@@ -1,4 +1,4 @@
-"""Start ranks on this host, know torchrun's job, and report errors.
+"""Start ranks on this host, read torchrun's variables, and report errors.
 
 An error that every rank raises has an attribute `failed_rank`, the rank where it came up, and is
 printed once. This module imports torch only in jobs of several ranks.
@@ -20,7 +20,7 @@ from w2v.system.process import terminate_with_parent
 
 TERMINATED_SECONDS = 30.0  # from a signal to the end of a rank, as torchrun has it
 NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
-PAUSE_SECONDS = 5.0  # before a rank exits because of another one, whose error comes first then
+PAUSE_SECONDS = 5.0  # before a rank exits because of another one, which reports its error first
 listener: socket.socket | None = None  # of rank 0 of `fork_ranks`: the other ranks connect to it
 
 
@@ -47,11 +47,14 @@ def fork_ranks(count: int) -> int | None:
     process that has started them.
     """
     global listener
-    parent, ranks, failed, signaled = os.getpid(), set[int](), 0, False
+    parent = os.getpid()
+    running: set[int] = set()  # processes
+    failed = 0  # exit status of the first one that failed
+    signaled = False
 
-    def send(number: int, frame: object = None) -> None:
-        for rank in ranks:
-            os.kill(rank, number)
+    def send(number: int) -> None:
+        for process in running:
+            os.kill(process, number)
 
     def forward(number: int, frame: object) -> None:
         nonlocal signaled
@@ -70,14 +73,14 @@ def fork_ranks(count: int) -> int | None:
                 terminate_with_parent(parent)
                 listener = server.dup() if rank == 0 else None
                 return None
-            ranks.add(process)
+            running.add(process)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, forward)
     signal.signal(signal.SIGALRM, lambda number, frame: send(signal.SIGKILL))
-    while ranks:
+    while running:
         process, status = os.wait()
-        ranks.discard(process)
+        running.discard(process)
         if status and not failed:
             failed = os.waitstatus_to_exitcode(status)
             if failed < 0:

@@ -50,9 +50,9 @@ class PlannedBatch(NamedTuple):
 
 @dataclass(eq=False)
 class Exchange:
-    """Plans pages, and brings weights and gradients where they are needed.
+    """Plans pages, and exchanges weights and gradients with other ranks.
 
-    This is the exchange of one process: every row is its own.
+    This is the exchange of one process, which owns every row.
     """
 
     kernels: Kernels
@@ -142,7 +142,7 @@ class RankExchange(Exchange):
         self._owned: Grads | None = None  # this rank's rows that are requested for it
 
     def start(self, batches: Iterator[Batch]) -> None:
-        # A page without rows comes first: its ids bring the counts of the first real one.
+        # First a page without rows, whose ids have headers with the counts of the first real one.
         headers = self.shape.header_rows
         self._host_K2N.fill_(headers)
         self._counts_known = None
@@ -167,7 +167,7 @@ class RankExchange(Exchange):
         send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
         # The lists are longer than their content, whose size the CPU only knows now.
         ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(page, send_KN, strict=True)]
-        # In a group of its own: ids are not to wait for the rows of steps on another stream.
+        # In a group of its own, so that ids do not wait for the rows of steps on another stream.
         requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
             Route(listed.rows_U[: sum(send)], send, ids_M, recv, listed.counts)
@@ -203,14 +203,14 @@ class RankExchange(Exchange):
         return self.kernels.borrow(rows.rows_U, weights_UD, self._owned)
 
     def reduce(self, grads: Grads) -> Grads:
-        route, owned, fault = self._route, self._owned, self.state.fault
-        self.kernels.write_headers(grads, fault, route.counts.send_N)
+        route, owned = self._route, self._owned
+        self.kernels.write_headers(grads, self.state.fault, route.counts.send_N)
         # The borrowed rows of both tables have one tensor of gradients (`ShardKernels.borrow`).
         grad_MD = self.ranks.all_to_all(grads.inputs.grad_UD, route.send, route.recv)
         pairs_M = None
         if grads.inputs.pairs_U is not None:
             pairs_M = self.ranks.all_to_all(grads.inputs.pairs_U, route.send, route.recv)
-        self.kernels.collect(route.received, (grad_MD, pairs_M), owned, fault)
+        self.kernels.collect(route.received, (grad_MD, pairs_M), owned, self.state.fault)
         return owned
 
     @property

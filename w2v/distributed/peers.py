@@ -85,8 +85,8 @@ class PeerMemory:
             own = "NCCL_P2P_DISABLE=1 forbids it"
         elif not all(torch.cuda.can_device_access_peer(gpu, peer) for peer in others):
             own = "not all GPUs can access each other's memory"
-        if found := next(filter(None, ranks.all_gather(own)), ""):
-            return found
+        if obstacle := next(filter(None, ranks.all_gather(own)), ""):
+            return obstacle
         try:
             self.addresses(torch.zeros(1, device=device))
         except OSError as error:
@@ -105,7 +105,7 @@ class PeerMemory:
             own = [tensor if tensor is None else Shared.of(tensor) for tensor in tensors]
         of_ranks = self._ranks.all_gather(own)
         with self._ranks.reraise():
-            return [[self._address(shared) for shared in its] for its in of_ranks]
+            return [[self._address(shared) for shared in of_rank] for of_rank in of_ranks]
 
     def _address(self, shared: Shared | None) -> int:
         if shared is None:

@@ -37,7 +37,7 @@ class RanksDiffer(ValueError):
 class Ranks:
     """A single process, and the interface of several."""
 
-    rank, size = 0, 1  # number of this process, and of all
+    rank, size = 0, 1  # number of this process, and how many there are
     local_size = 1  # processes on this host
     bytes_sent = 0  # of rows, to other ranks
 
@@ -76,20 +76,20 @@ class Ranks:
         """
         if len(tensors) == 1:
             return [self.all_to_all(tensors[0].contiguous(), sent[0], received[0], group)]
-        widths = [math.prod(its.shape[1:]) for its in tensors]
+        widths = [math.prod(tensor.shape[1:]) for tensor in tensors]
         sent, received = (
-            [[rows * width for rows in of] for of, width in zip(counts, widths, strict=True)]
+            [[n * width for n in rows] for rows, width in zip(counts, widths, strict=True)]
             for counts in (sent, received)
         )
         # By rank first, then by tensor, as the all-to-all wants it; and back.
-        parts = [its.flatten().split(of) for its, of in zip(tensors, sent, strict=True)]
+        parts = [tensor.flatten().split(sizes) for tensor, sizes in zip(tensors, sent, strict=True)]
         numbers = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
         sent, received = (list(zip(*counts, strict=True)) for counts in (sent, received))
         sums = list(map(sum, sent)), list(map(sum, received))
         pieces = self.all_to_all(numbers, sums[0], sums[1], group).split([*chain(*received)])
         return [
-            torch.cat(pieces[number :: len(tensors)]).view(-1, *its.shape[1:]).to(its.dtype)
-            for number, its in enumerate(tensors)
+            torch.cat(pieces[n :: len(tensors)]).view(-1, *tensor.shape[1:]).to(tensor.dtype)
+            for n, tensor in enumerate(tensors)
         ]
 
     def all_reduce(self, numbers: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class ProcessGroup(Ranks):
         self._watcher.start()
 
     def _store(self) -> dist.Store:
-        """Connect to what the ranks find each other by."""
+        """Connect to the store by which the ranks find each other."""
         if launcher.listener is None:
             return next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
         place = "localhost", launcher.number("MASTER_PORT"), self.size, True, TIMEOUT

@@ -1,1 +1,1 @@
-"""What the operating system provides: files, process, console, memory."""
+"""Parts beneath all others: files, process, console, memory, compilation."""

@@ -34,8 +34,8 @@ def atomic_path(path: str | Path, synced: bool = True) -> Iterator[Path]:
     """Yield a temporary path whose file or folder replaces `path` on success.
 
     The temporary path has the same name, in a new folder beside `path`. When the block succeeds,
-    its content is synced and renamed to `path`; the new folder is removed in any case. What is
-    compared with checksums when it is read, and can be made again, need not be `synced`.
+    its content is synced and renamed to `path`; the new folder is removed in any case. Content
+    whose checksum readers compare, and which can be made again, need not be `synced`.
     """
     path = Path(path)
     prefix = f".{path.name}."
@@ -157,7 +157,7 @@ def as_json(content: Any, **options: Any) -> str:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Return what JSON can hold as text, with a checksum of all that it says."""
+    """Return the content as JSON with a checksum of all the rest."""
     content = {key: value for key, value in content.items() if key != "checksum"}
     text = as_json(content, sort_keys=True)
     checksum = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -179,8 +179,8 @@ def unsealed(text: str) -> dict[str, Any]:
 def kernel_folder(variable: str) -> Path:
     """Return the folder that a variable names for kernels, or ~/.cache/w2v.
 
-    Kernels are programs, and numba's are pickled. So a folder in which others may write is not
-    used, but a temporary one.
+    Kernels are programs, and numba's are pickled: a temporary folder replaces one in which other
+    users may write.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return _private(Path(os.environ.get(variable) or caches / "w2v"))
@@ -255,7 +255,7 @@ def one_line(text: object) -> str:
 
 def printable(text: str) -> str:
     r"""Escape control characters, as \x1b: a terminal would obey them."""
-    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def error_message(error: Exception) -> str:

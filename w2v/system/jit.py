@@ -48,10 +48,10 @@ def compiled(function: Callable | None = None, **options: Any) -> Any:
 
 
 class MachineCode(CompileResultCacheImpl):
-    """What numba's cache keeps of a function, of which a call needs little."""
+    """What numba's cache keeps of a function, loaded as far as calls need it."""
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
-        """Load machine code; what only callers are compiled with waits for them."""
+        """Load machine code; parse bitcode once a caller is compiled with it."""
         (name, kind, (machine_code, bitcode)), function, *rest = payload
         if b"NRT_" in machine_code:  # it allocates arrays or counts references to them
             rtsys.initialize(target_context)
@@ -59,18 +59,18 @@ class MachineCode(CompileResultCacheImpl):
         declared = f'define void @"{wrapper}"() {{ ret void }}'
         no_code = binding.parse_assembly(declared).as_bitcode()
         payload = (name, kind, (machine_code, no_code)), function, *rest
-        found = super().rebuild(target_context, payload)
-        # To parse it takes longer than all else.
+        result = super().rebuild(target_context, payload)
+        # To parse the bitcode takes longer than all else.
         inlined = functools.cache(lambda: binding.parse_bitcode(bitcode))
-        found.library._get_module_for_linking = inlined
-        return found
+        result.library._get_module_for_linking = inlined
+        return result
 
 
 class KernelCache(FunctionCache):
     """numba's cache of a function, in checked files and by keys that last.
 
-    numba's own key has a random number for each compiled function that the function gets from an
-    enclosing one: it would be compiled in every process, and each time a file more written.
+    numba's own key has a random number for each compiled function among the captured variables:
+    such a function would be compiled in every process, which would write another file each time.
     """
 
     _impl_class = MachineCode
@@ -82,7 +82,7 @@ class KernelCache(FunctionCache):
         self._cache_file = CheckedFiles(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Load machine code, without .3 s of imports for the compiler."""
+        """Load machine code, without 0.3 s of imports for the compiler."""
         return self._load_overload(signature, target_context)
 
     def _index_key(self, signature: Any, codegen: Any) -> tuple:

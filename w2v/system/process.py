@@ -35,7 +35,7 @@ def cores() -> int:
 
 
 def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) -> list[Any]:
-    """Call a function with each item, on so many threads if there are several."""
+    """Call a function with each item, on threads if there are several items."""
     if len(items) < 2:
         return [*map(function, items)]
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,4 @@
-"""What this process may still take: CPU memory, locked memory and disk."""
+"""Limits of this process: free CPU memory, locked memory and disk."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TOPN = 5  # gensim looks for the answer among the five nearest words
 # where few large blocks take fewer launches.
 QUESTIONS = {"cpu": 1 << 9, "cuda": 1 << 11}
 WORDS = {"cpu": 1 << 12, "cuda": 1 << 14}
-Folded = tuple[dict[str, int], list[int]]
+Folded = tuple[dict[str, int], list[int]]  # from `fold_case`
 
 
 @dataclass
@@ -134,9 +134,10 @@ def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> T
         doubtful_ids = ids_Q4[doubtful_Q.to(ids_Q4.device)]
         parts = doubtful_ids.split(QUESTIONS["cpu"])
         answer_Q = torch.cat([_settle(vectors_ND, length_N, group_N, ids) for ids in parts])
-        doubtful_ids, left_Q = doubtful_ids.cpu(), answer_Q < 0
-        answers = _answers_as_gensim(vectors_ND, group_N, doubtful_ids[left_Q])
-        answer_Q[left_Q] = torch.tensor(answers, dtype=torch.long)
+        doubtful_ids = doubtful_ids.cpu()
+        undecided_Q = answer_Q < 0
+        answers = _answers_as_gensim(vectors_ND, group_N, doubtful_ids[undecided_Q])
+        answer_Q[undecided_Q] = torch.tensor(answers, dtype=torch.long)
         correct_Q[doubtful_Q] = answer_Q == doubtful_ids[:, 3]
     return correct_Q
 
@@ -161,7 +162,7 @@ def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tenso
 
     The cosines of the nearest words are computed on the CPU in float64, from gensim's lengths.
     """
-    best_Qn, top_Qn, margin_Q1 = (its.cpu() for its in _nearest(vectors_ND, length_N, ids_Q4))
+    best_Qn, top_Qn, margin_Q1 = (t.cpu() for t in _nearest(vectors_ND, length_N, ids_Q4))
     near = vectors_ND[torch.cat([ids_Q4[:, :3].cpu(), top_Qn], 1).to(vectors_ND.device)].cpu()
     unit = near.double() / torch.from_numpy(np.linalg.norm(near.numpy(), axis=2))[:, :, None]
     target_QD = unit[:, 1] + unit[:, 2] - unit[:, 0]
@@ -169,7 +170,8 @@ def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tenso
     terms_QnD = unit[:, 3:] * (target_QD / length_Q1)[:, None]
     # What float32 can change in a sum of D terms, in any order, and in the target.
     error_Qn = 2.0**-24 * (near.shape[2] * terms_QnD.abs().sum(2) + 16 / length_Q1)
-    group_Qn, cosine_Qn = group_N.cpu()[top_Qn], terms_QnD.sum(2)
+    cosine_Qn = terms_QnD.sum(2)
+    group_Qn = group_N.cpu()[top_Qn]
     is_variant_Qn = (group_Qn[:, :, None] == ids_Q4[:, None, :3].cpu()).any(2)
     is_variant_Qn[:, TOPN:] = True  # too far to be an answer
     least_Qn = (cosine_Qn - error_Qn).masked_fill(is_variant_Qn, -math.inf)
@@ -197,7 +199,7 @@ def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tens
     size = min(WORDS[vectors_ND.device.type], len(vectors_ND))
     # One buffer for all blocks: allocating each takes 15 % more time on the CPU.
     buffer = target_QD.new_empty(len(target_QD) * size)
-    found = []
+    candidates = []
     for first in range(0, len(vectors_ND), size):
         part_nD = vectors_ND[first : first + size]
         cosines_Qn = buffer[: len(target_QD) * len(part_nD)].view(len(target_QD), -1)
@@ -205,8 +207,8 @@ def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tens
         cosines_Qn.nan_to_num_(nan=-math.inf)  # of a zero vector
         # The excluded words may be among the best, so take as many more.
         best = cosines_Qn.topk(min(TOPN + 4, len(part_nD)), dim=1)
-        found.append((best.values, best.indices + first))
-    best_Qn, top_Qn = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        candidates.append((best.values, best.indices + first))
+    best_Qn, top_Qn = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
     best_Qn.masked_fill_((top_Qn[:, :, None] == ids_Q4[:, None, :3]).any(2), -math.inf)
     nearest = best_Qn.topk(min(TOPN + 1, best_Qn.shape[1]), dim=1)
     return nearest.values, top_Qn.gather(1, nearest.indices), margin_Q1

@@ -86,8 +86,8 @@ def scores(
 
 def report(scores: Scores) -> tuple[str, str]:
     """Format the scores as aligned tables: sections of analogies, and sums."""
-    score, similarities, further = scores
-    counted = sum(other.total.counted for other in (score, *further.values()))
+    google, similarities, further = scores
+    counted = sum(other.total.counted for other in (google, *further.values()))
     if not counted and not any(pairs.pairs for pairs in similarities):
         nothing = "no scores: no question of the analogies and no word pair is in the vocabulary"
         return "", nothing
@@ -100,10 +100,10 @@ def report(scores: Scores) -> tuple[str, str]:
             lines.append(f"{name:<{width}}  {share:>8}  {counts}")
         return lines
 
-    sections = [(part.name, part) for part in score.sections]
+    sections = [(part.name, part) for part in google.sections]
     for name, other in further.items():
         sections += [(f"{name}: {part.name}", part) for part in other.sections]
-    sums = [(part.name, part) for part in (score.semantic, score.syntactic, score.total)]
+    sums = [(part.name, part) for part in (google.semantic, google.syntactic, google.total)]
     sums += [(name, other.total) for name, other in further.items()]
     titles = [datasets.title(pairs.name) for pairs in similarities]
     # All tables have a first column of the same width.

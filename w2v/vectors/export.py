@@ -1,4 +1,4 @@
-"""Export vectors for gensim and word2vec."""
+"""Write vectors in the formats of gensim (.kv) and word2vec (.bin, .txt)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np
     last: number of rows to yield (default: all).
     """
     total = sum(ranks.all_gather(table.rows))
-    wanted = range(min(total, last or total))
-    counts = [len(wanted[rank :: ranks.size]) for rank in range(ranks.size)]
+    rows = range(min(total, last or total))
+    counts = [len(rows[rank :: ranks.size]) for rank in range(ranks.size)]
     block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
@@ -255,8 +255,8 @@ def _new_files(folder: Path) -> Iterator[Path]:
 def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -> bytes:
     """Return a pickle of `KeyedVectors`, up to the vectors if they are inline.
 
-    It has the operations of pickle itself. That would import gensim, which takes 50 MiB, and take
-    four times as long for words, in which no other thread works.
+    `pickle.dump` would write the same operations, but import gensim, which takes 50 MiB, and take
+    four times as long for words, with the GIL.
     """
     state = {
         "vector_size": dim,
@@ -275,16 +275,16 @@ def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -
     parts += [pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT]
     for name, value in state.items():
         parts += [_operations(name), _operations(value), pickle.SETITEM]
-    # Words have a number, by which they are named as keys.
+    # Words get numbers (LONG_BINPUT), by which the keys of the dictionary name them again.
     parts += [_operations("index_to_key"), pickle.EMPTY_LIST, pickle.MARK]
     for first in range(0, len(words), PICKLED_WORDS):
         encoded = _encoded(words[first : first + PICKLED_WORDS])
         numbers = range(FIRST_NUMBER + first, FIRST_NUMBER + first + len(encoded))
-        some = 3 * encoded
-        some[0::3] = _operation(pickle.BINUNICODE, [*map(len, encoded)]).tolist()
-        some[1::3] = encoded
-        some[2::3] = _operation(pickle.LONG_BINPUT, numbers).tolist()
-        parts.append(b"".join(some))
+        operations = 3 * encoded
+        operations[0::3] = _operation(pickle.BINUNICODE, [*map(len, encoded)]).tolist()
+        operations[1::3] = encoded
+        operations[2::3] = _operation(pickle.LONG_BINPUT, numbers).tolist()
+        parts.append(b"".join(operations))
     parts += [pickle.APPENDS, pickle.SETITEM]
     rows = np.arange(len(words))
     keys = _operation(pickle.LONG_BINGET, FIRST_NUMBER + rows), _operation(pickle.BININT, rows)
@@ -292,8 +292,8 @@ def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -
     parts += [np.stack(keys, axis=1).tobytes(), pickle.SETITEMS, pickle.SETITEM]
     if inline:
         array: Any = np.empty(0, np.float32)
-        make, given, (version, _, dtype, in_columns, _) = array.__reduce__()
-        parts += [_operations("vectors"), _operations(make), _operations(given), pickle.REDUCE]
+        make, arguments, (version, _, dtype, in_columns, _) = array.__reduce__()
+        parts += [_operations("vectors"), *map(_operations, (make, arguments)), pickle.REDUCE]
         shape = len(words), dim
         parts += [pickle.MARK, *map(_operations, (version, shape, dtype, in_columns))]
         parts.append(_operation(pickle.BINBYTES, [4 * len(words) * dim]).tobytes())

@@ -105,14 +105,14 @@ def _draw_panel(
             axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
     ticker = import_module("matplotlib.ticker")
-    number = ticker.EngFormatter(sep="")
+    short = ticker.EngFormatter(sep="")  # such as 10M
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_minor_formatter("")
-    axis.xaxis.set_major_formatter("{x:g}" if x == "seconds" else number)
+    axis.xaxis.set_major_formatter("{x:g}" if x == "seconds" else short)
     if metric == "words_per_s":
-        axis.yaxis.set_major_formatter(number)
+        axis.yaxis.set_major_formatter(short)
     if metric == "analogies":
         axis.yaxis.set_major_formatter(ticker.PercentFormatter(1))
     if "loss" not in metric:

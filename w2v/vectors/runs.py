@@ -71,8 +71,8 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     config.yaml, but only finished runs have a scores.json.
     """
     if str(run) == "latest":
-        found = Path(runs).glob(f"{VISIBLE}/{file}")
-        newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
+        files = Path(runs).glob(f"{VISIBLE}/{file}")
+        newest = max(files, key=lambda path: (path.stat().st_mtime_ns, path), default=None)
         if newest is None:
             remedy = "name a run folder, or train first"
             raise RunError(f"no folder in {runs} holds {file}; {remedy}")
@@ -96,20 +96,20 @@ def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Pat
     A path is a run folder, a folder of run folders, or "latest". Folders without any
     `file` are left out with a warning, as are files; it is an error if none has one.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     without: list[str] = []
     for path in map(Path, paths):
         if str(path) == "latest" or not path.exists() or (path / file).is_file():
-            found.append(find(path, file))
+            folders.append(find(path, file))
         elif nested := sorted(match.parent for match in path.glob(f"{VISIBLE}/{file}")):
-            found += nested
+            folders += nested
         else:
             without.append(str(path))
-    if not found:
+    if not folders:
         raise RunError(f"no {file} in {', '.join(without)} or a folder there; name run folders")
     if without:
         log.warning(f"left out, as there is no {file} in it: {', '.join(without)}")
-    return list(dict.fromkeys(found))  # each once
+    return list(dict.fromkeys(folders))  # each once
 
 
 def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = None) -> Path:
@@ -201,10 +201,10 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
     for scores in (run.scores for run in runs):
         sets = [scores["analogies"], *scores.get("questions", {}).values()]
         totals = [each["total"] for each in sets]
-        found = [total["accuracy"] for total in totals if total["counted"]]
+        values = [total["accuracy"] for total in totals if total["counted"]]
         correlations = [pairs["spearman"] for pairs in scores["similarity"].values()]
-        found += [value for value in correlations if value is not None]
-        means.append(mean(found or [-1.0]))
+        values += [value for value in correlations if value is not None]
+        means.append(mean(values or [-1.0]))
         losses.append(scores.get("held_out_loss") or 0.0)
     return mean(means), -mean(losses)
 
@@ -217,8 +217,8 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     groups: dict[str, Row] = {}
     by_name: dict[str, list[Run]] = {}
     for run in runs:
-        given = run.settings.items()
-        settings = {key: value for key, value in given if not key.startswith(NO_SETTING)}
+        items = run.settings.items()
+        settings = {key: value for key, value in items if not key.startswith(NO_SETTING)}
         groups.setdefault(json.dumps(settings, sort_keys=True), Row(settings, [])).runs.append(run)
         by_name.setdefault(_name(run), []).append(run)
     several = len({run.settings["corpus.path"] for run in runs}) > 1
@@ -241,13 +241,13 @@ def table(compared: Sequence[Row]) -> Columns:
     """
     differing = []
     for key in compared[0].settings:
-        given = {json.dumps(row.settings[key]) for row in compared if key in row.settings}
-        if key not in SHOWN and len(given) > 1:
+        values = {json.dumps(row.settings[key]) for row in compared if key in row.settings}
+        if key not in SHOWN and len(values) > 1:
             differing.append(key)
     headings = dict.fromkeys(name for row in compared for run in row.runs for name in figures(run))
     lines = [_cells(row, differing, headings) for row in compared]
     columns = {name: [line[name] for line in lines] for name in lines[0]}
-    # Columns of nothing but such cells are left out.
+    # A column is left out if all its cells are among these.
     empty = {OTHERS: {""}, "seeds": {"1", "0 of 1"}}
     empty |= {name: {"-", "diverged"} for name in headings}
     return {name: cells for name, cells in columns.items() if set(cells) - empty.get(name, set())}
@@ -310,11 +310,9 @@ def markdown(columns: Columns) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def as_csv(found: Sequence[Run]) -> str:
+def as_csv(runs: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
-    lines = [
-        {key: _text(run.settings[key]) for key in run.settings} | figures(run) for run in found
-    ]
+    lines = [{key: _text(run.settings[key]) for key in run.settings} | figures(run) for run in runs]
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

@@ -10,9 +10,10 @@ computation run
 Rows used least are evicted first, those in the lookahead window last (kernels/cu/cache.cu).
 
 Page t computes while the rows of page t + 1 move: rows of both are protected from eviction. If too
-few slots are left for all misses of page t + 1, the most used ones are loaded now, and the others
-by a second plan once page t is done and its rows are evicted. A page of more than S rows is a user
-error. Moves follow the order of their plans, and the writes of a plan come before its reads. The
+few slots are left for all misses of page t + 1, the rows used most are loaded at once, and the
+others by a second plan once page t is done. A page of more than S rows is a user error.
+
+Moves follow the order of their plans, and the writes of a plan come before its reads. The
 computation waits for its reads. A plan waits for the page before the current one, whose rows it may
 evict.
 
@@ -79,7 +80,7 @@ class RowCache(Engine, ABC):
         self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
         self._second_plan_done = True  # or not needed: all rows of the page have slots
-        self._page_plan = 0  # the plan whose rows have arrived
+        self._arrived_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Events of the last plan, and of the moves of the last two plans and the last of these;
         # reused once all waits for them are enqueued. Without a GPU there are none.
@@ -89,13 +90,11 @@ class RowCache(Engine, ABC):
         self._is_timed = is_timed
 
     @abstractmethod
-    def _make_plan(
-        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
-    ) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
         """Assign slots to the page's rows, as far as there are some; list moves.
 
-        Rows of plans numbered `protected_since` or higher are not evicted. Without `page_rows`, the
-        rows that the first plan of the page left without slots get them.
+        Rows of the page before are not evicted. Without `page_rows` this is the page's second plan:
+        rows that the first one left without slots get them, and the page before may be evicted.
         """
 
     @abstractmethod
@@ -117,8 +116,7 @@ class RowCache(Engine, ABC):
         # The lists of this plan may still be read by the moves of the plan before the last.
         for event in (self._planned, self._moved[self._plan % 2]):
             self._wait(event)
-        # The page before may still compute, so its rows are protected too.
-        self._make_plan(page_rows, soon_V, protected_since=self._plan - 1)
+        self._make_plan(page_rows, soon_V)
         self._record(self._planned)
         with on_stream(self._reads):
             self._wait(self._planned)
@@ -126,12 +124,11 @@ class RowCache(Engine, ABC):
 
     def page(self) -> Page:
         # A step calls this twice; only the first call after a plan has to wait.
-        if self._page_plan != self._plan:
-            device = self._records_SR.device
-            with self._waits.counted(device) if self._is_timed else nullcontext():
+        if self._arrived_plan != self._plan:
+            with self._waits.counted(self._records_SR.device) if self._is_timed else nullcontext():
                 self._finish_plan()
                 self._wait(self._arrived)
-            self._page_plan = self._plan
+            self._arrived_plan = self._plan
         return self._page
 
     def flush(self) -> None:
@@ -149,7 +146,7 @@ class RowCache(Engine, ABC):
         """Assign slots to rows without one, once the page before is done."""
         if not self._second_plan_done and not self._all_rows_have_slots():
             self._wait(self._arrived)
-            self._make_plan(None, None, protected_since=self._plan)
+            self._make_plan(None)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
         self._second_plan_done = True
@@ -206,9 +203,7 @@ class TorchCache(RowCache):
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
-    def _make_plan(
-        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
-    ) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
         limit: Tensor | None = None
         if isinstance(page_rows, PageRows):
             limit = page_rows.limit
@@ -224,8 +219,8 @@ class TorchCache(RowCache):
                 self._soon_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
         missing_N = wanted_N & ~self._cached_N
         evictable_N = self._cached_N & ~wanted_N
-        if protected_since != self._plan:
-            evictable_N &= ~self._wanted[protected_since % 2]
+        if page_rows is not None:
+            evictable_N &= ~self._wanted[(self._plan - 1) % 2]
         masks = missing_N, evictable_N & self._soon_N, evictable_N & ~self._soon_N
         *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
         missing, soon, others = (
@@ -308,9 +303,8 @@ class MappedCache(RowCache):
         _, used, read, written, _ = self._planner.counters.tolist()
         return TransferStats(used, read, written, self._waits.seconds)
 
-    def _make_plan(
-        self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None, protected_since: int
-    ) -> None:
+    def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
+        protected_since = self._plan - (page_rows is not None)
         self._planner.plan(page_rows, soon_V, self._plan, protected_since)
 
     def _make_moves(self) -> None:
@@ -440,8 +434,7 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        if self._cache is None:
-            self._cache = self._new_cache()
+        self._cache = self._cache or self._new_cache()
         self._next = self._fitting(lists, part)
         self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
         if isinstance(self._cache, RowCache):

@@ -83,13 +83,13 @@ class StagedLink(Link):
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
-        for rows, places, buffer, copied in self._parts(table, rows_U):
+        for rows, part, buffer, copied in self._parts(table, rows_U):
             torch.index_select(table.records_VR, 0, rows, out=buffer)
             if slots_U is None:
-                records_SR[places].copy_(buffer, non_blocking=True)
+                records_SR[part].copy_(buffer, non_blocking=True)
             else:
                 arrived = buffer.to(records_SR.device, non_blocking=True)
-                records_SR.index_copy_(0, slots_U[places], arrived)
+                records_SR.index_copy_(0, slots_U[part], arrived)
             copied.record()
 
     def write(
@@ -102,11 +102,9 @@ class StagedLink(Link):
             copied.synchronize()
             table.records_VR.index_copy_(0, rows, buffer)
 
-        for rows, places, buffer, copied in self._parts(table, rows_U):
-            if slots_U is None:
-                records = records_SR[places]
-            else:
-                records = records_SR.index_select(0, slots_U[places])
+        for rows, part, buffer, copied in self._parts(table, rows_U):
+            of_slots = slots_U is not None
+            records = records_SR.index_select(0, slots_U[part]) if of_slots else records_SR[part]
             buffer.copy_(records, non_blocking=True)
             copied.record()
             arriving.append((rows, buffer, copied))
@@ -118,7 +116,7 @@ class StagedLink(Link):
     def _parts(
         self, table: Records, rows_U: Tensor
     ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
-        """Yield rows, their places in `rows_U`, a free buffer, and its event."""
+        """Yield rows, their part of `rows_U`, a free buffer, and its event."""
         if not self._ring:
             self._ring = [
                 (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())

@@ -274,9 +274,8 @@ def pair_gradients(
                 for t, row, vector, total in zip(numbers, rows, vectors, sums, strict=True):
                     grad = builder.load(total)
                     if subtracts:
-                        rows_VR.store(
-                            builder.fsub(vector, grad, flags=FAST), row, column, mask=mask
-                        )
+                        updated = builder.fsub(vector, grad, flags=FAST)
+                        rows_VR.store(updated, row, column, mask=mask)
                     else:
                         grad_TP.store(grad, t, column)
 

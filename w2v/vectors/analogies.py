@@ -99,12 +99,11 @@ def analogies(
     )
     sizes = [len(asked) for _, asked in sections]
     parts = zip(correct_Q.split(sizes), known_Q.split(sizes), strict=True)
-    return AnalogyScore(
-        [
-            Section(name, int(correct.sum()), int(known.sum()), int((~known).sum()))
-            for (name, _), (correct, known) in zip(sections, parts, strict=True)
-        ]
-    )
+    scored = [
+        Section(name, int(correct.sum()), int(known.sum()), int((~known).sum()))
+        for (name, _), (correct, known) in zip(sections, parts, strict=True)
+    ]
+    return AnalogyScore(scored)
 
 
 def fold_case(words: Sequence[str]) -> Folded:

@@ -55,9 +55,8 @@ def similarity(
         with np.errstate(all="ignore"):  # NaN if all cosines are equal
             spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(human_P))[0, 1])
     defined = None if math.isnan(spearman) else spearman
-    return SimilarityScore(
-        datasets.set_name(name), defined, len(known), 1 - len(known) / len(judged)
-    )
+    unknown = 1 - len(known) / len(judged)
+    return SimilarityScore(datasets.set_name(name), defined, len(known), unknown)
 
 
 class Scores(NamedTuple):

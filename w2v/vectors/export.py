@@ -39,9 +39,8 @@ EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: blocks of 2 files
 def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
     """Yield the weights of a sharded table, in row order, on rank 0.
 
-    They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other
-    than 0 send and yield nothing. Row v of the table is row v // size of the shard of rank
-    v % size.
+    They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other than 0 send
+    and yield nothing. Row v of the table is row v // size of the shard of rank v % size.
 
     last: number of rows to yield (default: all).
     """

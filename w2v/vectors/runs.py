@@ -200,8 +200,7 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
     means, losses = [], []
     for scores in (run.scores for run in runs):
         sets = [scores["analogies"], *scores.get("questions", {}).values()]
-        totals = [each["total"] for each in sets]
-        values = [total["accuracy"] for total in totals if total["counted"]]
+        values = [each["total"]["accuracy"] for each in sets if each["total"]["counted"]]
         correlations = [pairs["spearman"] for pairs in scores["similarity"].values()]
         values += [value for value in correlations if value is not None]
         means.append(mean(values or [-1.0]))

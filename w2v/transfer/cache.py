@@ -42,7 +42,7 @@ from w2v.transfer.streams import Waits, current_stream, on_stream
 
 AGE = 4096  # look-ups after which all counts of uses are halved
 MOST_USES = 2**15 - 1  # at which counts of uses stop
-PageLists = dict[int | None, list[Tensor]]  # rows of a page by its parts, or of None
+PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 
 
 class RowCache(Engine, ABC):
@@ -211,16 +211,15 @@ class TorchCache(RowCache):
             soon_V |= page_rows.count_V > limit
             rows_U = torch.cat(page_rows.lists)
             page_rows = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
-        wanted_N = self._wanted[self._plan % 2]
+        wanted_N = protected_N = self._wanted[self._plan % 2]
         if page_rows is not None:
             wanted_N.copy_(page_rows.flatten()[self._order_N])
+            protected_N = self._wanted[0] | self._wanted[1]  # the page before may still compute
             self._soon_N.zero_()
             if soon_V is not None:
                 self._soon_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
         missing_N = wanted_N & ~self._cached_N
-        evictable_N = self._cached_N & ~wanted_N
-        if page_rows is not None:
-            evictable_N &= ~self._wanted[(self._plan - 1) % 2]
+        evictable_N = self._cached_N & ~protected_N
         masks = missing_N, evictable_N & self._soon_N, evictable_N & ~self._soon_N
         *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
         missing, soon, others = (

@@ -21,7 +21,7 @@ import w2v
 from w2v.distributed import launcher
 from w2v.system.files import error_message, naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import RESTRICT_VOCAB
 
 EXIT_STATUS = (
     "exit status: 0 success, 2 an error, 3 too little memory or disk; "
@@ -108,8 +108,8 @@ def make_parser(name: str) -> Parser:
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
     if name == "score":
-        first = f"score the N most frequent words only (default: {ASKED})"
-        add("--restrict-vocab", type=count, default=ASKED, metavar="N", help=first)
+        first = f"score the N most frequent words only (default: {RESTRICT_VOCAB})"
+        add("--restrict-vocab", type=count, default=RESTRICT_VOCAB, metavar="N", help=first)
         add("--json", action="store_true", help="print JSON instead of a table")
     if name in ("nn", "analogies"):
         words = "words, each looked up by itself"

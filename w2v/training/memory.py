@@ -39,7 +39,7 @@ from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, locka
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab, keep_probabilities
 from w2v.training.paging import MOST_STEPS
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
 
 PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
@@ -257,7 +257,7 @@ class Task:
         # Large vectors are exported block by block; only those that are scored are copied.
         vectors = min(EXPORT_BYTES, 2 * 4 * self.words * self.shape.dim)
         if self.on_gpu or self.ranks.size > 1:
-            vectors += 4 * min(self.words, ASKED) * self.shape.dim
+            vectors += 4 * min(self.words, RESTRICT_VOCAB) * self.shape.dim
         return {
             "program": PROGRAM_BYTES
             + CUDA_BYTES * self.on_gpu

@@ -36,7 +36,7 @@ from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import RESTRICT_VOCAB
 
 log = logging.getLogger("w2v")
 TRIAL_WARMUP = 3  # steps of a trial that do not count
@@ -364,7 +364,7 @@ class Trainer:
 
     def _scored_vectors(self) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""
-        inputs, scored = self._step.inputs, min(ASKED, len(self.vocab.words))
+        inputs, scored = self._step.inputs, min(RESTRICT_VOCAB, len(self.vocab.words))
         if self.ranks.size == 1:
             return inputs["weight"][:scored].to(self._step.state.device)
         blocks = list(export.in_order(inputs, self.ranks, scored))

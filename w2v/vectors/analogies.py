@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from w2v.vectors import datasets
-from w2v.vectors.datasets import ASKED, EvaluationError
+from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
 from w2v.vectors.query import normalize
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
@@ -68,7 +68,7 @@ def analogies(
     words: Sequence[str],
     vectors: Tensor | np.ndarray,
     questions: str | Path | None = None,
-    restrict_vocab: int | None = ASKED,
+    restrict_vocab: int | None = RESTRICT_VOCAB,
     folded: Folded | None = None,
 ) -> AnalogyScore:
     """Score "a is to b as c is to ?" by the word nearest to b - a + c.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from w2v.system.files import in_gensim, refused
 
-ASKED = 300_000  # only this many of the most frequent words are used, as in gensim
+RESTRICT_VOCAB = 300_000  # only this many of the most frequent words are used, as in gensim
 GOOGLE = "questions-words.txt"
 PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from w2v.vectors import datasets
 from w2v.vectors.analogies import AnalogyScore, Folded, Section, analogies, fold_case
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.query import normalize
 
 
@@ -35,7 +35,7 @@ def similarity(
     words: Sequence[str],
     vectors: Tensor | np.ndarray,
     name: str | Path,
-    restrict_vocab: int | None = ASKED,
+    restrict_vocab: int | None = RESTRICT_VOCAB,
     folded: Folded | None = None,
 ) -> SimilarityScore:
     """Correlate cosines with human judgement, as `evaluate_word_pairs`.
@@ -72,7 +72,7 @@ def scores(
     vectors: Tensor | np.ndarray,
     questions: Sequence[str | Path] = (),
     pairs: Sequence[str | Path] = (),
-    restrict_vocab: int | None = ASKED,
+    restrict_vocab: int | None = RESTRICT_VOCAB,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both."""
     same = restrict_vocab, fold_case(words[:restrict_vocab])

@@ -19,7 +19,7 @@ import numpy as np
 from w2v.system.files import atomic_write, printable
 from w2v.text.vocab import Vocab
 from w2v.vectors import load, plots, query, runs
-from w2v.vectors.datasets import ASKED
+from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.runs import Run
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -233,8 +233,8 @@ vectors.most_similar({vocab.words[0]!r})
 Python {environment["python"]}, torch {environment["torch"]} |
 {figures}
 
-Analogies are Google's, answered among the {ASKED:,} most frequent words, by gensim's protocol;
-those of unknown words are not counted. Word pairs have Spearman's correlation with human
+Analogies are Google's, answered among the {RESTRICT_VOCAB:,} most frequent words, by gensim's
+protocol; those of unknown words are not counted. Word pairs have Spearman's correlation with human
 judgement. The loss is that of a positive pair.
 
 ## Settings

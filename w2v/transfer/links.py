@@ -144,9 +144,9 @@ def link_between(table: Table, device: torch.device) -> Link:
 
 def measure_copy_rate(device: torch.device) -> float:
     """Return the bytes/s of copies in both directions: the link's roofline."""
-    there = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
-    ways = (there[0], here[0], torch.cuda.Stream()), (here[1], there[1], torch.cuda.Stream())
+    on_gpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
+    on_cpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+    ways = (on_gpu[0], on_cpu[0], torch.cuda.Stream()), (on_cpu[1], on_gpu[1], torch.cuda.Stream())
     calls = 0
     start = 0.0
     while calls < 2 or time.perf_counter() - start < SECONDS:

@@ -5,9 +5,11 @@
 Each line of cases.jsonl is a run: {"text": "wiki:4", "set": ["optimizer.lr=.05", ...]}. 4 is the
 number of millions of words (by default all) from the beginning of the text; "wiki:4@.5" starts in
 its middle. "graph:5x200-1" stands for random walks with seed 1 in a graph of GRAPHS, scored by how
-well clusters find its groups. "B" and "lr" are factors of the automatic batch size and rate. A line
-with "gensim": {"alpha": .05} trains gensim instead. Worker processes share the GPU, as short runs
-wait for the CPU. Each run adds a line to FILE when it ends.
+well clusters find its groups, "baskets:60000-1" and "logs:50000-1" for so many lines by seed 1,
+scored by the share of words' ten nearest ones that are of their group. "B" and "lr" are factors of
+the automatic batch size and rate. A line with "gensim": {"alpha": .05} trains gensim instead.
+Worker processes share the GPU, as short runs wait for the CPU. Each run adds a line to FILE when it
+ends.
 """
 
 from __future__ import annotations
@@ -54,6 +56,59 @@ WALKS, STEPS = 10, 40  # from each node, and nodes of a walk
 BASE = ["model.vector_size=128", "model.sample=1e-4", "train.epochs=5"]
 
 
+def zipf(rng: np.random.Generator, values: int, size: int, power: float = 0.8) -> np.ndarray:
+    """Return random numbers below `values`, by Zipf's law with an exponent."""
+    share_V = 1 / np.arange(1, values + 1) ** power
+    return rng.choice(values, size, p=share_V / share_V.sum())
+
+
+def write_baskets(baskets: str, file: Path) -> None:
+    """Write shopping baskets, whose words are "category/product".
+
+    There are 12 baskets for each product, and 50 products in a category. A basket has at most 30
+    products in no order, three quarters of them from a few categories, the others from any.
+    """
+    lines, _, seed = baskets.partition("-")
+    rng = np.random.default_rng(int(seed))
+    size = 50
+    categories = max(2, int(lines) // 12 // size)
+    with file.open("w") as out:
+        for products in np.minimum(2 + rng.geometric(1 / 7, int(lines)), 30):
+            few = zipf(rng, categories, 1 + products // 3)
+            near_P = rng.random(products) < 0.75
+            category_P = np.where(
+                near_P, rng.choice(few, products), zipf(rng, categories, products)
+            )
+            product_P = zipf(rng, size, products)
+            pairs = dict.fromkeys(zip(category_P.tolist(), product_P.tolist(), strict=True))
+            out.write(" ".join(f"{category}/{product}" for category, product in pairs) + "\n")
+
+
+def write_logs(logs: str, file: Path) -> None:
+    """Write lines of a log by 60 templates, whose words are "field/value".
+
+    Constant words of the templates are values of field 0.
+    """
+    lines, _, seed = logs.partition("-")
+    rng = np.random.default_rng(int(seed))
+    values_F = np.array([200, 5, 8, 12, 25, 40, 60, 100, 200, 400, 800, 1600])
+    # Templates begin with a level; of their other words, four of ten vary.
+    templates = []
+    for length in rng.integers(5, 20, 60):
+        varies_W = rng.random(length) < 0.4
+        field_W = np.where(varies_W, rng.integers(2, len(values_F), length), 0)
+        field_W[0] = 1
+        templates.append((field_W, zipf(rng, values_F[0], length, 1)))
+    with file.open("w") as out:
+        for template in zipf(rng, len(templates), int(lines), 1):
+            field_W, word_W = templates[template]
+            # About as frequent as by Zipf's law: powers of the number of values.
+            value_W = (values_F[field_W] ** rng.random(len(field_W))).astype(int) - 1
+            value_W = np.where(field_W, value_W, word_W)
+            pairs = zip(field_W.tolist(), value_W.tolist(), strict=True)
+            out.write(" ".join(f"{field}/{value}" for field, value in pairs) + "\n")
+
+
 def write_walks(graph: str, file: Path) -> None:
     """Write random walks, whose words are "group/node"."""
     kind, _, seed = graph.partition("-")
@@ -78,22 +133,32 @@ def write_walks(graph: str, file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def purity(words: Sequence[str], vectors_VD: Tensor) -> float:
+def nearest(group_V: np.ndarray, vectors_VD: Tensor) -> float:
+    """Return the share of words' ten nearest ones that are of their group."""
+    unit_VD = torch.nn.functional.normalize(vectors_VD.float()).cpu()
+    near = [(unit_bD @ unit_VD.T).topk(11).indices[:, 1:] for unit_bD in unit_VD.split(2048)]
+    return float((group_V[torch.cat(near).numpy()] == group_V[:, None]).mean())
+
+
+def purity(group_V: np.ndarray, vectors_VD: Tensor) -> float:
     """Return the share of nodes that are in their cluster's largest group."""
     from sklearn.cluster import KMeans
 
-    group_V = np.array([int(word.partition("/")[0]) for word in words])
     groups = group_V.max() + 1
     unit_VD = torch.nn.functional.normalize(vectors_VD.double()).cpu().numpy()
     cluster_V = KMeans(groups, n_init=10, random_state=0).fit_predict(unit_VD)
     largest = (np.bincount(group_V[cluster_V == cluster]).max() for cluster in range(groups))
-    return sum(largest) / len(words)
+    return sum(largest) / len(group_V)
 
 
 def score(words: Sequence[str], vectors_VD: Tensor, further: datasets.Further) -> dict[str, Any]:
     """Return the scores, and the questions and pairs that were counted."""
     if "/" in words[0]:
-        return {"scores": {"purity": round(purity(words, vectors_VD), 4)}}
+        group_V = np.array([int(word.partition("/")[0]) for word in words])
+        scores = {"near": nearest(group_V, vectors_VD)}
+        if group_V.max() < 10:  # k-means with more takes minutes
+            scores["purity"] = purity(group_V, vectors_VD)
+        return {"scores": {name: round(value, 4) for name, value in scores.items()}}
     google, similarities, others = evaluate.scores(words, vectors_VD, *further)
     totals = {name: found.total for name, found in {"google": google, **others}.items()}
     scores = {name: total.accuracy for name, total in totals.items()}
@@ -175,10 +240,10 @@ def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str,
 def text_file(paths: dict[str, Path], text: str, folder: Path) -> Path:
     """Return the file of a text, or of a stretch of its words."""
     name, _, part = text.partition(":")
-    if name == "graph":
-        file = folder / f"{part}.txt"
+    if write := {"graph": write_walks, "baskets": write_baskets, "logs": write_logs}.get(name):
+        file = folder / f"{name}-{part}.txt"
         if not file.exists():
-            write_walks(part, file)
+            write(part, file)
         return file
     path = paths[name]
     if not part:
@@ -197,7 +262,7 @@ def text_file(paths: dict[str, Path], text: str, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", type=Path)
-    parser.add_argument("--texts", nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--questions", nargs="+", default=[], help="further files of analogies")
     parser.add_argument("--pairs", nargs="+", default=[], help="further files of judged word pairs")

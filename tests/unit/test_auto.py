@@ -44,14 +44,25 @@ def walks(rng, groups, size, count):
     return sentences
 
 
+def baskets(rng, groups, size, count):
+    """Return lines of three products in no order, a half of one group."""
+    return [
+        [f"{near if rng.random() < 0.5 else rng.integers(groups)}x{product}" for product in three]
+        for near, three in zip(
+            rng.integers(groups, size=count), rng.integers(size, size=(count, 3)), strict=True
+        )
+    ]
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-@pytest.mark.parametrize("kind", ["few words", "many words", "equal counts"])
+@pytest.mark.parametrize("kind", ["few words", "many words", "equal counts", "short lines"])
 def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thread):
     rng = np.random.default_rng(0)
     sentences = {
         "few words": lambda: topics(rng, 3, 10, 400, np.ones(10)),
         "many words": lambda: topics(rng, 40, 50, 4_000, 1 / np.arange(1, 51)),
         "equal counts": lambda: walks(rng, 5, 40, 5),
+        "short lines": lambda: baskets(rng, 20, 20, 8_000),
     }[kind]()
     path = tmp_path / "text.txt"
     path.write_text("\n".join(map(" ".join, sentences)))
@@ -95,6 +106,29 @@ def test_rates_fall_with_centers_dimensions_and_steps():
     assert rate(name="SGD", occurrence_cap=1_000) == 0.0032  # so that it converges
     with pytest.raises(ConfigError, match="knows no rate for optimizer.name=Mine; set one"):
         rate(name="Mine")
+
+
+def test_rates_rise_where_sentences_are_shorter_than_windows():
+    def choice(words, window=5, architecture="skipgram"):
+        given = f"model.window={window}", f"model.architecture={architecture}", "model.sample=0"
+        vocab = vocab_of([1_000] * 400)
+        return auto.choose(load_config([], given), vocab, sentences=400_000 // words)
+
+    def rate(*given):
+        return choice(*given).config.optimizer.lr
+
+    assert rate(10) == rate(20, 10) == rate(1_000)  # they fill the windows
+    assert rate(5) == rate(10, 10) == pytest.approx(2 * rate(1_000), rel=0.1)  # two digits
+    assert rate(2, 5, "cbow") == rate(1_000, 5, "cbow")
+    assert choice(5).reasons["optimizer.lr"].endswith("in sentences that fill 0.5 of a window")
+
+
+def test_short_sentences_raise_rates_at_most_to_that_of_seldom_centers():
+    def rate(median, fill):
+        return auto.learning_rate(OptimizerConfig(), Use(1e6, median, 0.01, fill=fill), 128)
+
+    assert rate(400, 0.1) == auto.RATES["Adam"] > rate(400, 1)
+    assert rate(20, 0.1) == rate(20, 1) > auto.RATES["Adam"]
 
 
 def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():

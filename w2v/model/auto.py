@@ -60,17 +60,22 @@ class Use(NamedTuple):
     repeat: float  # probability that two centers are the same word
     cbow: bool = False  # with negative sampling alone; hierarchical softmax needs no higher rate
     weighed: bool = False  # words of whole windows, which are not drawn
+    fill: float = 1.0  # words of a mean sentence over those of a window, at most 1
 
     @classmethod
-    def of(cls, config: Config, vocab: Vocab) -> Use:
-        """Return the use of a vocabulary, after subsampling."""
+    def of(cls, config: Config, vocab: Vocab, sentences: int = 1) -> Use:
+        """Return the use of a vocabulary in so many sentences, after subsampling."""
         kept_V = vocab.kept_counts(config.model.sample)
         kept = float(kept_V.sum())
         repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
         epochs, model = config.train.epochs, config.model
         cbow = model.architecture == "cbow" and not model.hs
         median = float(np.median(kept_V)) * epochs
-        return cls(kept * epochs, median, repeat, cbow, model.shrink_by == "weigh")
+        fill = 1.0
+        if model.architecture == "skipgram":  # a center of CBOW has one prediction in any sentence
+            fill = min(1.0, kept / max(sentences, 1) / (2 * model.window))
+        weighed = model.shrink_by == "weigh"
+        return cls(kept * epochs, median, repeat, cbow, weighed, fill)
 
 
 class Choice(NamedTuple):
@@ -80,7 +85,9 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = False) -> Choice:
+def choose(
+    config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = False, sentences: int = 1
+) -> Choice:
     """Choose windows, batches and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
@@ -96,7 +103,7 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = Fa
         if weighs:
             reasons["model.shrink_by"] = "weigh, as a GPU has time for whole windows"
     config = replace(config, model=model)
-    use = Use.of(config, vocab)
+    use = Use.of(config, vocab, sentences)
     if not train.batch_size:
         size = batch_size(optimizer.name, use, sequential)
         train = replace(train, batch_size=size)
@@ -108,7 +115,9 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = Fa
         steps = None if sequential else use.centers / batch_size(optimizer.name, use)
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
-        reasons["optimizer.lr"] = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
+        why = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
+        short = f" in sentences that fill {use.fill:.2g} of a window" if use.fill < 1 else ""
+        reasons["optimizer.lr"] = why + short
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")
@@ -173,6 +182,8 @@ def learning_rate(
     if name not in RATES:
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
     factor = (CENTERS / max(use.median, 1.0)) ** FALL_WITH_CENTERS
+    if factor < 1:  # a center in a short sentence has fewer pairs to add up
+        factor = min(1.0, factor / use.fill)
     factor *= (DIM / dim) ** FALL_WITH_DIM
     if use.cbow:
         factor *= CBOW

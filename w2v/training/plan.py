@@ -251,7 +251,8 @@ def make_plan(
     kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
     vocab, corpus = opened or open_together(config, ranks)
     given = config
-    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda")
+    sentences = len(corpus.offsets) - 1
+    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda", sentences)
     task = Task(
         config=config,
         machine=machine,

@@ -69,7 +69,7 @@ STEPS = [
     Column("GPU MiB", "GPU [MiB]", ".0f"),
     Column("host MiB", "host [MiB]", ".0f"),
 ]
-RUN_SCORES = ["google", "msr", "wordsim353", "simlex999", "mturk287", "purity"]
+RUN_SCORES = ["google", "msr", "wordsim353", "simlex999", "mturk287", "near", "purity"]
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
     **{name: name for name in ("step", "sampling")},
@@ -262,6 +262,19 @@ TABLES = {
         ["tuning-2026-11-23"],
         {r"graph (\w+) (\d) epochs (.*)": r"\1, epochs: \2, \3"},
         [ALL_SCORES[0], Column("purity", "purity", ".3f")],
+        sources=False,
+    ),
+    "short": Table(
+        ["tuning-2026-11-23-4"],
+        {
+            rf"{text} (\d+) epochs ((?!.* rate ).*)": rf"{name}, epochs: \2, \3"
+            for text, name in (
+                (r"baskets:(\d+)-\d+", r"\1 baskets"),
+                (r"logs:(\d+)-\d+", r"\1 lines of a log"),
+                (r"graph:(\w+)", r"graph \1"),
+            )
+        },
+        [ALL_SCORES[0], Column("near", "near", ".3f"), Column("purity", "purity", ".3f")],
         sources=False,
     ),
     "rates": Table(

@@ -156,6 +156,14 @@ def test_expected_rows_are_those_of_drawn_words(words, pool):
     assert outputs == pytest.approx(len({*centers, *negatives}), rel=0.03)
 
 
+@pytest.mark.parametrize("exponent, words", [(100, 1), (0, 5_000)])
+def test_expected_rows_of_extreme_exponents(exponent, words):
+    """Negatives are the most frequent word alone, or all words alike."""
+    settings = "model.negative=1000000", f"model.ns_exponent={exponent}"
+    inputs, outputs = make_task(*settings, counts=1e9 / np.arange(1, 5_001)).touched(10)
+    assert max(inputs, words) <= outputs <= inputs + words
+
+
 def test_nodes_take_rows_and_paths():
     alone, both = make_task("model.hs=true", "model.negative=0"), make_task("model.hs=true")
     assert (alone.rows, both.rows) == (1_000_000, 1_999_999)

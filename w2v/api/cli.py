@@ -96,7 +96,7 @@ def make_parser(name: str) -> Parser:
         metavar = "text | config | section.key=value"
         add("settings", nargs="*", metavar=metavar, help=settings)
         add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
-        needs = "print what the run needs, and train nothing; exit with 3 if it is too much"
+        needs = "print what the run needs, or exit with 3 if too much; train briefly to time it"
         add("--dry-run", action="store_true", help=needs)
         add("--threads", type=count, metavar="N", help="CPU cores to use (default: all)")
         add("--gpus", type=count, default=1, metavar="N", help="GPUs of this machine (default: 1)")

@@ -132,10 +132,30 @@ def test_nodes_are_rows_of_the_output_table(negative, rows, tmp_path):
     assert uses_TV[1, 3 if not negative else 8] == pytest.approx(float(uses_TV[0].sum()))
 
 
-def test_cupy_for_another_cuda_version_is_warned_of(caplog):
-    choose_device(configured(), replace(WITH_GPU, cuda_cupy="12.9"))
-    for part in ("13.0", "12.9", "cupy-cuda13x"):
-        assert part in caplog.text
+@pytest.mark.parametrize(
+    "machine, warned",
+    [
+        (replace(WITH_GPU, cuda_cupy="12.9"), ["13.0", "12.9", "cupy-cuda13x"]),
+        (WITHOUT_CUPY, ["CuPy cannot be imported", "pip install 'cupy-cuda13x'"]),
+        (
+            replace(WITH_GPU, gpu_free_bytes=2**28, lockable_bytes=2**20),
+            ["only 1 MiB", "ulimit -l", "--ulimit memlock=-1", "transfer.engine=staged"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("gpu_bytes", ["80%", "10%"])
+def test_what_a_machine_lacks_is_warned_of_once(machine, warned, gpu_bytes, monkeypatch, caplog):
+    """Even where all is planned again for a smaller batch."""
+    monkeypatch.setattr(Machine, "here", lambda ranks: machine)
+    settings = "vocab.min_count=1", "train.batch_size=4096", f"transfer.gpu_bytes={gpu_bytes}"
+    engine = "auto" if machine.gpu_free_bytes < 2**30 else "staged"
+    text = zipf_text(20_000, 800_000)
+    made = make_plan(configured(*settings, f"transfer.engine={engine}"), text)
+    assert made.engine == "staged"
+    assert (made.config.train.batch_size < 4096) == (gpu_bytes == "10%")
+    [warning] = [said for said in caplog.messages if "transfer.gpu_bytes" not in said]
+    assert all(part in warning for part in warned)
+    assert len(caplog.messages) == 1 + (gpu_bytes == "10%")
 
 
 @pytest.mark.parametrize(
@@ -229,21 +249,19 @@ def test_configured_engine():
         engine_of(mapped, CPU_ONLY, CPU, 1)
 
 
-def test_without_cupy_rows_are_staged_and_the_remedy_is_logged(caplog):
+def test_without_cupy_rows_are_staged():
     assert engine_of(configured(), WITHOUT_CUPY, GPU, HUGE)[0] == "staged"
-    assert "pip install 'cupy-cuda13x'" in caplog.text
     mapped = configured("transfer.engine=mapped")
     with pytest.raises(ConfigError, match="mapped.*CuPy.*'cupy-cuda13x'.*transfer.engine=staged"):
         engine_of(mapped, WITHOUT_CUPY, GPU, 1)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "mapped"])
-def test_little_lockable_memory_is_warned_of(wanted, caplog):
+def test_rows_are_staged_where_little_memory_may_be_locked(wanted):
     machine = replace(WITH_GPU, lockable_bytes=2**26)
     config = configured(f"transfer.engine={wanted}")
-    assert engine_of(config, machine, GPU, HUGE)[0] == "staged"
-    for part in ("64 MiB", "ulimit -l", "--ulimit memlock=-1"):
-        assert part in caplog.text
+    engine, reason = engine_of(config, machine, GPU, HUGE)
+    assert engine == "staged" and "64 MiB" in reason
 
 
 def test_tables_in_files(tmp_path):

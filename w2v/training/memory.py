@@ -127,6 +127,11 @@ class Machine:
             lockable_bytes=lockable / share,
         )
 
+    @property
+    def install_cupy(self) -> str:
+        """The command that installs the CuPy for torch's CUDA version."""
+        return f"pip install 'cupy-cuda{self.cuda_torch.split('.')[0]}x'"
+
     def __str__(self) -> str:
         host = f"{self.cores} cores, {format_bytes(self.host_bytes)}"
         if not self.gpu:

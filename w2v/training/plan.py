@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -247,44 +247,54 @@ def make_plan(
     """
     machine = Machine.here(ranks)
     device = choose_device(config, machine)
+    optimizer = RowOptimizer(config.optimizer)
     # These refuse what cannot be paged or computed, before anything is read.
-    kernels = choose_kernels(config, machine, device, RowOptimizer(config.optimizer), ranks)
+    kernels = choose_kernels(config, machine, device, optimizer, ranks)
     vocab, corpus = opened or open_together(config, ranks)
-    given = config
-    sentences = len(corpus.offsets) - 1
-    config, chosen = auto.choose(config, vocab, kernels, device.type == "cuda", sentences)
     task = Task(
         config=config,
         machine=machine,
         vocab=vocab,
         corpus=corpus,
         centers=float(vocab.kept_counts(config.model.sample).sum()),
-        optimizer=RowOptimizer(config.optimizer),
+        optimizer=optimizer,
         device=device,
         kernels=kernels,
         ranks=ranks,
     )
     check_rows(task)
+    plan = plan_task(task, run)
+    while plan.is_paged and plan.slots:
+        size = plan.config.train.batch_size
+        fits = fitting_batch_size(plan, ranks.size * plan.slots)
+        if fits == size:
+            break
+        few = f"has room for {plan.slots:,} rows, too few for a batch of {size:,}"
+        log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
+        # Planned again, so that automatic settings suit the smaller batch.
+        smaller = replace(config, train=replace(config.train, batch_size=fits))
+        plan = plan_task(replace(task, config=smaller), run)
+    # Only now, so that a plan that is made again warns once.
+    warn_of_machine(plan)
+    warn_of_settings(plan, batch_is_given=config.train.batch_size > 0)
+    return plan
+
+
+def plan_task(task: Task, run: Path | None) -> Plan:
+    """Choose what is `auto`, the engine, and the capacity of its cache."""
+    sentences = len(task.corpus.offsets) - 1
+    config, chosen = auto.choose(task.config, task.vocab, task.kernels, task.on_gpu, sentences)
+    task = replace(task, config=config, optimizer=RowOptimizer(config.optimizer))
     budget = make_budget(task, run)
     engine, reason = choose_engine(budget)
     task = replace(task, engine=engine)
     budget = replace(budget, task=task)
     # All ranks page alike, with the least room that any has.
-    slots = min(ranks.all_gather(budget.slots))
-    plan = Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
+    slots = min(task.ranks.all_gather(budget.slots))
+    of_task = {field.name: getattr(task, field.name) for field in fields(task)}
+    plan = Plan(**of_task, reason=reason, slots=slots, budget=budget, chosen=chosen)
     config, shared = auto.share_negatives(config, plan.is_paged)
-    plan = replace(plan, config=config, chosen=chosen | shared)
-    if plan.is_paged and slots:
-        size, fits = config.train.batch_size, fitting_batch_size(plan, ranks.size * slots)
-        if fits < size:
-            few = f"has room for {slots:,} rows, too few for a batch of {size:,}"
-            log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
-            # From the given settings, so that automatic ones suit the smaller batch.
-            smaller = replace(given, train=replace(given.train, batch_size=fits))
-            return make_plan(smaller, (vocab, corpus), run, ranks)
-    # Only now, so that a plan that is made again for a smaller batch warns once.
-    warn_of_settings(plan, batch_is_given=given.train.batch_size > 0)
-    return plan
+    return replace(plan, config=config, chosen=chosen | shared)
 
 
 def choose_device(config: Config, machine: Machine) -> torch.device:
@@ -294,12 +304,6 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
         why = "no usable NVIDIA GPU" if machine.cuda_torch else "this torch is a CPU build"
         remedy = "set train.device=cpu, or run `make setup` where nvidia-smi works"
         raise ConfigError(f"train.device=cuda, but {why}; {remedy}")
-    torch_major, cupy_major = machine.cuda_torch.split(".")[0], machine.cuda_cupy.split(".")[0]
-    if machine.gpu and cupy_major and cupy_major != torch_major:
-        log.warning(
-            f"torch is built for CUDA {machine.cuda_torch}, CuPy for CUDA {machine.cuda_cupy}: "
-            f"kernels may fail to load; install cupy-cuda{torch_major}x instead"
-        )
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
@@ -383,15 +387,9 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
         return "resident", "the CPU computes where the tables are"
-    if not machine.cuda_cupy:
-        install = f"pip install 'cupy-cuda{machine.cuda_torch.split('.')[0]}x'"
-        if wanted == "mapped":
-            missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
-            raise ConfigError(f"{missing}; {install}, or set transfer.engine=staged")
-        log.warning(
-            "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped "
-            f"can be used; {install}"
-        )
+    if wanted == "mapped" and not machine.cuda_cupy:
+        missing = "transfer.engine=mapped needs CuPy, which cannot be imported"
+        raise ConfigError(f"{missing}; {machine.install_cupy}, or set transfer.engine=staged")
     if folder and wanted in ("mapped", "resident"):
         remedy = "set transfer.engine=staged or transfer.table_dir="
         raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
@@ -406,11 +404,26 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
     if "locked" in budget.lacking(replace(task, engine="mapped")):
-        few = f"{fit}, and only {format_bytes(machine.lockable_bytes)} of memory may be locked"
-        raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
-        log.warning(f"{few} ({raise_limit}): using transfer.engine=staged, which is slower")
-        return "staged", few
+        few = f"only {format_bytes(machine.lockable_bytes)} of memory may be locked"
+        return "staged", f"{fit}, and {few}"
     return "mapped", "as configured" if wanted == "mapped" else f"{fit}, so rows are paged"
+
+
+def warn_of_machine(plan: Plan) -> None:
+    """Warn of what a machine with a GPU lacks, so that the run is slow."""
+    machine, transfer = plan.machine, plan.config.transfer
+    if not plan.on_gpu:
+        return
+    if not machine.cuda_cupy:
+        missing = "CuPy cannot be imported, so neither the fused kernels nor transfer.engine=mapped"
+        log.warning(f"{missing} can be used; {machine.install_cupy}")
+        return
+    if machine.cuda_cupy.split(".")[0] != machine.cuda_torch.split(".")[0]:
+        differ = f"torch is built for CUDA {machine.cuda_torch}, CuPy for {machine.cuda_cupy}"
+        log.warning(f"{differ}: kernels may fail to load; {machine.install_cupy} instead")
+    if plan.engine == "staged" and transfer.engine != "staged" and not transfer.table_dir:
+        raise_limit = "ulimit -l, or --ulimit memlock=-1 for a container"
+        log.warning(f"{plan.reason} ({raise_limit}): using transfer.engine=staged, which is slower")
 
 
 def warn_of_settings(task: Task, batch_is_given: bool) -> None:

@@ -581,8 +581,8 @@ def make_engine(plan: Plan, tables: list[Table]) -> Engine:
 
 def expected_uses(plan: Plan) -> Tensor:
     """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
-    model, vocab, ranks = plan.config.model, plan.vocab, plan.ranks
-    kept_V = vocab.kept_counts(model.sample)
+    model = plan.config.model
+    kept_V = plan.vocab.kept_counts(model.sample)
     words = len(kept_V)
     uses_TV = np.zeros((2, plan.shape.rows))
     uses_TV[0, :words] = kept_V
@@ -590,12 +590,11 @@ def expected_uses(plan: Plan) -> Tensor:
         uses_TV[1, :words] = kept_V
     if model.negative and not plan.paging.lookahead:
         # With lookahead, both rows of a word have the same rank, so that they move together.
-        noise_V = noise_distribution(vocab.counts, model.ns_exponent)
-        uses_TV[1, :words] += noise_V * (model.negative * kept_V.sum())
+        uses_TV[1, :words] += plan.text.noise_V * (model.negative * kept_V.sum())
     if tree := plan.text.tree:  # a node is used by all words below it
         uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
         uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)
-    return torch.from_numpy(uses_TV[:, ranks.rank :: ranks.size].copy()).to(plan.device)
+    return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
 
 
 def make_heldout(plan: Plan) -> HeldOut | None:

@@ -319,7 +319,7 @@ def test_plan_in_words(tmp_path):
     text.write_text("one two three four\n" * 50)
     paths = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
     made = make_plan(configured(*paths, "optimizer.lr=0.4"))
-    words = str(made)
+    words = made.describe()
     assert len(words.splitlines()) <= 9
     for part in (
         "200 words in 50 sentences",
@@ -331,13 +331,12 @@ def test_plan_in_words(tmp_path):
         "compiled by numba, precision float32",
     ):
         assert part in words
-    assert "each center a step" in str(
-        make_plan(configured(*paths, "optimizer.name=SGD", "optimizer.occurrence_cap=0"))
-    )
+    sgd = "optimizer.name=SGD", "optimizer.occurrence_cap=0"
+    assert "each center a step" in make_plan(configured(*paths, *sgd)).describe()
     plain = make_plan(configured(*paths, "train.kernels=reference", "train.precision=bf16"))
-    assert "plain torch, precision bf16" in str(plain)
+    assert "plain torch, precision bf16" in plain.describe()
     text.write_text("One two, three four.\n" * 50)
-    assert "50 % of the tokens end in punctuation" in str(make_plan(configured(*paths)))
+    assert "50 % of the tokens end in punctuation" in make_plan(configured(*paths)).describe()
 
 
 class Many(Threads):
@@ -360,8 +359,8 @@ def test_plan_says_how_fast_two_gpus_are_beside_one(monkeypatch, batch, gpu_byte
     monkeypatch.setattr(Machine, "here", lambda ranks: replace(WITH_GPU, gpu_free_bytes=gpu_bytes))
     settings = "transfer.engine=resident", "vocab.min_count=1", f"train.batch_size={batch}"
     made = make_plan(configured(*settings), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
-    assert resident in str(made)
-    assert ("enough" in str(made)) == ("enough" in resident)
+    assert resident in made.describe()
+    assert ("enough" in made.describe()) == ("enough" in resident)
     assert paged in replace(made, engine="mapped", slots=10)._gain_in_words()
 
 
@@ -428,7 +427,7 @@ def test_lookahead_where_rows_are_paged():
     assert 0 < replace(paged, slots=14_000).paging.lookahead < paged.paging.lookahead
     assert paged.paging.lookahead < 800_000 / 32 / 256
     # The plan names cache, page and window.
-    words = str(paged)
+    words = paged.describe()
     assert "cache of 25,000 rows" in words and f"steps_per_page={paged.paging.steps}" in words
     window = re.search(r"lookahead window of (.+) words\n", words).group(1)
     assert int(window.replace(",", "")) == paged.paging.lookahead * 32 * 256

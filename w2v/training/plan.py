@@ -71,7 +71,8 @@ IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 class Plan(Task):
     """What a run will use, and why.
 
-    `text` and `paging`, which take time and GPU memory, are made when they are first used.
+    Planning takes neither GPU memory nor long. What does, `ids`, `text` and `paging`, is made when
+    it is first used: to describe the plan, or to build it.
     """
 
     reason: str  # why this engine
@@ -81,36 +82,38 @@ class Plan(Task):
 
     def log(self) -> None:
         """Log the plan; its details are shown by -v."""
-        log.info(str(self))
+        log.info(self.describe())
         log.debug(f"{self.budget}\nsaving    {self.budget.saving}")
 
-    def __str__(self) -> str:
-        """Return what the run does, in at most nine lines."""
-        config, corpus, words, ranks = self.config, self.corpus, self.words, self.ranks
-        model, optimizer, train = config.model, config.optimizer, config.train
+    def describe(self) -> str:
+        """Return what the run does, in at most nine lines; chooses the paging."""
+        model, optimizer, train = self.config.model, self.config.optimizer, self.config.train
         record = " + ".join(["weight", *self.optimizer.states(model.vector_size)])
         text = [
-            f"{config.corpus.path}: {corpus.raw_words:,} words in {len(corpus.offsets) - 1:,} "
-            f"sentences; {words:,} kept of {self.vocab.raw_types:,} distinct "
-            f"(min_count {config.vocab.min_count})",
-            corpus.tokenized,
-            corpus.phrases,
+            f"{self.config.corpus.path}: {self.corpus.raw_words:,} words in "
+            f"{len(self.corpus.offsets) - 1:,} sentences; {self.words:,} kept of "
+            f"{self.vocab.raw_types:,} distinct (min_count {self.config.vocab.min_count})",
+            self.corpus.tokenized,
+            self.corpus.phrases,
         ]
         step = [optimizer.name, f"lr {optimizer.lr:g}", optimizer.schedule]
         step += [f"{name} {value}" for name, value in optimizer.args.items()]
         step += [f"batches of {train.batch_size:,}", f"{train.epochs} epochs"]
         kernels = [KERNELS[self.kernels], f"precision {train.precision}"]
-        kernels += ["CBOW"] * (model.architecture == "cbow")
-        kernels += ["hierarchical softmax"] * model.hs
-        shards = f"{ranks.size}, each with {ranks.shard_rows(words):,} rows of a table"
-        bytes_of_tables = format_bytes(self.table_bytes)
+        kernels.append("CBOW" if model.architecture == "cbow" else "")
+        kernels.append("hierarchical softmax" if model.hs else "")
+        ranks = ""
+        if self.ranks.size > 1:
+            rows = f"{self.ranks.shard_rows(self.words):,} rows of a table"
+            ranks = f"{self.ranks.size}, each with {rows}{self._gain_in_words()}"
+        size = f"2 x {self.words:,} x {model.vector_size}"
         lines = {
             "machine": str(self.machine),
             "corpus": "; ".join(filter(None, text)),
-            "tables": f"2 x {words:,} x {model.vector_size}: {record}: {bytes_of_tables}",
-            "ranks": f"{shards}{self._gain_in_words()}" if ranks.size > 1 else "",
+            "tables": f"{size}: {record}: {format_bytes(self.table_bytes)}",
+            "ranks": ranks,
             "optimizer": ", ".join(step),
-            "kernels": ", ".join(kernels),
+            "kernels": ", ".join(filter(None, kernels)),
             "engine": f"{self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
             "memory": self.budget.totals,
             "auto": "; ".join(f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()),
@@ -156,13 +159,16 @@ class Plan(Task):
 
     @cached_property
     def paging(self) -> Paging:
-        """Steps that share a page, and the lookahead window."""
+        """Steps that share a page, and the lookahead window.
+
+        If rows are paged, batches of the text are drawn, to count how many find room in the cache.
+        """
         transfer, size = self.config.transfer, self.ranks.size
         if not self.is_paged or not self.slots:
-            # Plain torch has the gradients of all batches of a page at once.
-            several = self.slots and self.kernels != "reference"
-            return Paging(transfer.steps_per_page or (MOST_STEPS if several else 1))
-        # Batches of the text are drawn, to count how many of them find room in the cache.
+            # Where all rows are on the GPU, long pages cost nothing and save the CPU time. But
+            # plain torch has the gradients of all batches of a page at once.
+            is_long = self.slots > 0 and self.kernels != "reference"
+            return Paging(transfer.steps_per_page or (MOST_STEPS if is_long else 1))
         kernels = make_kernels(self)
         sampler = make_sampler(self, kernels)
         zeros_TV = torch.zeros(2, self.rows, dtype=torch.bool, device=self.device)
@@ -189,8 +195,9 @@ class Plan(Task):
         sizes, gains = zip(*TWO_OVER_ONE[: 2 if self.is_paged else None], strict=True)
         gain = np.interp(math.log2(batch), np.log2(sizes), gains)
         words = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
-        more = f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
-        return words + more * bool(gain < 1)
+        if gain < 1:
+            words += f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
+        return words
 
     def _paging_in_words(self) -> str:
         if not self.is_hosted:

@@ -143,7 +143,9 @@ class Plan(Task):
     @cached_property
     def text(self) -> TrainingText:
         """The text and the distributions that batches are drawn from."""
-        model, counts_V, tree = self.config.model, self.vocab.counts, None
+        model = self.config.model
+        counts_V = self.vocab.counts
+        tree = None
         if model.hs:
             from w2v.model.huffman import make_tree  # numba takes half a second
 
@@ -163,7 +165,7 @@ class Plan(Task):
 
         If rows are paged, batches of the text are drawn, to count how many find room in the cache.
         """
-        transfer, size = self.config.transfer, self.ranks.size
+        transfer = self.config.transfer
         if not self.is_paged or not self.slots:
             # Where all rows are on the GPU, long pages cost nothing and save the CPU time. But
             # plain torch has the gradients of all batches of a page at once.
@@ -172,11 +174,13 @@ class Plan(Task):
         kernels = make_kernels(self)
         sampler = make_sampler(self, kernels)
         zeros_TV = torch.zeros(2, self.rows, dtype=torch.bool, device=self.device)
-        room = size * self.slots, transfer.steps_per_page
-        paging, marks_TV = choose_paging(sampler.epoch(), kernels, zeros_TV, *room)
+        slots = self.ranks.size * self.slots
+        steps = transfer.steps_per_page
+        paging, marks_TV = choose_paging(sampler.epoch(), kernels, zeros_TV, slots, steps)
         # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
         # softmax, as the text does not name its nodes.
-        if not transfer.lookahead or size > 1 or marks_TV is None or self.config.model.hs:
+        looks_ahead = transfer.lookahead and self.ranks.size == 1 and not self.config.model.hs
+        if not looks_ahead or marks_TV is None:
             return paging
         words = chunk_words(self.config.train.batch_size)
         chunks = choose_lookahead(self.ids, words, marks_TV, self.slots)
@@ -346,8 +350,8 @@ def choose_kernels(
         raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
     if obstacle or train.kernels == "reference":
         return "reference"
-    size, is_cbow = config.model.vector_size, config.model.architecture == "cbow"
-    if fused == "cuda" and is_cbow and size > MOST_CBOW_DIM:
+    size = config.model.vector_size
+    if fused == "cuda" and config.model.architecture == "cbow" and size > MOST_CBOW_DIM:
         most = f"more than the {MOST_CBOW_DIM:,} of the GPU's kernel for CBOW"
         remedy = "set train.kernels=reference, which is slower, or train.device=cpu"
         raise ConfigError(f"model.vector_size={size} is {most}; {remedy}")
@@ -356,14 +360,14 @@ def choose_kernels(
 
 def check_rows(task: Task) -> None:
     """Raise `ConfigError` if there are too many rows to number, or too few."""
-    words, ranks = task.words, task.ranks
+    words = task.words
     if task.rows > MOST_ROWS:
-        most, least = MOST_ROWS * words // task.rows, task.config.vocab.min_count
         many = f"{words:,} words need {task.rows:,} rows, more than {MOST_ROWS:,}"
-        remedy = f"set vocab.max_final_vocab={most} or raise vocab.min_count={least}"
-        raise ConfigError(f"{many}; {remedy}")
-    if not ranks.shard_rows(words):
-        few = f"{words} words are too few for {ranks.size} ranks"
+        remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // task.rows}"
+        least = task.config.vocab.min_count
+        raise ConfigError(f"{many}; {remedy} or raise vocab.min_count={least}")
+    if not task.ranks.shard_rows(words):
+        few = f"{words} words are too few for {task.ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
 
 
@@ -387,8 +391,10 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
 
     The budget is that of resident tables.
     """
-    task, machine = budget.task, budget.task.machine
-    wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
+    task = budget.task
+    machine = task.machine
+    wanted = task.config.transfer.engine
+    folder = task.config.transfer.table_dir
     if not task.on_gpu:
         if wanted in STORAGE:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
@@ -418,7 +424,8 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
 
 def warn_of_machine(plan: Plan) -> None:
     """Warn of what a machine with a GPU lacks, so that the run is slow."""
-    machine, transfer = plan.machine, plan.config.transfer
+    machine = plan.machine
+    transfer = plan.config.transfer
     if not plan.on_gpu:
         return
     if not machine.cuda_cupy:
@@ -435,7 +442,8 @@ def warn_of_machine(plan: Plan) -> None:
 
 def warn_of_settings(task: Task, batch_is_given: bool) -> None:
     """Warn of settings with which a run is slow or learns little."""
-    train, size = task.config.train, task.config.train.batch_size
+    train = task.config.train
+    size = train.batch_size
     steps = train.epochs * task.centers / size
     if batch_is_given and task.kernels != "sequential" and steps < FEWEST_STEPS:
         remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
@@ -470,9 +478,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     inputs, outputs = make_tables(plan, draws_vectors)
     peers = find_peers(plan)
-    kernels: Any = make_kernels(plan, peers)  # of the kind that the exchange below needs
-    share = {"rank": plan.ranks.rank, "world_size": plan.ranks.size}
-    sampler = make_sampler(plan, kernels, **share, lookahead=plan.paging.lookahead)
+    kernels: Any = make_kernels(plan, peers)  # `ShardKernels` or peers' where the exchange needs it
+    sampler = make_sampler(plan, kernels, plan.ranks, plan.paging.lookahead)
     planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
@@ -489,9 +496,10 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
 
 def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
     """Return this rank's rows of both tables, with drawn vectors or zeros."""
-    size, ranks, dtype = plan.config.model.vector_size, plan.ranks, plan.shape.dtype
+    size = plan.config.model.vector_size
+    dtype = plan.shape.dtype
     states = plan.optimizer.states(size)
-    rows = ranks.shard_rows(plan.shape.rows)
+    rows = plan.ranks.shard_rows(plan.shape.rows)
     storage: Storage = "cuda" if plan.on_gpu else "cpu"
     if plan.is_hosted:
         storage = STORAGE[plan.engine]
@@ -515,9 +523,9 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
     values = uniform(size, 0.5 / size, plan.config.train.seed)
     threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
     # Memory of rows that no word uses is not touched, so a CPU does not provide it.
-    words = ranks.shard_rows(plan.words)
+    words = plan.ranks.shard_rows(plan.words)
     inputs.initialise(
-        lambda rows_n: values(ranks.global_rows(rows_n)), plan.device, threads, last_row=words
+        lambda rows_n: values(plan.ranks.global_rows(rows_n)), plan.device, threads, last_row=words
     )
     return inputs, outputs
 
@@ -535,15 +543,15 @@ def find_peers(plan: Plan) -> PeerMemory | None:
 
 def make_kernels(plan: Plan, peers: PeerMemory | None = None) -> Kernels:
     """Return the kernels of the plan; those for peers if there are some."""
-    several = plan.ranks.size > 1
     if peers:
-        model, centers = plan.config.model, -(-plan.config.train.batch_size // plan.ranks.size)
+        model = plan.config.model
+        centers = -(-plan.config.train.batch_size // plan.ranks.size)
         depth = plan.text.tree.depth if plan.text.tree else 0
         negatives = model.distinct_negatives(centers)
         most = rows_at_most(centers, negatives, model.window, depth, plan.words)
         return CudaPeerKernels(plan.shape, most, plan.paging.steps, plan.is_hosted)
     if plan.kernels == "cuda":
-        return CudaShardKernels(plan.shape) if several else CudaKernels(plan.shape)
+        return CudaShardKernels(plan.shape) if plan.ranks.size > 1 else CudaKernels(plan.shape)
     if plan.kernels == "reference":
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
@@ -562,17 +570,25 @@ def useful_threads(config: Config) -> int:
     return max(1, min(torch.get_num_threads(), pairs * model.vector_size // PRODUCTS_PER_THREAD))
 
 
-def make_sampler(plan: Plan, kernels: Kernels, **more: Any) -> Sampler:
-    """Return a sampler of the text, by the plan's settings and kernels.
-
-    By default it draws the batches of all ranks, and does not look ahead.
-    """
-    model, train = plan.config.model, plan.config.train
-    more |= {"subsample": kernels.subsample, "draw": kernels.draw}
-    more["block_words"] = train.block_words
-    if plan.kernels in ("cpu", "sequential"):
-        more["draws_ahead"] = useful_threads(plan.config) > 1
-    return Sampler(plan.text, model, train.batch_size, train.seed, plan.device, **more)
+def make_sampler(
+    plan: Plan, kernels: Kernels, ranks: Ranks = SINGLE, lookahead: int = 0
+) -> Sampler:
+    """Return a sampler of a rank's share of the text, by the plan's settings."""
+    train = plan.config.train
+    return Sampler(
+        plan.text,
+        plan.config.model,
+        train.batch_size,
+        train.seed,
+        plan.device,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        lookahead=lookahead,
+        block_words=train.block_words,
+        draw=kernels.draw,
+        subsample=kernels.subsample,
+        draws_ahead=plan.kernels in ("cpu", "sequential") and useful_threads(plan.config) > 1,
+    )
 
 
 def make_engine(plan: Plan, tables: list[Table]) -> Engine:
@@ -582,8 +598,10 @@ def make_engine(plan: Plan, tables: list[Table]) -> Engine:
     link = link_between(tables[0], plan.device)
     if not plan.slots:
         return Paged(link, tables, plan.device)
-    room = tables, plan.slots, plan.device, expected_uses(plan)
-    return MappedCache(*room) if isinstance(link, MappedLink) else TorchCache(link, *room)
+    uses_TV = expected_uses(plan)
+    if isinstance(link, MappedLink):
+        return MappedCache(tables, plan.slots, plan.device, uses_TV)
+    return TorchCache(link, tables, plan.slots, plan.device, uses_TV)
 
 
 def expected_uses(plan: Plan) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -384,6 +385,21 @@ def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch)
     saved = latest(tmp_path / "checkpoints")
     assert not (saved.path / "input.npy").exists() and saved.state["epochs_done"] == 4
     assert_same(trained(tmp_path), trainer)
+
+
+def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, monkeypatch):
+    """One by time is under way; it and the vectors find the disk full."""
+    full = OSError(28, "No space left")
+    monkeypatch.setattr(export, "save_rows", Mock(side_effect=full))
+    weights = Future()
+    options = "run.final_checkpoint=false", "run.checkpoint_minutes=0"
+    with make(tmp_path, *options) as trainer:
+        trainer.train()
+        trainer.checkpoints.save(trainer._final, weights=weights)
+        weights.set_exception(full)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.export()
+    assert latest(tmp_path / "checkpoints") is None
 
 
 def test_moved_rows_are_counted_through(tmp_path):

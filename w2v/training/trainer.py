@@ -193,7 +193,10 @@ class Trainer:
         self._summarize()
 
     def export(self) -> None:
-        """Write the vectors, their scores and the last checkpoint, all at once."""
+        """Write the vectors, their scores and the last checkpoint, all at once.
+
+        First frees sampler, kernels and exchange, so no step can follow.
+        """
         self.timeline.begin("exporting")
         results = self.results()
         self._step.finish()
@@ -206,13 +209,7 @@ class Trainer:
         try:
             self._write_vectors(results, weights)
         except BaseException:
-            if weights and not weights.done():
-                weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
-            try:
-                self.checkpoints.wait()
-            except OSError:  # the disk was full: vectors that failed have made room by now
-                self.checkpoints.save(self._final, copied=False)
-                self.checkpoints.wait()
+            self._save_without_vectors(weights)
             raise
         with self.timeline.phase("saving"):
             self.checkpoints.wait()
@@ -379,10 +376,29 @@ class Trainer:
     # Export.
 
     def _shared_weights(self) -> Future[tuple[Path, int]] | None:
-        """Return a future for the vectors' file, if the checkpoint can link it."""
-        inputs, words = self._step.inputs, len(self.vocab.words)
+        """Return a future for the path and CRC-32 of the vectors' file.
+
+        None if the last checkpoint cannot link that file in place of its own.
+        """
+        inputs = self._step.inputs
+        words = len(self.vocab.words)
         is_whole = inputs.rows == words and inputs.dtype == torch.float32
         return Future() if is_whole and export.has_array(words, inputs.dim) else None
+
+    def _save_without_vectors(self, weights: Future[tuple[Path, int]] | None) -> None:
+        """Complete the last checkpoint, as the vectors could not be written.
+
+        It cannot link their file, or the disk was too full for both: vectors that failed have made
+        room by now.
+        """
+        if weights and not weights.done():
+            weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
+        try:
+            self.checkpoints.wait()
+        except OSError:
+            if self.config.run.final_checkpoint:
+                self.checkpoints.save(self._final, copied=False)
+                self.checkpoints.wait()
 
     def _write_vectors(
         self, results: dict[str, Any], weights: Future[tuple[Path, int]] | None

@@ -67,7 +67,7 @@ class Steps:
         self._done = 0
         self._passes = 0.0  # over the text
         endless = (batch for _ in count() for batch in self.sampler.epoch())
-        self._prefetched = self.step.prefetched(endless)
+        self._planned = self.step.plan_pages(endless)
 
     def __call__(self, number: int) -> Stretch:
         """Run `number` steps."""
@@ -77,7 +77,7 @@ class Steps:
         passes = self._passes
         began = time.perf_counter()
         computed = time.thread_time()
-        for planned in islice(self._prefetched, number):
+        for planned in islice(self._planned, number):
             share = self._done / self._total if self._total else 0.5
             result = self.step(planned, learning_rate(optimizer, share))
             loss.add(result.loss)

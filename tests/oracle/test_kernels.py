@@ -543,7 +543,7 @@ def test_buffers_have_room_for_the_words_of_a_pool_alone():
     step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 8, "cuda", "cuda")
     model = ModelConfig(negative=5, negative_pool=100)
     sampler = sampler_of_random_words(model, 4000, 500)
-    for planned in step.prefetched(sampler.epoch()):
+    for planned in step.plan_pages(sampler.epoch()):
         step(planned, 0.01)
         _, outputs = step.kernels._rows
         assert len(outputs.rows_U) <= 500 + 100
@@ -560,7 +560,7 @@ def test_planning_far_ahead_of_a_slow_computation_changes_nothing(kernels):
         step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 32, kernels, "cuda")
         sampler = sampler_of_random_words(ModelConfig(), 40_000, 1000)
         losses = []
-        for planned in step.prefetched(sampler.epoch()):
+        for planned in step.plan_pages(sampler.epoch()):
             torch.cuda._sleep(cycles)
             losses.append(step(planned, 0.01).loss)
             if not cycles:

@@ -232,7 +232,7 @@ def after_a_fault(ranks, kernels, device, value, found):
     if device == "cuda":
         torch.cuda.synchronize()  # other streams read the batch
     faults, wrote = [], []
-    for planned in step.prefetched([batch] * 3):
+    for planned in step.plan_pages([batch] * 3):
         before = [table.nan_to_num() for table in records(step)]
         step(planned, LR)
         if found[ranks.rank] and step.state.step == 1:

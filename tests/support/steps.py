@@ -132,7 +132,7 @@ def records(step):
 
 def train(step, batches, lr):
     """Train on the batches; return the loss and the pairs of each: [n], [n]."""
-    results = [step(planned, lr) for planned in step.prefetched(batches)]
+    results = [step(planned, lr) for planned in step.plan_pages(batches)]
     step.engine.flush()
     _, *sums = zip(*results, strict=True)
     losses, pairs = (torch.stack(column).cpu() for column in sums)

@@ -58,25 +58,28 @@ class TrainingStep:
             torch.cuda.reset_peak_memory_stats(self.state.device)
 
     def __call__(self, planned: PlannedBatch, lr: float) -> StepResult:
-        """Train on one batch, whose page must have been planned by `prefetched`."""
+        """Train on one batch, which `plan_pages` has yielded.
+
+        A number that is not finite sets `state.fault` and is not written, nor is anything by later
+        steps. The exception is sequential SGD, which updates rows in `gradients`, with `lr`, after
+        each center: its bad values are already written.
+        """
         batch = planned.batch
         self.state.step += 1
         # Find the rows that this batch touches, unless that was done when its page was planned.
         rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
         # Get their weights, also those that other ranks own, and a zero gradient for each.
         grads, page = self.exchange.borrow(rows, self.engine.page())
-        # Add loss and gradients. Sequential SGD, which updates after each center, needs lr here.
+        # Add loss and gradients.
         grads = self.kernels.gradients(batch, page, grads, lr)
         # Sum over all ranks the gradients of the rows that this rank owns.
         grads = self.exchange.reduce(grads)
-        # Update these rows, not the borrowed ones. A number that is not finite sets `state.fault`
-        # and is not written, nor is anything by later steps. But sequential SGD has updated rows
-        # during `gradients`, so its bad values are already written.
+        # Update these rows, not the borrowed ones.
         update = Update(self.optimizer, self.tables, lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
 
-    def prefetched(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
+    def plan_pages(self, batches: Iterable[Batch]) -> Iterator[PlannedBatch]:
         """Yield the batches, each page planned while the one before computes."""
         batches = iter(batches)
         with on_stream(self.planning):
@@ -93,7 +96,7 @@ class TrainingStep:
         return torch.cuda.max_memory_allocated(self.state.device) if self.planning else 0
 
     def finish(self) -> None:
-        """Free all memory but that of the tables, which must be flushed."""
+        """Free all memory but that of the tables. Call after `engine.flush()`."""
         self.engine = Engine(self.tables)
         del self.kernels, self.exchange
 
@@ -111,7 +114,8 @@ class TrainingStep:
             if self.planning:
                 # The last page computes now. From here on the one before it is done: the engine may
                 # evict its rows. The first page has none before it, and nothing to wait for.
-                self.planning.wait_event(self._computed[0])
+                page_before_last = self._computed[0]
+                self.planning.wait_event(page_before_last)
             if marks_TV is not None:
                 ahead = planned[-1].batch.ahead
                 self.engine.prefetch(marks_TV, None if ahead is None else ahead.soon_V)

@@ -84,7 +84,7 @@ class TrainingLoop:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
         with deterministic_mode(self.config.train.deterministic):
             batches = self.sampler.epoch() if batches is None else batches
-            for planned in self.step.prefetched(batches):
+            for planned in self.step.plan_pages(batches):
                 lr = self.lr
                 self._rates.append(lr)
                 result = self.step(planned, lr)

@@ -18,7 +18,7 @@ VOTES_AHEAD = 2  # votes that are under way at once
 
 
 class Decision(NamedTuple):
-    """What all ranks do after a step."""
+    """What all ranks do after a step, or what one of them votes for."""
 
     status: int  # exit status to stop with; 0 to go on
     save: int  # number of the checkpoint to save, counted from 1 in this run; 0 for none
@@ -27,8 +27,8 @@ class Decision(NamedTuple):
 class Lockstep:
     """Keeps ranks at the same step.
 
-    `vote` returns this rank's wish when batches are drawn. The highest status of all ranks, and
-    rank 0's wish to save, decide, as soon as the first of these batches is trained on.
+    `vote` is called when batches are drawn. The highest status of all ranks, and rank 0's vote to
+    save, decide, as soon as the first of these batches is trained on.
     """
 
     def __init__(self, ranks: Ranks, vote: Callable[[], Decision]):
@@ -63,5 +63,5 @@ class Lockstep:
             votes()
 
     def decision(self) -> Decision:
-        """Return what is decided after the step of the next batch given."""
+        """Return what to do after a step. Call it once after each, in order."""
         return self._decisions.popleft() if self._decisions else self._vote()

@@ -135,7 +135,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
-        if self._ranks.all_gather(path.exists())[0]:
+        if self._ranks.all_gather(path.exists())[0]:  # all do as rank 0, which makes folders
             self._remove_old()  # a process killed before it did so may have written it
             return
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}

@@ -63,7 +63,8 @@ class Metrics:
     """Counts steps and, once in a while, reports the mean loss.
 
     The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
-    Words are raw words of the corpus, those outside the vocabulary included. Once a step:
+    Words are raw words of the corpus, those outside the vocabulary included. A loss that is not
+    finite is reported like any other: `TrainingLoop.check_finite` stops the run. Once a step:
 
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device

@@ -45,7 +45,7 @@ def create(config: Config, ranks: Ranks = SINGLE) -> Path:
                 folder.mkdir()
                 break
             folder = Path(f"{base}-{number}")
-    return ranks.all_gather(folder)[0]
+    return ranks.all_gather(folder)[0]  # that of rank 0
 
 
 def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path | None:
@@ -54,7 +54,7 @@ def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path
     with ranks.reraise():
         if ranks.rank == 0:
             folder = find(resume, "config.yaml", runs) if resume else _find_restarted(runs)
-    return ranks.all_gather(folder)[0]
+    return ranks.all_gather(folder)[0]  # that of rank 0
 
 
 def _find_restarted(runs: str) -> Path | None:

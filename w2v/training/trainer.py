@@ -92,10 +92,14 @@ class TrainingLoop:
                 yield result
 
     def check_finite(self, remedy: Callable[[], str]) -> None:
-        """Raise `Diverged` if loss or rows are not finite; wait for the device."""
+        """Raise `Diverged` if loss or rows are not finite; wait for the device.
+
+        Kernels find it out in each step, and note the first fault in `StepState`.
+        """
         number, parts = self.step.state.first_fault()
         if number:
-            lr = self._rates[number - self.step.state.step - 1]  # the last is of the last step
+            steps_after = self.step.state.step - number
+            lr = self._rates[-1 - steps_after]  # _rates[-1] is that of the last step
             where = f"step {number:,} ({self.config.optimizer.name}, lr {lr:.4g})"
             broken = f"no longer finite: {', '.join(parts)}"
             raise Diverged(f"training diverged at {where}: {broken}; {remedy()}")
@@ -180,6 +184,7 @@ class Trainer:
                 self.metrics.end_epoch(epoch + 1)
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
+                    # All go by the clock of rank 0.
                     if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
                         self._save(sampler.position)
             # The end of the run.
@@ -236,7 +241,7 @@ class Trainer:
     # Phases of the loop.
 
     def _vote(self) -> Decision:
-        """Return what this rank wants to do: go on, save, or stop."""
+        """Return this rank's vote: go on, save, or stop."""
         timer = self._save_timer
         return Decision(self.signals.status, timer.saves + 1 if timer.due else 0)
 

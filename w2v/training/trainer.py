@@ -129,11 +129,11 @@ class Trainer:
         self.config = self.loop.config
         self._step = self.loop.step
         self._total_words = self.raw_words * self.config.train.epochs
-        self._text = {"raw_words": self.raw_words, "vocabulary": self.vocab.fingerprint}
-        self._text["digest"] = self.digest
+        fingerprint = self.vocab.fingerprint
+        self._text = {"raw_words": self.raw_words, "vocabulary": fingerprint, "digest": self.digest}
         self.ranks.require_equal(self._text)
-        saved = self.folder / "checkpoints", self._step.tables
-        self.checkpoints = Checkpoints(*saved, self.copy_bytes, self.ranks)
+        folder = self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(folder, self._step.tables, self.copy_bytes, self.ranks)
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
         self._lockstep = Lockstep(self.ranks, self._vote)
         self._rows_before = [0, 0, 0, 0]  # `_row_counts` when the run was resumed
@@ -159,7 +159,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the end; at a signal save and raise SystemExit."""
-        epochs, sampler = self.config.train.epochs, self.loop.sampler
+        epochs = self.config.train.epochs
+        sampler = self.loop.sampler
         with self.timeline.phase("training"), self.metrics.bar, self.signals.recorded():
             for epoch in range(sampler.position.epoch, epochs):
                 # As many batches on this rank as on any.
@@ -326,9 +327,9 @@ class Trainer:
 
     def _untrained_loss(self) -> float:
         """Return the mean loss of a pair where each target has probability 1/2."""
-        model, tree = self.config.model, self.loop.sampler.text.tree
+        model = self.config.model
         targets = 1.0 + model.negative if model.negative else 0.0
-        if tree:
+        if tree := self.loop.sampler.text.tree:
             kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
         return math.log(2) * targets
@@ -366,7 +367,8 @@ class Trainer:
 
     def _scored_vectors(self) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""
-        inputs, scored = self._step.inputs, min(RESTRICT_VOCAB, len(self.vocab.words))
+        inputs = self._step.inputs
+        scored = min(RESTRICT_VOCAB, len(self.vocab.words))
         if self.ranks.size == 1:
             return inputs["weight"][:scored].to(self._step.state.device)
         blocks = list(export.in_order(inputs, self.ranks, scored))
@@ -409,7 +411,7 @@ class Trainer:
         self, results: dict[str, Any], weights: Future[tuple[Path, int]] | None
     ) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
-        inputs, folder = self._step.inputs, self.folder
+        inputs = self._step.inputs
         weights_ND = self._scored_vectors()
         blocks = export.in_order(inputs, self.ranks, len(self.vocab.words))
         with self.ranks.reraise():
@@ -417,15 +419,16 @@ class Trainer:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
             with ThreadPoolExecutor(2) as threads:
-                words, counts = self.vocab.words, self.vocab.counts
+                words = self.vocab.words
+                counts = self.vocab.counts
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
-                saving = threads.submit(self.vocab.save, folder / "vocab.tsv")
+                saving = threads.submit(self.vocab.save, self.folder / "vocab.tsv")
                 shown_ND = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
                 examples = threads.submit(query.examples, words, shown_ND)
-                crc32 = export.save_rows(words, counts, inputs.dim, blocks, folder, formats)
+                crc32 = export.save_rows(words, counts, inputs.dim, blocks, self.folder, formats)
                 if weights:
-                    weights.set_result((folder / export.ARRAY, crc32))
+                    weights.set_result((self.folder / export.ARRAY, crc32))
                 saving.result()
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
@@ -490,22 +493,23 @@ class Trainer:
         saved = checkpoint.latest(self.checkpoints.folder, self.ranks)
         if saved is None:
             return None
-        state, config = saved.state, self.config
+        state = saved.state
+        epochs = self.config.train.epochs
         if state["text"] != self._text:
             raise CheckpointError(
                 f"{saved.path} was trained on another text or vocabulary than "
-                f"corpus.path={config.corpus.path} is now; restore that text"
+                f"corpus.path={self.config.corpus.path} is now; restore that text"
             )
-        if state["epochs_done"] > config.train.epochs:
+        if state["epochs_done"] > epochs:
             done = f"{state['epochs_done']:.4g} passes are done"
-            raise ConfigError(f"train.epochs={config.train.epochs}, but {done}; give more")
+            raise ConfigError(f"train.epochs={epochs}, but {done}; give more")
         saved.load(self._step.tables, self.ranks)
         self.loop.sampler.load_state_dict(state["samplers"])
         self.loop.epochs_done = state["epochs_done"]
         self._step.state.step = state["step"]
         if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
             self._rows_before = state["rows"]
-        is_done = state["epochs_done"] >= config.train.epochs
+        is_done = state["epochs_done"] >= epochs
         log.info(
             f"resuming from {saved.path}, after {state['step']:,} steps and "
             f"{state['epochs_done']:.3g} passes over the text"
@@ -519,16 +523,17 @@ def estimate_time(loop: TrainingLoop, raw_words: int) -> str:
 
     What was trained is to be thrown away.
     """
-    begun, at_begin, steps = 0.0, 0.0, 0
+    steps = 0
     for steps, done in enumerate(loop.epoch(), start=1):
         float(done.loss)  # waits for the device
         if steps == TRIAL_WARMUP:
-            begun, at_begin = time.monotonic(), loop.epochs_done
+            begun = time.monotonic()
+            epochs_before = loop.epochs_done
         if steps > TRIAL_WARMUP and time.monotonic() - begun > TRIAL_SECONDS:
             break
     if steps <= TRIAL_WARMUP:
         return f"time      unknown: an epoch has {steps} steps, too few to tell"
-    rate = (loop.epochs_done - at_begin) * raw_words / (time.monotonic() - begun)
+    rate = (loop.epochs_done - epochs_before) * raw_words / (time.monotonic() - begun)
     seconds = loop.config.train.epochs * raw_words / rate
     trial = f"{rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"
     return f"time      about {seconds:.0f} s of training: {trial}"

@@ -26,7 +26,7 @@ from tests.support.saving import check_checkpoints, run_folder, saving_run
 from w2v.config import load_config, save_config
 from w2v.model.table import Table
 from w2v.system.files import exclusive
-from w2v.training import checkpoint, shards
+from w2v.training import checkpoint, checkpoint_files
 from w2v.training import run_folder as run_folders
 from w2v.training.checkpoint import Checkpoint, Checkpoints
 
@@ -181,8 +181,9 @@ def make_tables():
 
 def save_at_each_step(folder):
     """Save without end; three of the tables' eight files are copied first."""
-    shards.FILE_BYTES, tables = 8 << 10, make_tables()
-    keeper = Checkpoints(folder, tables, 3 * shards.FILE_BYTES)
+    checkpoint_files.FILE_BYTES = 8 << 10
+    tables = make_tables()
+    keeper = Checkpoints(folder, tables, 3 * checkpoint_files.FILE_BYTES)
     for step in itertools.count(1):
         for table in tables:
             table.records_VR.fill_(step)
@@ -190,7 +191,7 @@ def save_at_each_step(folder):
 
 
 def test_kills_while_copies_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "FILE_BYTES", 8 << 10)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 8 << 10)
     rng, partial = random.Random(KILLS), 0
     for number in range(2 * KILLS):
         folder = tmp_path / str(number)

@@ -18,7 +18,7 @@ from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import RanksDiffer
-from w2v.training import checkpoint, shards
+from w2v.training import checkpoint, checkpoint_files
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, latest
 
 NONE, SOME, ALL = 0, 500, 1 << 30  # bytes for copies; the six files of two tables have 2,760
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Let each table have three files."""
-    monkeypatch.setattr(shards, "FILE_BYTES", 500)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 500)
 
 
 def save(folder, step=1, room=NONE, tables=None, **state):
@@ -173,7 +173,7 @@ def test_scalars_are_saved_for_each_rank(tmp_path, room):
 def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
     tmp_path, monkeypatch, room, broken
 ):
-    write = shards.write_synced
+    write = checkpoint_files.write_synced
     failing = threading.Event()
 
     def full(path, parts):
@@ -181,7 +181,7 @@ def test_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
             raise OSError(28, "No space left on device")
         return write(path, parts)
 
-    monkeypatch.setattr(shards, "write_synced", full)
+    monkeypatch.setattr(checkpoint_files, "write_synced", full)
     monkeypatch.setattr(checkpoint, "write_synced", full)
     keepers = checked(
         together(2, lambda ranks: Checkpoints(tmp_path, make_tables(ranks), room, ranks))
@@ -211,7 +211,7 @@ def test_failure_in_the_background_is_raised_when_asked_for(tmp_path, monkeypatc
     def full(path, parts):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "write_synced", full)
+    monkeypatch.setattr(checkpoint_files, "write_synced", full)
     keeper.save({"step": 1})
     while keeper.busy:
         pass

@@ -1,7 +1,7 @@
 """Checkpoints: the tables in shards, and a manifest in JSON.
 
     checkpoints/step-00001234/
-        input-00000-of-00002.safetensors    and the other files of `w2v.training.shards`
+        input-00000-of-00002.safetensors    and the other files of `w2v.training.checkpoint_files`
         manifest.json                       where training stood, fields and scalars of the tables,
                                             size and CRC-32 of each file
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
 from w2v.system.files import link, sealed, sync, unsealed, write_synced
-from w2v.training import shards
+from w2v.training import checkpoint_files
 
 log = logging.getLogger("w2v")
 FORMAT = 6
@@ -141,7 +141,7 @@ class Checkpoints:
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
         manifest["tables"] = _describe(self._tables, self._ranks)
         files = self._files(apart=weights is not None)
-        entries: shards.Entries = {}
+        entries: checkpoint_files.Entries = {}
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
             partial.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ class Checkpoints:
                 copying = self._writer.submit(
                     self._copy, {name: files.pop(name) for name in self._copied}
                 )
-                entries = shards.write(partial, files)
+                entries = checkpoint_files.write(partial, files)
                 files = copying.result()
         self._writing = self._writer.submit(self._finish, path, manifest, entries, files, weights)
 
@@ -176,7 +176,8 @@ class Checkpoints:
         first, *others = self._tables
         parts = _parts(first, apart)
         parts.pop(_weights_file(first), None)
-        return shards.files(parts | {table.name: table.saved_VR for table in others}, self._ranks)
+        parts |= {table.name: table.saved_VR for table in others}
+        return checkpoint_files.files(parts, self._ranks)
 
     def _allocate(self) -> dict[str, Tensor]:
         files = self._files()
@@ -186,7 +187,7 @@ class Checkpoints:
         memory, copies = self._memory.result(), {}
         for name, records_nR in files.items():
             copies[name] = copy_nR = memory[name].view(records_nR.dtype).view(records_nR.shape)
-            for to, part in zip(shards.chunks(copy_nR), shards.chunks(records_nR), strict=True):
+            for to, part in zip(*map(checkpoint_files.chunks, (copy_nR, records_nR)), strict=True):
                 to.copy_(part)
         return copies
 
@@ -194,7 +195,7 @@ class Checkpoints:
         self,
         path: Path,
         manifest: dict[str, Any],
-        entries: shards.Entries,
+        entries: checkpoint_files.Entries,
         files: Mapping[str, Tensor],
         weights: Future[tuple[Path, int]] | None,
     ) -> None:
@@ -202,7 +203,7 @@ class Checkpoints:
         partial, ranks = _partial(path), self._ranks
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
-                entries = {**entries, **shards.write(partial, files)}
+                entries = {**entries, **checkpoint_files.write(partial, files)}
                 if weights:
                     file, crc32 = weights.result()
                     name = _weights_file(self._tables[0])
@@ -292,8 +293,8 @@ class Checkpoint:
                 for name, records_VR in _parts(table, _weights_file(table) in self._files).items()
             }
             try:
-                shards.read(self.path, self._files, records, self.ranks, ranks)
-            except shards.Damaged as error:
+                checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
+            except checkpoint_files.Damaged as error:
                 raise CheckpointError(self._damaged(error.file, error.why)) from None
         # Ranks that were not there before take the scalars of one that was.
         for table in tables:
@@ -349,7 +350,7 @@ def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]
         of_ranks = ranks.all_gather((table.rows, scalars))
         described[table.name] = {
             "rows": sum(rows for rows, _ in of_ranks),
-            "dtype": shards.DTYPES[table.dtype],
+            "dtype": checkpoint_files.DTYPES[table.dtype],
             "fields": [[name, part.stop - part.start] for name, part in table.columns.items()],
             "scalars": [scalars for _, scalars in of_ranks],
         }

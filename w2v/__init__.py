@@ -1,4 +1,4 @@
-"""A word2vec trainer with sparse embedding tables in pinned CPU memory."""
+"""Train word2vec on GPUs or CPUs, with any row-separable torch optimizer."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,1 @@
-"""What other programs use: Word2Vec, Embedding, comparisons, sweeps."""
+"""What users call: the command w2v, Word2Vec, PagedEmbedding, RowStore."""

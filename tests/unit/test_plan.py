@@ -180,11 +180,8 @@ def test_what_a_machine_lacks_is_warned_of_once(machine, warned, gpu_bytes, monk
     ],
 )
 def test_kernels(settings, machine, ranks, kernels):
-    config = configured(*settings)
-    optimizer = RowOptimizer(config.optimizer)
     ranks = Threads(0, ranks, None)
-    device = choose_device(config, machine)
-    assert choose_kernels(config, machine, device, optimizer, ranks) == kernels
+    assert choose_kernels(configured(*settings), machine, ranks) == kernels
 
 
 @pytest.mark.parametrize(
@@ -199,10 +196,8 @@ def test_kernels(settings, machine, ranks, kernels):
 )
 def test_fused_kernels_that_cannot_be_had_are_an_error(setting, machine, ranks, obstacle):
     config = configured("train.kernels=fused", setting)
-    optimizer = RowOptimizer(config.optimizer)
-    device = choose_device(config, machine)
     with pytest.raises(ConfigError, match=f"{obstacle}.*set train.kernels=auto"):
-        choose_kernels(config, machine, device, optimizer, Threads(0, ranks, None))
+        choose_kernels(config, machine, Threads(0, ranks, None))
 
 
 def test_cbow_vectors_longer_than_shared_memory_are_refused_before_the_text_is_read(monkeypatch):

@@ -39,7 +39,6 @@ from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
 from w2v.training import plan
 from w2v.training.memory import Machine
-from w2v.training.plan import choose_device, choose_kernels
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 
@@ -296,10 +295,7 @@ class Word2Vec(word2vec.Word2Vec):
         if self.optimizer != "SGD" or self.optimizer_args:
             return config
         like_gensims = _load_config((CPU_SGD,), tuple(settings))
-        machine = Machine.here()
-        device = choose_device(like_gensims, machine)
-        optimizer = RowOptimizer(like_gensims.optimizer)
-        is_on_cpu = choose_kernels(like_gensims, machine, device, optimizer) in ON_CPU
+        is_on_cpu = plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU
         return like_gensims if is_on_cpu else config
 
     def _train_on(

@@ -257,10 +257,8 @@ def make_plan(
     checkpoints will make room. Raises `ConfigError` if this machine cannot do what is asked for.
     """
     machine = Machine.here(ranks)
-    device = choose_device(config, machine)
-    optimizer = RowOptimizer(config.optimizer)
-    # These refuse what cannot be paged or computed, before anything is read.
-    kernels = choose_kernels(config, machine, device, optimizer, ranks)
+    # This refuses what cannot be paged or computed, before anything is read.
+    kernels = choose_kernels(config, machine, ranks)
     vocab, corpus = opened or open_together(config, ranks)
     task = Task(
         config=config,
@@ -268,8 +266,8 @@ def make_plan(
         vocab=vocab,
         corpus=corpus,
         centers=float(vocab.kept_counts(config.model.sample).sum()),
-        optimizer=optimizer,
-        device=device,
+        optimizer=RowOptimizer(config.optimizer),
+        device=choose_device(config, machine),
         kernels=kernels,
         ranks=ranks,
     )
@@ -318,21 +316,16 @@ def choose_device(config: Config, machine: Machine) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and machine.gpu else "cpu")
 
 
-def choose_kernels(
-    config: Config,
-    machine: Machine,
-    device: torch.device,
-    optimizer: RowOptimizer,
-    ranks: Ranks = SINGLE,
-) -> str:
+def choose_kernels(config: Config, machine: Machine, ranks: Ranks = SINGLE) -> str:
     """Return the name of the kernels, one of `KERNELS`.
 
     On the CPU, fused kernels are numba's, for one rank and float32. On a GPU they are CUDA's, which
     add gradients in no fixed order, and so are not for runs that must repeat bit for bit.
     """
     train = config.train
+    optimizer = RowOptimizer(config.optimizer)
     obstacle = ""
-    if device.type == "cpu":
+    if choose_device(config, machine).type == "cpu":
         if ranks.size > 1:
             obstacle = f"numba's kernels are for one rank, and there are {ranks.size}"
         elif train.precision != "float32":

@@ -79,6 +79,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
         import_torch(config, is_new)
         from w2v.training import plan, run_folder, trainer
+        from w2v.transfer.links import measure_copy_rate
 
         ranks = plan.join_ranks(config)
     console.log_to_console(console.ERRORS if ranks.rank > 0 else level)
@@ -123,7 +124,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             signals=signals,
             copy_bytes=planned.budget.copies,
             ranks=ranks,
-            link_rate=plan.measure_link(planned),
+            link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
             digest=planned.corpus.digest,
         )

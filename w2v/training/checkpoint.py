@@ -322,8 +322,8 @@ def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
 
 def _saved(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    saved = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(saved, key=lambda path: int(path.name[5:]))
 
 
 def _partial(path: Path) -> Path:

@@ -153,9 +153,9 @@ def _read_file(
     """Yield the records in chunks; raise `Damaged` at the end if they are."""
     file, rows = folder / part.file, part.last - part.first
     try:
-        found, expected = file.stat().st_size, entry.get("bytes", 0)
-        if found != expected:
-            raise Damaged(file, f"{found:,} bytes instead of {expected:,}")
+        size, expected = file.stat().st_size, entry.get("bytes", 0)
+        if size != expected:
+            raise Damaged(file, f"{size:,} bytes instead of {expected:,}")
         with open(file, "rb") as opened:
             crc32 = zlib.crc32(opened.read(expected - rows * row_bytes(like_VR)))
             for start in range(0, rows, _chunk_rows(like_VR)):

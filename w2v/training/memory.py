@@ -408,10 +408,10 @@ class Budget:
                 raise
             reason = one_line(error)[:200]
             place = "gpu" if self.task.on_gpu and _is_of_gpu(error) else "host"
-            found = self._with_less(place).changes()
-            message = self._explain(f"memory ran out ({reason})", found)
+            changes = self._with_less(place).changes()
+            message = self._explain(f"memory ran out ({reason})", changes)
             if run:
-                change = next((one for one in found if one.startswith("transfer.")), None)
+                change = next((one for one in changes if one.startswith("transfer.")), None)
                 command = " ".join(["w2v train --resume", quote(str(run)), *filter(None, [change])])
                 message += f"; this run goes on with {command}"
                 message += "" if change else ", when more memory is free"
@@ -434,7 +434,7 @@ class Budget:
     def changes(self) -> list[str]:
         """Return the smallest single changes that would make the task fit."""
         task, config, lacking = self.task, self.task.config, self.lacking(self.task)
-        found = []
+        changes = []
 
         def fits(key: str, value: Any) -> bool:
             return not self.lacking(replace(task, config=_with(config, key, value)))
@@ -445,7 +445,7 @@ class Budget:
 
             if count := bisect.bisect_left(range(2, below), True, key=too_large):
                 unit = 10 ** max(0, len(str(count + 1)) - 3)  # 3 digits are enough
-                found.append(f"{key}={spelled((count + 1) // unit * unit)}")
+                changes.append(f"{key}={spelled((count + 1) // unit * unit)}")
 
         find("vocab.max_final_vocab", task.words)
         find("model.vector_size", config.model.vector_size)
@@ -453,23 +453,23 @@ class Budget:
         for name in LIGHTER:
             other = RowOptimizer(replace(config.optimizer, name=name, args={}))
             if not self.lacking(replace(task, optimizer=other)):
-                found.append(f"optimizer.name={name}")
+                changes.append(f"optimizer.name={name}")
                 break
         if "gpu" in lacking or "locked" in lacking:
             for name in ("mapped", "staged"):
                 if name != task.engine and not self.lacking(replace(task, engine=name)):
-                    found.append(f"transfer.engine={name}")
+                    changes.append(f"transfer.engine={name}")
                     break
             kept = task.cache_bytes or 0
             shift, unit = (20, "MiB") if kept >> 30 else (10, "KiB")
             find("transfer.gpu_bytes", kept >> shift, lambda n: f"{n}{unit}")
         if lacking == ["host"] and not task.on_gpu and fits("transfer.table_dir", "FOLDER"):
-            found.append("transfer.table_dir=FOLDER")
+            changes.append("transfer.table_dir=FOLDER")
         if lacking == ["disk"]:
             if fits("run.checkpoint_minutes", 0.0):
-                found.append("run.checkpoint_minutes=0")
-            found.append("run.dir=FOLDER on a larger disk")
-        return found
+                changes.append("run.checkpoint_minutes=0")
+            changes.append("run.dir=FOLDER on a larger disk")
+        return changes
 
     @property
     def takes(self) -> dict[str, dict[str, int]]:

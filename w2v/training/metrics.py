@@ -59,7 +59,7 @@ class LinkUse(NamedTuple):
     wait_seconds: float = 0.0  # for which the computation waited for them
 
 
-class Metrics:
+class Metrics(contextlib.AbstractContextManager):
     """Counts steps and, once in a while, reports the mean loss.
 
     The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
@@ -226,9 +226,6 @@ class Metrics:
         away = time.monotonic() - began
         self._start += away
         self._logged += away
-
-    def __enter__(self) -> Metrics:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.close()

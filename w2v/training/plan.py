@@ -46,7 +46,7 @@ from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 from w2v.transfer.cache import MappedCache, TorchCache
 from w2v.transfer.engine import Engine, Paged
-from w2v.transfer.links import MappedLink, link_between, measure_copy_rate
+from w2v.transfer.links import MappedLink, link_between
 
 log = logging.getLogger("w2v")
 PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
@@ -71,8 +71,7 @@ IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
 class Plan(Task):
     """What a run will use, and why.
 
-    Planning takes neither GPU memory nor long. What does, `ids`, `text` and `paging`, is made when
-    it is first used: to describe the plan, or to build it.
+    `ids`, `text` and `paging`, which take time and GPU memory, are made when they are first used.
     """
 
     reason: str  # why this engine
@@ -86,7 +85,7 @@ class Plan(Task):
         log.debug(f"{self.budget}\nsaving    {self.budget.saving}")
 
     def describe(self) -> str:
-        """Return what the run does, in at most nine lines; chooses the paging."""
+        """Return what the run does, in at most nine lines; choose the paging."""
         model, optimizer, train = self.config.model, self.config.optimizer, self.config.train
         record = " + ".join(["weight", *self.optimizer.states(model.vector_size)])
         text = [
@@ -102,16 +101,14 @@ class Plan(Task):
         kernels = [KERNELS[self.kernels], f"precision {train.precision}"]
         kernels.append("CBOW" if model.architecture == "cbow" else "")
         kernels.append("hierarchical softmax" if model.hs else "")
-        ranks = ""
-        if self.ranks.size > 1:
-            rows = f"{self.ranks.shard_rows(self.words):,} rows of a table"
-            ranks = f"{self.ranks.size}, each with {rows}{self._gain_in_words()}"
+        rows = f"{self.ranks.shard_rows(self.words):,} rows of a table"
+        shards = f"{self.ranks.size}, each with {rows}"
         size = f"2 x {self.words:,} x {model.vector_size}"
         lines = {
             "machine": str(self.machine),
             "corpus": "; ".join(filter(None, text)),
             "tables": f"{size}: {record}: {format_bytes(self.table_bytes)}",
-            "ranks": ranks,
+            "ranks": f"{shards}{self._gain_in_words()}" if self.ranks.size > 1 else "",
             "optimizer": ", ".join(step),
             "kernels": ", ".join(filter(None, kernels)),
             "engine": f"{self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
@@ -161,16 +158,14 @@ class Plan(Task):
 
     @cached_property
     def paging(self) -> Paging:
-        """Steps that share a page, and the lookahead window.
-
-        If rows are paged, batches of the text are drawn, to count how many find room in the cache.
-        """
+        """Steps that share a page, and the lookahead window."""
         transfer = self.config.transfer
         if not self.is_paged or not self.slots:
             # Where all rows are on the GPU, long pages cost nothing and save the CPU time. But
             # plain torch has the gradients of all batches of a page at once.
             is_long = self.slots > 0 and self.kernels != "reference"
             return Paging(transfer.steps_per_page or (MOST_STEPS if is_long else 1))
+        # Batches of the text are drawn, to count how many of them find room in the cache.
         kernels = make_kernels(self)
         sampler = make_sampler(self, kernels)
         zeros_TV = torch.zeros(2, self.rows, dtype=torch.bool, device=self.device)
@@ -386,8 +381,7 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
     """
     task = budget.task
     machine = task.machine
-    wanted = task.config.transfer.engine
-    folder = task.config.transfer.table_dir
+    wanted, folder = task.config.transfer.engine, task.config.transfer.table_dir
     if not task.on_gpu:
         if wanted in STORAGE:
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
@@ -619,8 +613,3 @@ def make_heldout(plan: Plan) -> HeldOut | None:
     """Return the held-out sentences; None if there are none."""
     text = replace(plan.text, ids_N=plan.corpus.ids)
     return HeldOut(text, plan.config.model, plan.device) if len(text.held_out) else None
-
-
-def measure_link(plan: Plan) -> float:
-    """Return the link's roofline in bytes/s, both ways; 0 if it is not used."""
-    return measure_copy_rate(plan.device) if plan.is_hosted else 0.0

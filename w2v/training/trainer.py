@@ -92,10 +92,7 @@ class TrainingLoop:
                 yield result
 
     def check_finite(self, remedy: Callable[[], str]) -> None:
-        """Raise `Diverged` if loss or rows are not finite; wait for the device.
-
-        Kernels find it out in each step, and note the first fault in `StepState`.
-        """
+        """Raise `Diverged` if kernels have noted a fault; wait for the device."""
         number, parts = self.step.state.first_fault()
         if number:
             steps_after = self.step.state.step - number
@@ -383,10 +380,7 @@ class Trainer:
     # Export.
 
     def _shared_weights(self) -> Future[tuple[Path, int]] | None:
-        """Return a future for the path and CRC-32 of the vectors' file.
-
-        None if the last checkpoint cannot link that file in place of its own.
-        """
+        """Return a future for path and CRC-32 of vectors that can be linked."""
         inputs = self._step.inputs
         words = len(self.vocab.words)
         is_whole = inputs.rows == words and inputs.dtype == torch.float32
@@ -395,8 +389,7 @@ class Trainer:
     def _save_without_vectors(self, weights: Future[tuple[Path, int]] | None) -> None:
         """Complete the last checkpoint, as the vectors could not be written.
 
-        It cannot link their file, or the disk was too full for both: vectors that failed have made
-        room by now.
+        It cannot link their file, or the disk was full: vectors that failed have made room by now.
         """
         if weights and not weights.done():
             weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
@@ -419,8 +412,7 @@ class Trainer:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
             with ThreadPoolExecutor(2) as threads:
-                words = self.vocab.words
-                counts = self.vocab.counts
+                words, counts = self.vocab.words, self.vocab.counts
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
                 saving = threads.submit(self.vocab.save, self.folder / "vocab.tsv")

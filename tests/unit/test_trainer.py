@@ -59,7 +59,7 @@ def test_learning_rate_follows_the_progress_of_the_run(rates):
             epochs_done = loop.epochs_done
             assert epochs_done == done.batch.epochs_done
         assert epochs_done == loop.sampler.position.epoch == epoch + 1
-    assert loop.progress == 1 and loop.lr == 0
+    assert loop.epochs_done == EPOCHS and loop.lr == 0
 
 
 def test_steps_learn_and_are_counted():

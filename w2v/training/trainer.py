@@ -71,14 +71,9 @@ class TrainingLoop:
         self._rates: list[float] = []  # learning rates of the steps since the last check
 
     @property
-    def progress(self) -> float:
-        """The share of the run that is done, from 0 to 1."""
-        return self.epochs_done / self.config.train.epochs
-
-    @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return learning_rate(self.config.optimizer, self.progress)
+        return learning_rate(self.config.optimizer, self.epochs_done / self.config.train.epochs)
 
     def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepResult]:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
@@ -164,7 +159,7 @@ class Trainer:
                 batches = self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
                 # Steps, and between them what is due once in a while.
                 for done in self.loop.epoch(batches):
-                    words = round(self.loop.progress * self._total_words)
+                    words = round(self.loop.epochs_done * self.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
                         self.checkpoints.allocate()  # for copies; a short run never needs them

@@ -34,6 +34,8 @@ KEPT = 2
 EPOCH_SECONDS = 60.0  # after the last checkpoint, the end of an epoch is worth one
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
 MOST_SHARE = 0.1  # of wall time that longer waits may take
+# Path and CRC-32 of an .npy file that will be written, with the weights of the first table.
+Weights = Future[tuple[Path, int]] | None
 
 
 class CheckpointError(ValueError):
@@ -121,17 +123,11 @@ class Checkpoints:
         if self._memory is None:
             self._memory = self._writer.submit(self._allocate)
 
-    def save(
-        self,
-        state: dict[str, Any],
-        copied: bool = True,
-        weights: Future[tuple[Path, int]] | None = None,
-    ) -> None:
+    def save(self, state: dict[str, Any], copied: bool = True, weights: Weights = None) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
 
         `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
-        written in the background. `weights` then becomes an .npy file with the weights of the first
-        table, and its CRC-32; it is linked, not written again.
+        written in the background. The file of `weights` is then linked, not written again.
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
@@ -197,7 +193,7 @@ class Checkpoints:
         manifest: dict[str, Any],
         entries: checkpoint_files.Entries,
         files: Mapping[str, Tensor],
-        weights: Future[tuple[Path, int]] | None,
+        weights: Weights,
     ) -> None:
         """Write the files and, when all ranks are done, the manifest."""
         partial, ranks = _partial(path), self._ranks

@@ -165,9 +165,9 @@ class Plan(Task):
             # plain torch has the gradients of all batches of a page at once.
             is_long = self.slots > 0 and self.kernels != "reference"
             return Paging(transfer.steps_per_page or (MOST_STEPS if is_long else 1))
-        # Batches of the text are drawn, to count how many of them find room in the cache.
+        # Batches of all ranks are drawn, to count how many of them find room in the caches.
         kernels = make_kernels(self)
-        sampler = make_sampler(self, kernels)
+        sampler = make_sampler(self, kernels, SINGLE, lookahead=0)
         zeros_TV = torch.zeros(2, self.rows, dtype=torch.bool, device=self.device)
         slots = self.ranks.size * self.slots
         steps = transfer.steps_per_page
@@ -557,9 +557,7 @@ def useful_threads(config: Config) -> int:
     return max(1, min(torch.get_num_threads(), pairs * model.vector_size // PRODUCTS_PER_THREAD))
 
 
-def make_sampler(
-    plan: Plan, kernels: Kernels, ranks: Ranks = SINGLE, lookahead: int = 0
-) -> Sampler:
+def make_sampler(plan: Plan, kernels: Kernels, ranks: Ranks, lookahead: int) -> Sampler:
     """Return a sampler of a rank's share of the text, by the plan's settings."""
     train = plan.config.train
     return Sampler(

@@ -32,7 +32,7 @@ from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
-from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
+from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, Weights
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
@@ -374,14 +374,14 @@ class Trainer:
 
     # Export.
 
-    def _shared_weights(self) -> Future[tuple[Path, int]] | None:
-        """Return a future for path and CRC-32 of vectors that can be linked."""
+    def _shared_weights(self) -> Weights:
+        """Return a future for the vectors' file, if the checkpoint can link it."""
         inputs = self._step.inputs
         words = len(self.vocab.words)
         is_whole = inputs.rows == words and inputs.dtype == torch.float32
         return Future() if is_whole and export.has_array(words, inputs.dim) else None
 
-    def _save_without_vectors(self, weights: Future[tuple[Path, int]] | None) -> None:
+    def _save_without_vectors(self, weights: Weights) -> None:
         """Complete the last checkpoint, as the vectors could not be written.
 
         It cannot link their file, or the disk was full: vectors that failed have made room by now.
@@ -395,9 +395,7 @@ class Trainer:
                 self.checkpoints.save(self._final, copied=False)
                 self.checkpoints.wait()
 
-    def _write_vectors(
-        self, results: dict[str, Any], weights: Future[tuple[Path, int]] | None
-    ) -> None:
+    def _write_vectors(self, results: dict[str, Any], weights: Weights) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs = self._step.inputs
         weights_ND = self._scored_vectors()

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from w2v.config import (
     TYPES,
@@ -101,24 +100,21 @@ def lock(folder: Path, ranks: Ranks = SINGLE) -> contextlib.AbstractContextManag
         if not folder.is_dir():
             missing = f"rank {ranks.rank} does not see {folder}"
             raise RunError(f"{missing}; set run.dir to storage that all hosts share")
-        return _lock(folder) if ranks.rank == 0 else contextlib.nullcontext()
-
-
-def _lock(folder: Path) -> IO[str]:
-    file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        number = file.read().strip()
-        user = f"process {number}" if number else "another process"
-        raise RunError(
-            f"{folder} is in use by {user}; wait for it, stop it, or begin a run of its own"
-        ) from None
-    # Who finds the folder locked can name this process.
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    remove_partial(folder)
-    remove_partial(folder / "checkpoints")
-    return file
+        if ranks.rank:
+            return contextlib.nullcontext()
+        file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - until the end
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            number = file.read().strip()
+            user = f"process {number}" if number else "another process"
+            remedy = "wait for it, stop it, or begin a run of its own"
+            raise RunError(f"{folder} is in use by {user}; {remedy}") from None
+        # Who finds the folder locked can name this process.
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        remove_partial(folder)
+        remove_partial(folder / "checkpoints")
+        return file

@@ -137,7 +137,13 @@ class ModelConfig(Section):
         -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
     )
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
-    sample: float = key(1e-4, "Subsample words above this share (0: off).", at_least=0, below=1)
+    sample: float = key(
+        -1.0,
+        "Subsample words above this share (0: off; auto: 1e-4, more where few words make a text).",
+        auto=-1,
+        at_least=0,
+        below=1,
+    )
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ def test_short_sentences_raise_rates_at_most_to_that_of_seldom_centers():
 
 def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():
     def rate(*settings):
-        config = load_config([], settings)
+        config = load_config([], ["model.sample=1e-4", *settings])
         vocab = vocab_of([500] * 40)
         return auto.learning_rate(config.optimizer, Use.of(config, vocab), 128)
 
@@ -180,13 +180,25 @@ def test_the_rate_falls_with_steps_but_not_with_smaller_batches():
     assert small.optimizer.lr == few.optimizer.lr > many.optimizer.lr
 
 
+@pytest.mark.parametrize(
+    "counts, sample",
+    [([1000] * 5 + [100] * 150, 0.005), ([100] * 100_000, 1e-4), ([9, 1], 0.5)],
+    ids=["the usual word is kept", "many words", "two words"],
+)
+def test_frequent_words_are_subsampled(counts, sample):
+    chosen = auto.choose(load_config(), vocab_of(sorted(counts, reverse=True)))
+    assert chosen.config.model.sample == pytest.approx(sample, rel=0.01)
+    assert ("model.sample" in chosen.reasons) == (sample > auto.SAMPLE)
+
+
 def test_what_is_set_by_hand_is_kept():
     vocab = vocab_of([50] * 40)
     settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"
-    config = load_config([], [*settings.split(), "model.shrink_by=draw", "train.block_words=0"])
+    settings += " model.sample=1e-4 model.shrink_by=draw train.block_words=0"
+    config = load_config([], settings.split())
     assert auto.choose(config, vocab, on_gpu=True) == (config, {})
     chosen = auto.choose(load_config(), vocab)
-    assert chosen.reasons.keys() == {"train.batch_size", "optimizer.lr"}
+    assert chosen.reasons.keys() == {"model.sample", "train.batch_size", "optimizer.lr"}
     assert f"{chosen.config.train.batch_size} centers" in chosen.reasons["train.batch_size"]
     assert chosen.config.optimizer.args  # those that the rate is for
     own = load_config([], ["optimizer.name=Adam", "optimizer.args.eps=1e-4"])
@@ -200,7 +212,7 @@ def test_what_is_set_by_hand_is_kept():
 )
 def test_rows_count_their_steps_where_they_can(kernels, precision, step):
     config = load_config([], [f"train.precision={precision}"])
-    assert auto.choose(config, vocab_of([9]), kernels).config.optimizer.step == step
+    assert auto.choose(config, vocab_of([9, 9]), kernels).config.optimizer.step == step
 
 
 def test_negatives_are_shared_where_rows_are_paged():

@@ -169,8 +169,9 @@ def test_auto_is_kept_and_written_as_such(key, tmp_path):
     assert (
         "auto" in (tmp_path / "c.yaml").read_text() and load_config([tmp_path / "c.yaml"]) == config
     )
-    chosen = load_config([tmp_path / "c.yaml"], [f"{key}=3"])
-    assert flat_config(chosen)[key] == 3
+    value = 0.5 if key == "model.sample" else 3
+    chosen = load_config([tmp_path / "c.yaml"], [f"{key}={value}"])
+    assert flat_config(chosen)[key] == value
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ class Several(Ranks):
 def make_task(*settings, counts=1_000_000, text_words=10_000_000, **changes):
     """Return a task on the CPU; `counts`: of the words, or how many."""
     counts_V = np.arange(counts, 0, -1) if isinstance(counts, int) else counts
-    given = ["model.vector_size=128", "train.batch_size=1000", "run.dir=runs", *settings]
+    given = ["model.vector_size=128", "model.sample=1e-4", "train.batch_size=1000"]
+    given += ["run.dir=runs", *settings]
     config = load_config([], given)
     return Task(
         config=config,

@@ -320,8 +320,8 @@ def test_plan_in_words(tmp_path):
         "200 words in 50 sentences",
         "4 kept of 4",
         "2 x 4 x 100: weight + exp_avg + exp_avg_sq",
-        "Adam, lr 0.4, linear, batches of 1, 5 epochs",
-        "auto      batch_size 1 centers",
+        "Adam, lr 0.4, linear, batches of 2, 5 epochs",
+        "auto      sample 0.25, the share of the median word; batch_size 2 centers",
         "resident on cpu",
         "compiled by numba, precision float32",
     ):

@@ -465,6 +465,7 @@ def _states(table: Table, rows: slice) -> dict[str, Tensor]:
 def _share(sample: float | None, words: float) -> float:
     """Return gensim's `sample` as a share of the words: 1 or more is a count."""
     sample = _number(float, "sample", sample or 0)
+    require(sample >= 0, "sample", sample, "at least 0")
     if sample < 1:
         return sample
     share = int(sample * (3 + 5**0.5) / 2) / words

@@ -36,6 +36,7 @@ RATES = {
     "Rprop": 0.0006,
 }
 SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
+SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
 CENTERS = 80  # of the median word in a run
 DIM = 128  # of the vectors
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
@@ -102,6 +103,12 @@ def choose(
         model = replace(model, shrink_by="weigh" if weighs else "draw")
         if weighs:
             reasons["model.shrink_by"] = "weigh, as a GPU has time for whole windows"
+    if model.sample < 0:
+        # The usual word of a small vocabulary, such as a node of a graph, is kept.
+        median = float(np.median(vocab.counts) / vocab.counts.sum())
+        model = replace(model, sample=max(SAMPLE, median))
+        if median > SAMPLE:
+            reasons["model.sample"] = f"{median:.2g}, the share of the median word"
     config = replace(config, model=model)
     use = Use.of(config, vocab, sentences)
     if not train.batch_size:

@@ -152,7 +152,7 @@ class Task:
     machine: Machine  # this rank's share of it
     vocab: Vocab
     corpus: Corpus
-    centers: float  # expected number in an epoch: the words that subsampling keeps
+    centers: float = 0.0  # expected in an epoch: the words that subsampling keeps
     optimizer: RowOptimizer
     device: torch.device  # where steps are computed
     kernels: str  # reference, cpu, sequential or cuda

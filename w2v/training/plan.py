@@ -260,7 +260,6 @@ def make_plan(
         machine=machine,
         vocab=vocab,
         corpus=corpus,
-        centers=float(vocab.kept_counts(config.model.sample).sum()),
         optimizer=RowOptimizer(config.optimizer),
         device=choose_device(config, machine),
         kernels=kernels,
@@ -288,7 +287,9 @@ def plan_task(task: Task, run: Path | None) -> Plan:
     """Choose what is `auto`, the engine, and the capacity of its cache."""
     sentences = len(task.corpus.offsets) - 1
     config, chosen = auto.choose(task.config, task.vocab, task.kernels, task.on_gpu, sentences)
-    task = replace(task, config=config, optimizer=RowOptimizer(config.optimizer))
+    optimizer = RowOptimizer(config.optimizer)
+    centers = float(task.vocab.kept_counts(config.model.sample).sum())
+    task = replace(task, config=config, optimizer=optimizer, centers=centers)
     budget = make_budget(task, run)
     engine, reason = choose_engine(budget)
     task = replace(task, engine=engine)

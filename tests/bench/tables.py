@@ -69,6 +69,7 @@ STEPS = [
     Column("GPU MiB", "GPU [MiB]", ".0f"),
     Column("host MiB", "host [MiB]", ".0f"),
 ]
+NEAR = Column("near", "near", ".3f")
 RUN_SCORES = ["google", "msr", "wordsim353", "simlex999", "mturk287", "near", "purity"]
 PHASES = ["starting", "reading", "set-up", "training", "exporting", "saving", "scoring"]
 STAGES = {  # in the files of results, and in the table
@@ -271,10 +272,18 @@ TABLES = {
             for text, name in (
                 (r"baskets:(\d+)-\d+", r"\1 baskets"),
                 (r"logs:(\d+)-\d+", r"\1 lines of a log"),
-                (r"graph:(\w+)", r"graph \1"),
             )
         },
-        [ALL_SCORES[0], Column("near", "near", ".3f"), Column("purity", "purity", ".3f")],
+        [ALL_SCORES[0], NEAR],
+        sources=False,
+    ),
+    "untouched": Table(
+        ["tuning-2026-11-23-5"],
+        {
+            r"baskets:(\d+) (\d+) epochs (.*)": r"\1 baskets, epochs: \2, \3",
+            r"graph:(\w+) (\d+) epochs (.*)": r"graph \1, epochs: \2, \3",
+        },
+        [ALL_SCORES[0], NEAR, Column("purity", "purity", ".3f")],
         sources=False,
     ),
     "rates": Table(

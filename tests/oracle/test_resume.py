@@ -108,7 +108,7 @@ def make(
 ):
     """Return a trainer over a small text."""
     settings = ["train.epochs=4", "train.batch_size=40", "train.deterministic=true"]
-    settings += ["optimizer.lr=0.05", "run.log_seconds=1000"]
+    settings += ["optimizer.lr=0.05", "run.log_seconds=1000", "model.sample=1e-4"]
     config = load_config([], [*settings, *more])
     ids = (np.random.default_rng(4).zipf(1.4, 2_000) % ROWS).astype(np.int32)
     counts = np.bincount(ids, minlength=ROWS) + 1

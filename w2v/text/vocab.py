@@ -99,6 +99,7 @@ def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.nd
     `sample`; t = 0 keeps everything. word2vec.c and gensim use it in place of the paper's
     1 - sqrt(t / f) (Mikolov et al. 2013, arXiv 1310.4546).
     """
+    assert sample >= 0, "auto is chosen before"
     if sample == 0:
         return np.ones(len(counts))
     excess = counts / (sample * total)  # f / t

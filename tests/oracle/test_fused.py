@@ -45,7 +45,7 @@ def sum_gradients(grad_ND, places_N, sums_UD, bags=None, padding=None):
         sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))
 
 
-def step_rows(optimizer, counted, noise, view, rows_U, count, grad_UD, lr):
+def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
     """Step as SGD does."""
     view.records_SR[rows_U.long(), : grad_UD.shape[1]] -= lr * grad_UD
     grad_UD.zero_()

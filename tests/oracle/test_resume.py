@@ -19,7 +19,7 @@ from tests.support.steps import make_step
 from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.kernels.batch import Position, table_rows
 from w2v.model.huffman import make_tree
-from w2v.model.sampler import Sampler, TrainingText, noise_distribution
+from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
@@ -129,8 +129,8 @@ def make(
         steps_per_page=steps_per_page,
         folder=Path(mkdtemp(dir=folder)) if storage == "mmap" else None,
     )
-    noise_V = noise_distribution(vocab.counts, config.model.ns_exponent)
-    text = TrainingText(ids, np.arange(0, len(ids) + 1, 20), np.ones(ROWS), noise_V)
+    negative_prob_V = negative_distribution(vocab.counts, config.model.ns_exponent)
+    text = TrainingText(ids, np.arange(0, len(ids) + 1, 20), np.ones(ROWS), negative_prob_V)
     if model.hs:
         text = replace(text, tree=make_tree(counts, ROWS if model.negative else 0))
     sampler = Sampler(

@@ -122,8 +122,8 @@ def test_automatic_cache_takes_what_is_left_of_a_gpu(words):
     counts_V = np.broadcast_to(np.int64(1), (words,))
     task = make_task(counts=counts_V, engine="mapped", device="cuda")
     needs = task.needs()["gpu"]
-    # 8 bytes of the noise distribution, 4 of keep probabilities and 2 x 4 numbers of unique rows;
-    # in both tables 15 of cache maps. The GPU's page tables take a 512th of the tables.
+    # 8 bytes of the distribution of negatives, 4 of keep probabilities and 2 x 4 numbers of unique
+    # rows; in both tables 15 of cache maps. The GPU's page tables take a 512th of the tables.
     assert needs["vocabulary"] == 20 * words and needs["cache maps"] == 30 * words
     assert needs["program"] == (512 << 20) + 2 * words * RECORD // 512
     assert needs["ids"] == 4 * 10_000_000

@@ -10,7 +10,7 @@ from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
 from w2v.kernels.batch import CHUNK_BATCHES, StepShape
 from w2v.kernels.reference import ReferenceKernels
-from w2v.model.sampler import Sampler, TrainingText, noise_distribution
+from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Table
 from w2v.training.paging import LOOKAHEAD_SHARE, MOST_STEPS, choose_lookahead, choose_paging
 from w2v.transfer.cache import TorchCache
@@ -25,8 +25,9 @@ KERNELS = ReferenceKernels(StepShape(ROWS, 4, torch.float32, CPU))
 @pytest.fixture(scope="module")
 def text():
     vocab, corpus = zipf_text(ROWS, 20 * ROWS)
-    keep_V, noise_V = vocab.keep_probabilities(MODEL.sample), noise_distribution(vocab.counts, 0.75)
-    return TrainingText(corpus.ids, corpus.offsets, keep_V, noise_V)
+    keep_V = vocab.keep_probabilities(MODEL.sample)
+    prob_V = negative_distribution(vocab.counts, 0.75)
+    return TrainingText(corpus.ids, corpus.offsets, keep_V, prob_V)
 
 
 @pytest.fixture(scope="module")

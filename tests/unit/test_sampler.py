@@ -22,8 +22,8 @@ from w2v.model.sampler import (
     Position,
     Sampler,
     TrainingText,
-    noise_distribution,
-    noise_of_rank,
+    negative_distribution,
+    rank_negative_distribution,
 )
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def make_sampler(
     batch_size=64,
     seed=1,
     keep=None,
-    noise=None,
+    probabilities=None,
     ahead=False,
     blocks=0,
     **model,
@@ -49,23 +49,23 @@ def make_sampler(
     ids = np.concatenate(sentences).astype(np.int32)
     offsets = np.cumsum([0, *map(len, sentences)])
     keep = np.ones(vocabulary) if keep is None else keep
-    noise = np.full(vocabulary, 1 / vocabulary) if noise is None else noise
-    text = TrainingText(ids, offsets, keep, noise)
+    probabilities = np.full(vocabulary, 1 / vocabulary) if probabilities is None else probabilities
+    text = TrainingText(ids, offsets, keep, probabilities)
     how = {"draws_ahead": ahead, "block_words": blocks}
     return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, **how)
 
 
 @pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
-def test_noise_distribution(exponent):
+def test_negative_distribution(exponent):
     weights = COUNTS**exponent
-    found = noise_distribution(COUNTS, exponent)
+    found = negative_distribution(COUNTS, exponent)
     np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-13)
 
 
 @pytest.mark.parametrize(("exponent", "row"), [(1e4, 0), (-1e4, 2)])
-def test_no_exponent_of_the_noise_overflows(exponent, row):
-    noise = noise_distribution(COUNTS, exponent)
-    assert noise.sum() == 1 and noise[row] == 1
+def test_no_exponent_of_negatives_overflows(exponent, row):
+    probabilities = negative_distribution(COUNTS, exponent)
+    assert probabilities.sum() == 1 and probabilities[row] == 1
 
 
 def random_sentences():
@@ -190,13 +190,13 @@ def test_subsampling_does_not_depend_on_the_number_of_threads():
 
 @pytest.mark.parametrize("pool", [0, 512])
 def test_negatives_follow_their_distribution(pool):
-    noise = np.array([1, 2, 3, 4, 10.0]) / 20
+    probabilities = np.array([1, 2, 3, 4, 10.0]) / 20
     model = {"negative": 5, "negative_pool": pool}
     sentences = [np.zeros(40_000, dtype=int)]
-    batches = list(make_sampler(sentences, 5, 256, noise=noise, **model).epoch())
+    batches = list(make_sampler(sentences, 5, 256, probabilities=probabilities, **model).epoch())
     drawn_BK = torch.cat([batch.negatives_BK for batch in batches])
     counts = np.bincount(drawn_BK.flatten(), minlength=5)
-    assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
+    assert chisquare(counts, probabilities * counts.sum()).pvalue > 1e-3
     # A negative that is the center itself, here word 0, does not count.
     counted_BK = torch.cat([expand(batch).target_mask_BT[:, 1:] for batch in batches])
     assert torch.equal(counted_BK, drawn_BK != 0)
@@ -204,9 +204,9 @@ def test_negatives_follow_their_distribution(pool):
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribution(size):
-    noise = noise_distribution(np.arange(1000, 0, -1), 0.75)
-    parts = [noise_of_rank(noise, rank, size) for rank in range(size)]
-    assert np.allclose(sum(parts), size * noise)
+    probabilities = negative_distribution(np.arange(1000, 0, -1), 0.75)
+    parts = [rank_negative_distribution(probabilities, rank, size) for rank in range(size)]
+    assert np.allclose(sum(parts), size * probabilities)
     for rank, part in enumerate(parts):
         assert part.sum() == pytest.approx(1) and part.min() >= 0
         assert part[rank::size].sum() == pytest.approx((1.5 if size == 2 else 2) / size, rel=0.02)
@@ -239,11 +239,11 @@ def test_a_pool_bounds_the_negatives_of_its_steps(steps):
 
 
 def test_a_pool_is_a_stratified_sample():
-    noise = np.array([1, 2, 5, 8]) / 16
+    probabilities = np.array([1, 2, 5, 8]) / 16
     model = {"negative": 1_000, "negative_pool": 16}
-    sampler = make_sampler([np.zeros(64, dtype=int)], 4, noise=noise, **model)
+    sampler = make_sampler([np.zeros(64, dtype=int)], 4, probabilities=probabilities, **model)
     counts = np.bincount(next(sampler.epoch()).negatives_BK.flatten(), minlength=4)
-    assert chisquare(counts, noise * counts.sum()).pvalue > 1e-3
+    assert chisquare(counts, probabilities * counts.sum()).pvalue > 1e-3
 
 
 def test_equal_seeds_draw_equal_batches_and_epochs_differ():

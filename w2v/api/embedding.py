@@ -1050,19 +1050,19 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
         with its_tables[0].store.lock:
             stores = [table.store for table in its_tables]
             counts = [optimizer.count_step(store.table) for store in stores]
-            noises = [store.table.next_noise() for store in stores]
+            seeds = [store.table.next_rounding_seed() for store in stores]
             is_whole = isinstance(look_up, LookUp) and look_up.has_all(
                 {table._waiting.page.found.index: table._parameter.grad for table in its_tables}
             )
             if is_whole and len(set(counts)) == 1:
                 rows = look_up.rows, look_up.narrow_N, look_up.count
-                given = counts[0], noises[0], rows, look_up.sums_UD, lr
+                given = counts[0], seeds[0], rows, look_up.sums_UD, lr
                 stores[0].group.step(optimizer, *given)
                 stores[0].group.keep_zeros(look_up.take_sums())  # the step has made them 0
             else:
-                for table, counted, noise in zip(its_tables, counts, noises, strict=True):
+                for table, counted, seed in zip(its_tables, counts, seeds, strict=True):
                     rows = table._waiting.page.rows_of(table.store), None, None
-                    given = counted, noise, rows, table._parameter.grad, lr
+                    given = counted, seed, rows, table._parameter.grad, lr
                     table.store.group.step(optimizer, *given)
             for table in its_tables:
                 table.store.version += 1

@@ -178,7 +178,7 @@ class RowGroup:
         self,
         optimizer: RowOptimizer,
         counted: tuple[float, int],
-        noise: int,
+        seed: int,  # of the rounding to bfloat16
         rows: tuple[Tensor, Tensor | None, Tensor | None],
         grad_UD: Tensor,
         lr: float,
@@ -191,14 +191,14 @@ class RowGroup:
         grad_UD = grad_UD.contiguous()
         if (view := self.in_place(rows_U)) is not None:
             narrow_U = rows_U.int() if narrow_U is None else narrow_U
-            cuda.step_rows(optimizer, counted, noise, view, narrow_U, count, grad_UD, lr)
+            cuda.step_rows(optimizer, counted, seed, view, narrow_U, count, grad_UD, lr)
             return
         ((part, link),) = self.parts
         shape = len(rows_U), part.width
         stored_UR = torch.empty(shape, dtype=part.dtype, device=self.device)
         link.read(part, rows_U, stored_UR)
         view = View(stored_UR, None)
-        cuda.step_rows(optimizer, counted, noise, view, None, count, grad_UD, lr)
+        cuda.step_rows(optimizer, counted, seed, view, None, count, grad_UD, lr)
         link.write(part, rows_U, stored_UR)
 
 

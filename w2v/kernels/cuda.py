@@ -112,7 +112,7 @@ class CudaKernels(Kernels):
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
         inputs, outputs = (
-            (*view, *table_grads, signed(table.next_noise()))
+            (*view, *table_grads, signed(table.next_rounding_seed()))
             for table, view, table_grads in zip(tables, page, grads[:2], strict=True)
         )
         record = row_width, dim, step_column, step

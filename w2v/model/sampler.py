@@ -46,7 +46,7 @@ class TrainingText:
     ids_N: np.ndarray | Tensor  # int32, in memory, in a mapped file or on the device
     offsets_S: np.ndarray  # where each sentence begins in `ids_N`, and N
     keep_V: np.ndarray  # probability that subsampling keeps an occurrence of each word
-    noise_V: np.ndarray  # probability of each word to be drawn as a negative
+    negative_prob_V: np.ndarray  # probability of each word as a negative; the papers' "noise"
     # Sorted numbers of sentences that are not trained on.
     held_out: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     tree: Tree | None = None  # of hierarchical softmax
@@ -84,11 +84,11 @@ class Sampler:
         self._reach = reach(model.window, text.offsets_S)
         self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
         # In float64, as the steps of rare words would vanish near 1 in float32.
-        noise_V = text.noise_V
+        prob_V = text.negative_prob_V
         if self.world_size > 1:
-            noise_V = noise_of_rank(noise_V, self.rank, self.world_size)
-        noise_cdf_V = np.cumsum(noise_V) / np.sum(noise_V)
-        self._noise_cdf_V = torch.from_numpy(noise_cdf_V).to(self.device)
+            prob_V = rank_negative_distribution(prob_V, self.rank, self.world_size)
+        cdf_V = np.cumsum(prob_V) / np.sum(prob_V)
+        self._negative_cdf_V = torch.from_numpy(cdf_V).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if others
         self._batch_size = -(-self.batch_size // self.world_size)
         self._pool = -(-max(0, model.negative_pool) // self.world_size)
@@ -274,7 +274,7 @@ class Sampler:
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
         widths, pool = (lowest, model.window), (self._pool, pool_key)
-        return self.draw(key, size, widths, model.negative, pool, self._noise_cdf_V)
+        return self.draw(key, size, widths, model.negative, pool, self._negative_cdf_V)
 
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
@@ -326,14 +326,14 @@ def reach(window: int, offsets_S: np.ndarray) -> int:
     return min(window, max(1, int(np.diff(offsets_S).max(initial=1))))
 
 
-def noise_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
+def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
     """Return the probability of words as negatives, ~ count ** exponent, [V]."""
     log_V = exponent * np.log(counts_V)
     weight_V = np.exp(log_V - log_V.max())  # no exponent overflows
     return weight_V / weight_V.sum()
 
 
-def noise_of_rank(noise_V: np.ndarray, rank: int, size: int) -> np.ndarray:
+def rank_negative_distribution(prob_V: np.ndarray, rank: int, size: int) -> np.ndarray:
     """Return the distribution of the negatives that a rank draws, [V].
 
     The mean over `size` ranks is that of all. A rank's own words have twice the share that they
@@ -341,12 +341,12 @@ def noise_of_rank(noise_V: np.ndarray, rank: int, size: int) -> np.ndarray:
     (docs/log.md). With words in the order of their owners, own ones are the `rank`-th of `size`
     parts of equal weight, so that a few words more or less count where the owners' weights differ.
     """
-    owners = [noise_V[owner::size] for owner in range(size)]
+    owners = [prob_V[owner::size] for owner in range(size)]
     ends_V = np.cumsum(np.concatenate(owners))
     ends_V *= size / ends_V[-1]
     own_V = np.diff(np.clip(ends_V, rank, rank + 1, out=ends_V), prepend=rank)
     share = min(1 / 2, 1 / (size - 1))  # of the draws, from own words alone
-    drawn_V = noise_V * ((1 - share) / noise_V.sum())
+    drawn_V = prob_V * ((1 - share) / prob_V.sum())
     cuts = np.cumsum([len(its) for its in owners])[:-1]
     for owner, part in enumerate(np.split(own_V, cuts)):
         drawn_V[owner::size] += share * part

@@ -172,13 +172,13 @@ class Table:
         fours = torch.arange(self.width // 4, device=rows_U.device)
         counter = rows_U[:, None] * len(fours) + fours
         # Each draw of 64 bits rounds four elements.
-        noise_UR = splitmix64(counter, self.next_noise()).view(torch.int16).int() & 0xFFFF
-        rounded_UR = (records_UR.view(torch.int32) + noise_UR) & ~0xFFFF
-        # Adding noise to the bits of an infinity or a NaN would give another value.
+        random_UR = splitmix64(counter, self.next_rounding_seed()).view(torch.int16).int() & 0xFFFF
+        rounded_UR = (records_UR.view(torch.int32) + random_UR) & ~0xFFFF
+        # To add to the bits of an infinity or a NaN would give another value.
         finite_UR = records_UR.isfinite()
         return torch.where(finite_UR, rounded_UR.view(torch.float32), records_UR).bfloat16()
 
-    def next_noise(self) -> int:
+    def next_rounding_seed(self) -> int:
         """Count a write, and return its 64-bit seed for rounding to bfloat16."""
         if self.dtype != torch.bfloat16:
             return 0

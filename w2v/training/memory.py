@@ -24,7 +24,7 @@ from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, rows_at_most, table_rows
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import AHEAD, noise_distribution, reach
+from w2v.model.sampler import AHEAD, negative_distribution, reach
 from w2v.model.table import (
     ALIGNMENT,
     CPU_ALIGNMENT,
@@ -358,8 +358,8 @@ class Task:
         inputs = different(uses_V)
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
-            noise_V = noise_distribution(counts_V, model.ns_exponent)
-            drawn_V = model.distinct_negatives(centers) * noise_V
+            prob_V = negative_distribution(counts_V, model.ns_exponent)
+            drawn_V = model.distinct_negatives(centers) * prob_V
             outputs = different(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.

@@ -33,7 +33,7 @@ from w2v.kernels.reference import ReferenceKernels
 from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import Sampler, TrainingText, noise_distribution
+from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import cores, git_commit, on_threads, return_freed_memory
 from w2v.system.resources import format_bytes, free_disk_bytes
@@ -151,7 +151,7 @@ class Plan(Task):
             ids_N=self.ids,
             offsets_S=self.corpus.offsets,
             keep_V=self.vocab.keep_probabilities(model.sample),
-            noise_V=noise_distribution(counts_V, model.ns_exponent),
+            negative_prob_V=negative_distribution(counts_V, model.ns_exponent),
             held_out=heldout.choose(self.corpus.offsets, self.config.train.held_out_words),
             tree=tree,
         )
@@ -601,7 +601,7 @@ def expected_uses(plan: Plan) -> Tensor:
         uses_TV[1, :words] = kept_V
     if model.negative and not plan.paging.lookahead:
         # With lookahead, both rows of a word have the same rank, so that they move together.
-        uses_TV[1, :words] += plan.text.noise_V * (model.negative * kept_V.sum())
+        uses_TV[1, :words] += plan.text.negative_prob_V * (model.negative * kept_V.sum())
     if tree := plan.text.tree:  # a node is used by all words below it
         uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
         uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)

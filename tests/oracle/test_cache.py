@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
-from w2v.kernels.batch import Ahead
+from w2v.kernels.batch import Lookahead
 from w2v.kernels.reference import ReferenceKernels, unique_rows
 from w2v.transfer.cache import AGE, MOST_USES, RowUses, wrapped
 
@@ -46,7 +46,7 @@ class RowBatch(NamedTuple):
 
     rows: tuple[torch.Tensor, torch.Tensor]
     number: int
-    ahead: Ahead | None = None
+    lookahead: Lookahead | None = None
 
 
 class WholeNumberKernels(ReferenceKernels):
@@ -98,8 +98,8 @@ def with_windows(batches, rows, device, seed):
     for batch in batches:
         share = float(torch.rand((), generator=g))
         is_soon_V = torch.rand(rows, generator=g) < share
-        ahead = Ahead(is_soon_V.int().to(device), 1)
-        yield batch if share < 0.1 else batch._replace(ahead=ahead)
+        lookahead = Lookahead(is_soon_V.int().to(device), 1)
+        yield batch if share < 0.1 else batch._replace(lookahead=lookahead)
 
 
 def batches_of(*rows):

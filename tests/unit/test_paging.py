@@ -113,7 +113,7 @@ def misses(text, lookahead, slots, pages):
     batches = (batch for _ in range(9) for batch in sampler.epoch())
     read = []
     for batch in islice(batches, 2 * pages):
-        soon_V = None if batch.ahead is None else batch.ahead.soon_V
+        soon_V = None if batch.lookahead is None else batch.lookahead.soon_V
         cache.prefetch(marks([batch]), soon_V)
         cache.page()
         read.append(cache.stats.rows_read)

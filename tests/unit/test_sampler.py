@@ -42,7 +42,7 @@ def make_sampler(
     seed=1,
     keep=None,
     probabilities=None,
-    ahead=False,
+    in_thread=False,
     blocks=0,
     **model,
 ):
@@ -51,7 +51,7 @@ def make_sampler(
     keep = np.ones(vocabulary) if keep is None else keep
     probabilities = np.full(vocabulary, 1 / vocabulary) if probabilities is None else probabilities
     text = TrainingText(ids, offsets, keep, probabilities)
-    how = {"draws_ahead": ahead, "block_words": blocks}
+    how = {"draws_in_thread": in_thread, "block_words": blocks}
     return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, **how)
 
 
@@ -255,15 +255,15 @@ def test_equal_seeds_draw_equal_batches_and_epochs_differ():
     assert not is_equal(first[0], other[0])
 
 
-def test_a_thread_that_draws_ahead_changes_nothing():
-    samplers = [make_sampler(random_sentences(), 30, 4, ahead=ahead) for ahead in (False, True)]
-    alone, ahead = ([batch for _ in range(2) for batch in s.epoch()] for s in samplers)
-    assert is_equal(alone, ahead)
+def test_a_thread_that_draws_early_changes_nothing():
+    samplers = [make_sampler(random_sentences(), 30, 4, in_thread=its) for its in (False, True)]
+    alone, in_thread = ([batch for _ in range(2) for batch in s.epoch()] for s in samplers)
+    assert is_equal(alone, in_thread)
     assert samplers[0].position == samplers[1].position == Position(2)
 
 
-def test_an_error_of_the_thread_that_draws_ahead_is_raised():
-    sampler = make_sampler(random_sentences(), 30, 4, ahead=True)
+def test_an_error_of_the_thread_that_draws_early_is_raised():
+    sampler = make_sampler(random_sentences(), 30, 4, in_thread=True)
     batches = sampler.epoch()
     next(batches)
     sampler.draw = lambda *_: 1 / 0
@@ -400,7 +400,7 @@ def test_lookahead_finds_the_words_after_a_batch(lookahead, words, seed, epoch):
     chunks = [ids[slice(*text.offsets_S[list(span)])] for span in sampler._chunks(0)]
     sampler.position = Position(epoch)
     for batch in sampler.epoch():
-        found = {*torch.nonzero(batch.ahead.soon_V).flatten().tolist()}
+        found = {*torch.nonzero(batch.lookahead.soon_V).flatten().tolist()}
         _, number, batches_read, _ = batch.after
         chunk, read, piece = chunks[number], 2 * batches_read, len(chunks[number]) / CHUNK_PIECES
         later = [chunks[(number + 1 + n) % len(chunks)] for n in range(lookahead)]

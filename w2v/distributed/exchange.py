@@ -37,7 +37,7 @@ from w2v.kernels.batch import (
     Requests,
     StepShape,
     StepState,
-    zeros_ahead,
+    zeros_by_step,
 )
 
 
@@ -64,7 +64,7 @@ class Exchange:
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Return the next page's batches; an empty list at the end."""
         page = islice(batches, self.batches_per_page)
-        if not self.kernels.rows_ahead:
+        if not self.kernels.plans_rows:
             return [PlannedBatch(batch) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
@@ -135,7 +135,7 @@ class RankExchange(Exchange):
         on_gpu = self.planning is not None
         self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
         self._counts_known: torch.cuda.Event | None = None
-        self._zeros = zeros_ahead(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
+        self._zeros = zeros_by_step(self.shape.device, *[(torch.int32, (self.ranks.size,))] * 3)
         self._page: list[ListedBatch] = []  # the page that `next_page` returns
         self._page_after: list[ListedBatch] = []
         self._route: Route | None = None  # of the current batch

@@ -32,13 +32,13 @@ os.environ["CUPY_CACHE_DIR"] = str(kernel_folder("CUPY_CACHE_DIR"))
 class Kernels(Protocol):
     """Operations of a training step, for tables of one shape on one device.
 
-    rows_ahead: whether `unique_rows` waits for the device, so that it is called on the planning
-        stream, while the steps before are computed.
+    plans_rows: whether `unique_rows` waits for the device, so that it is called when a page is
+        planned, on a stream of its own, while the steps before are computed.
     draw: draws windows and negatives (`reference.draw`).
     subsample: draws which words of a text are kept (`reference.subsample`).
     """
 
-    rows_ahead: bool
+    plans_rows: bool
 
     @property
     def draw(self) -> Draw: ...

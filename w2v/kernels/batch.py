@@ -40,7 +40,7 @@ def chunk_words(batch_size: int) -> int:
     return max(CHUNK_BATCHES * min(batch_size, LARGE_BATCH), FEWER_BATCHES * batch_size)
 
 
-class Ahead(NamedTuple):
+class Lookahead(NamedTuple):
     """Words of the text after a batch, up to the end of the lookahead window."""
 
     last_piece_V: Tensor  # int32, the last piece of text that has the word, -1 for none
@@ -121,7 +121,7 @@ class Batch(NamedTuple):
     epochs_done: float  # passes over the corpus that are done after this batch
     after: Position = Position()  # where the sampler stands once this batch is drawn
     pool: int = 0  # size of the pool that negatives are picked from; 0: each is drawn by itself
-    ahead: Ahead | None = None
+    lookahead: Lookahead | None = None
     objective: Objective = SKIPGRAM
 
 
@@ -280,7 +280,7 @@ class StepState:
         return fault >> FAULT_BITS, [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
 
 
-def zeros_ahead(
+def zeros_by_step(
     device: torch.device, *columns: tuple[torch.dtype, tuple[int, ...]]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield zeros of these types and sizes, for one step after another.

@@ -124,7 +124,7 @@ class CpuKernels:
     Until rows are stepped, `Grads` have `ThreadGrads` in place of `TableGrads`.
     """
 
-    rows_ahead = False
+    plans_rows = False
     steps_at_centers = False  # whether each center's gradients are at once subtracted, times lr
     input_factors = np.ones(1, np.float32)  # of such updates of input rows, [V], or [1] for all
 

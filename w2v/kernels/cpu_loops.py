@@ -26,11 +26,12 @@ from w2v.system.simd import LANES
 
 BLOCK = 256  # centers that a thread of sequential SGD takes at a time
 LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
-PREFETCH = 3  # centers by which rows are fetched into the CPU's cache early
+PREFETCH_CENTERS = 3  # centers by which rows are fetched into the CPU's cache early
 # The same for the output rows of sequential SGD, and the parts of a center over which they are
 # spread: all at once hold a core up (docs/log.md). With summed gradients parts are slower.
-SPREAD = 5, 4
-ROWS_AHEAD = 4  # rows that an owner fetches early
+SGD_PREFETCH_CENTERS = 5
+SGD_PREFETCH_PARTS = 4
+PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
@@ -215,7 +216,8 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     context word, with lr in them.
     """
     subtracts = int(in_place)
-    early, parts = SPREAD if in_place else (PREFETCH, 1)
+    early = SGD_PREFETCH_CENTERS if in_place else PREFETCH_CENTERS
+    parts = SGD_PREFETCH_PARTS if in_place else 1
 
     @inlined
     def fetch(part, later):
@@ -252,13 +254,13 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             number = min(center + early, end - 1)
             later = words_n[first + number], negatives_BK[number], unique_out, output_VR, dim
             fetch(0, later)
-            if center + PREFETCH < end:
-                word = words_n[at + PREFETCH]
+            if center + PREFETCH_CENTERS < end:
+                word = words_n[at + PREFETCH_CENTERS]
                 if len(begin_V):
                     for p in range(begin_V[word], begin_V[word + 1]):
                         _prefetch_row(output_VR, nodes_P[p], dim, subtracts)
-                if at + PREFETCH + window < len(words_n):
-                    _prefetch_row(input_VR, words_n[at + PREFETCH + window], dim, subtracts)
+                if at + PREFETCH_CENTERS + window < len(words_n):
+                    _prefetch_row(input_VR, words_n[at + PREFETCH_CENTERS + window], dim, subtracts)
 
             # Take the word from the ring that the windows have passed.
             if not in_place:
@@ -406,9 +408,9 @@ def _sum_threads(
     for n in range(threads):
         end = starts_nO[n, owner + 1]
         for i in range(starts_nO[n, owner], end):
-            if i + ROWS_AHEAD < end:
-                ahead = n * most + owned_numbers_nU[n, i + ROWS_AHEAD]
-                _prefetch_row(grad_NP, ahead, padded, 0)
+            if i + PREFETCH_ROWS < end:
+                later = n * most + owned_numbers_nU[n, i + PREFETCH_ROWS]
+                _prefetch_row(grad_NP, later, padded, 0)
             row, number = owned_rows_nU[n, i], n * most + owned_numbers_nU[n, i]
             first = first_V[row]
             if first < 0:
@@ -463,8 +465,8 @@ def step_rows(
     before_R = spare_nR[owner]
     faults = 0
     for u in range(count):
-        if u + ROWS_AHEAD < count:
-            _prefetch_row(records_VR, rows_U[u + ROWS_AHEAD], width, 1)
+        if u + PREFETCH_ROWS < count:
+            _prefetch_row(records_VR, rows_U[u + PREFETCH_ROWS], width, 1)
         row, number = rows_U[u], sums_U[u]
         grad_D, record_R = grad_NP[number, :dim], records_VR[row]
         # The weight, and the first and the last of its states.

@@ -26,7 +26,7 @@ from w2v.kernels.batch import (
     TableGrads,
     Update,
     most_rows,
-    zeros_ahead,
+    zeros_by_step,
 )
 from w2v.kernels.launch import blocks_for, launch
 from w2v.system.random import signed
@@ -61,14 +61,14 @@ def draw(
 class CudaKernels(Kernels):
     """The operations of `w2v.kernels.Kernels` by CUDA kernels."""
 
-    rows_ahead = False  # batches share one set of buffers, which is free after the optimizer's step
+    plans_rows = False  # batches share one set of buffers, which is free after the optimizer's step
     draw = staticmethod(draw)
     subsample = staticmethod(reference.subsample)
 
     def __init__(self, shape: StepShape):
         self.shape = shape
         self._rows: tuple[TableGrads, TableGrads] | None = None
-        self._sums = zeros_ahead(shape.device, *SUMS)
+        self._sums = zeros_by_step(shape.device, *SUMS)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         marks = marks_TV.unbind()

@@ -23,7 +23,7 @@ from w2v.kernels.batch import (
     StepShape,
     TableGrads,
     View,
-    zeros_ahead,
+    zeros_by_step,
 )
 from w2v.kernels.cuda import (
     ELEMENTS,
@@ -64,7 +64,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
         self._listed: tuple[TableGrads, TableGrads] | None = None
         self._owned: tuple[TableGrads, TableGrads] | None = None
         # Requests are listed on the planning stream, which must not share zeros with the steps.
-        self._listed_sums = zeros_ahead(shape.device, *SUMS)
+        self._listed_sums = zeros_by_step(shape.device, *SUMS)
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)

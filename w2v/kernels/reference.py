@@ -259,7 +259,7 @@ class ReferenceKernels(ShardKernels):
         product: Type of matrix products, as in `gradients`; by default that of the vectors.
     """
 
-    rows_ahead = True
+    plans_rows = True
     draw = staticmethod(draw)
     subsample = staticmethod(subsample)
 

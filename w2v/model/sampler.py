@@ -31,12 +31,21 @@ from torch import Tensor
 
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
-from w2v.kernels.batch import Ahead, Batch, Draw, Objective, Position, Subsample, Tree, chunk_words
+from w2v.kernels.batch import (
+    Batch,
+    Draw,
+    Lookahead,
+    Objective,
+    Position,
+    Subsample,
+    Tree,
+    chunk_words,
+)
 
 Span = tuple[int, int]  # sentences [first, last)
 WIDE_WINDOW = 64  # above which a window may exceed most sentences
 CHUNK_PIECES = 16  # the resolution, in parts of a chunk, of the lookahead window
-AHEAD = 2  # batches that a thread draws while one trains
+EARLY_BATCHES = 2  # batches that a thread draws while one trains
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Sampler:
     block_words: int = 0  # of blocks that batches mix; 0: batches are consecutive text
     draw: Draw = reference.draw  # draws windows and negatives: that of the kernels
     subsample: Subsample = reference.subsample  # subsamples a chunk: that of the kernels
-    draws_ahead: bool = False  # whether a thread draws each batch while the one before trains
+    draws_in_thread: bool = False  # whether a thread draws each batch while the one before trains
 
     def __post_init__(self) -> None:
         self.position = Position()
@@ -96,25 +105,26 @@ class Sampler:
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
         batches = self._epoch()
-        if not self.draws_ahead:
+        if not self.draws_in_thread:
             yield from batches
             return
         with ThreadPoolExecutor(1) as thread:
-            # With one, threads that end their part of a step would find no draws to go on with.
-            ahead = deque(thread.submit(next, batches, None) for _ in range(AHEAD))
-            while batch := ahead.popleft().result():
-                ahead.append(thread.submit(next, batches, None))
+            # Kernels draw on the threads of steps: one that is done with its part of a step draws
+            # batches meanwhile. With one drawn early, it would find none to draw.
+            drawn = deque(thread.submit(next, batches, None) for _ in range(EARLY_BATCHES))
+            while batch := drawn.popleft().result():
+                drawn.append(thread.submit(next, batches, None))
                 yield batch
 
     def _epoch(self) -> Iterator[Batch]:
         epoch, first_chunk, first_batch, drawn = self.position
         chunks = self._chunks(epoch)[first_chunk:]
-        lookahead = self._lookahead_words(epoch, chunks)
+        lookaheads = self._lookaheads(epoch, chunks) if self.lookahead else repeat(None)
         words_after = sum(map(self.text.count_words, chunks))
-        for chunk, span in enumerate(chunks, first_chunk):
+        spans = zip(chunks, lookaheads, strict=False)  # lookaheads go on into later epochs
+        for chunk, (span, chunk_lookahead) in enumerate(spans, first_chunk):
             words = self.text.count_words(span)
             words_after -= words
-            chunk_ahead = next(lookahead)
             words_n, sentences_n = self._subsample(span, epoch, chunk)
             batches = -(-len(words_n) // self._batch_size)  # of nearly equal size
             cuts = [len(words_n) * batch // batches for batch in range(batches)] + [len(words_n)]
@@ -129,11 +139,11 @@ class Sampler:
                 drawn += 1
                 self.position = Position(epoch, chunk, batch + 1, drawn)
                 words_left = words_after + words * (1 - (batch + 1) / batches)
-                ahead = chunk_ahead
+                lookahead = chunk_lookahead
                 # The pieces of this chunk that the batch has read are past, if it reads in order.
-                if ahead and not self.block_words:
+                if lookahead and not self.block_words:
                     pieces_read = CHUNK_PIECES * (batch + 1) // batches
-                    ahead = ahead._replace(next=ahead.next + pieces_read)
+                    lookahead = lookahead._replace(next=lookahead.next + pieces_read)
                 yield Batch(
                     words_n=words_n,
                     sentences_n=sentences_n,
@@ -144,7 +154,7 @@ class Sampler:
                     epochs_done=epoch + 1 - words_left * self.world_size / len(self.text.ids_N),
                     after=self.position,
                     pool=self._pool,
-                    ahead=ahead,
+                    lookahead=lookahead,
                     objective=self._objective,
                 )
             first_batch = 0  # only the first chunk is entered in its middle
@@ -249,10 +259,8 @@ class Sampler:
             return ids_N[begin:end]
         return torch.from_numpy(_copy(ids_N, begin, end)).to(self.device)
 
-    def _lookahead_words(self, epoch: int, chunks: Sequence[Span]) -> Iterator[Ahead | None]:
+    def _lookaheads(self, epoch: int, chunks: Sequence[Span]) -> Iterator[Lookahead]:
         """Yield each chunk's lookahead window; its words are not subsampled."""
-        if not self.lookahead:
-            yield from repeat(None)
         last_piece_V = torch.full_like(self._keep_V, -1, dtype=torch.int32)
         later = chain.from_iterable(map(self._chunks, count(epoch + 1)))
         for number, chunk in enumerate(chain(chunks, later)):
@@ -262,7 +270,7 @@ class Sampler:
                 # newest pieces.
                 last_piece_V.index_fill_(0, words_p.long(), piece)
             if number >= self.lookahead:
-                yield Ahead(last_piece_V, (number - self.lookahead) * CHUNK_PIECES)
+                yield Lookahead(last_piece_V, (number - self.lookahead) * CHUNK_PIECES)
 
     def _windows_and_negatives(self, size: int, place: Position) -> tuple[Tensor, Tensor]:
         """Draw windows [B] and negatives [B, K] of centers, int32."""

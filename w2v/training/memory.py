@@ -24,7 +24,7 @@ from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, rows_at_most, table_rows
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import AHEAD, negative_distribution, reach
+from w2v.model.sampler import EARLY_BATCHES, negative_distribution, reach
 from w2v.model.table import (
     ALIGNMENT,
     CPU_ALIGNMENT,
@@ -311,7 +311,7 @@ class Task:
         window = reach(model.window, self.corpus.offsets)
         depth = math.ceil(self.path_lengths.max()) if model.hs else 0
         # The next batches are drawn while this one is still there.
-        batches = 1 + AHEAD if self.centers > centers else 1
+        batches = 1 + EARLY_BATCHES if self.centers > centers else 1
         stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn
         drawing = max(CHUNK_DRAW_BYTES * chunk, NEGATIVE_DRAW_BYTES * drawn)
         gradient = 4 * dim + 8  # with its row and pairs

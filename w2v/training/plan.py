@@ -573,7 +573,7 @@ def make_sampler(plan: Plan, kernels: Kernels, ranks: Ranks, lookahead: int) -> 
         block_words=train.block_words,
         draw=kernels.draw,
         subsample=kernels.subsample,
-        draws_ahead=plan.kernels in ("cpu", "sequential") and useful_threads(plan.config) > 1,
+        draws_in_thread=plan.kernels in ("cpu", "sequential") and useful_threads(plan.config) > 1,
     )
 
 

@@ -117,8 +117,8 @@ class TrainingStep:
                 page_before_last = self._computed[0]
                 self.planning.wait_event(page_before_last)
             if marks_TV is not None:
-                ahead = planned[-1].batch.ahead
-                self.engine.prefetch(marks_TV, None if ahead is None else ahead.soon_V)
+                window = planned[-1].batch.lookahead
+                self.engine.prefetch(marks_TV, None if window is None else window.soon_V)
         if self.planning:
             current_stream().wait_stream(self.planning)
             self._in_use.append(planned)

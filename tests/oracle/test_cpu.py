@@ -20,6 +20,7 @@ from tests.support.steps import (
 from w2v.config import ModelConfig, OptimizerConfig
 from w2v.kernels.batch import FAULT_BITS, Batch, Objective, table_rows
 from w2v.kernels.cpu import ThreadGrads
+from w2v.kernels.cpu_loops import UniqueRows
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
 
@@ -164,9 +165,9 @@ def test_threads_do_not_write_to_the_same_cache_lines():
         return set(range(first // 64, (first + array.nbytes - 1) // 64 + 1))
 
     grads = ThreadGrads(rows=1000, most=500, dim=100, threads=3)
-    of_thread = list(zip(*grads.of_thread, strict=True))
-    for written in of_thread[2], of_thread[4], of_thread[7]:  # gradients, their number, owners
-        of_threads = list(map(lines, written))
+    of_thread = [UniqueRows(*unique) for unique in grads.of_thread]
+    for written in "grad_UP", "count_1", "starts_O":
+        of_threads = [lines(getattr(unique, written)) for unique in of_thread]
         assert sum(map(len, of_threads)) == len(set.union(*of_threads))
     assert grads.grad_NP.ctypes.data % 64 == grads.grad_NP.strides[0] % 64 == 0
 

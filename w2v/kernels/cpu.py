@@ -65,17 +65,14 @@ def share(part: int, parts: int, count: int) -> tuple[int, int]:
 class ThreadGrads:
     """Unique rows of one table by thread, with a gradient for each.
 
-    number_nV: int32, the number of each row, or -1, while a thread adds gradients; rows_nU: int32,
-    the row of each number; grad_NP: its gradient, of all threads together; pairs_nU: int32, how
-    many pairs it sums; count_n: unique rows; owned_rows_nU, owned_numbers_nU: int32, rows and
-    numbers sorted by the thread that owns the row, those of owner o from starts_nO[n, o] on;
-    first_V: int32 -1, and summed_nU: int32, for `step_rows`.
+    Those of thread n are of_thread[n]. grad_NP: the gradients of all threads together; first_V:
+    int32 -1, and summed_nU: int32, for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
         most = min(rows, most)
         self.dim = dim
-        self.number_nV = np.full((threads, rows), -1, np.int32)
+        self.index_nV = np.full((threads, rows), -1, np.int32)
         self.rows_nU = np.empty((threads, most), np.int32)
         # np.empty takes memory only where it is written, in huge pages. Rows are cache lines.
         size = threads * most * padded(dim)
@@ -86,18 +83,18 @@ class ThreadGrads:
         # What threads write often is in cache lines of their own.
         self.count_n = np.zeros((threads, LANES), np.int64)[:, 0]
         self.owned_rows_nU = np.empty((threads, most), np.int32)
-        self.owned_numbers_nU = np.empty((threads, most), np.int32)
+        self.owned_indices_nU = np.empty((threads, most), np.int32)
         self.starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
         self.first_V = np.full(rows, -1, np.int32)
         blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
         self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
-        arrays = self.number_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
-        owned = self.owned_rows_nU, self.owned_numbers_nU, self.starts_nO[:, : threads + 1]
+        arrays = self.index_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
+        owned = self.owned_rows_nU, self.owned_indices_nU, self.starts_nO[:, : threads + 1]
         # Sliced once: it takes longer than the centers of a small batch.
         self.of_thread = [*zip(*arrays, self.count_n[:, None], *owned, strict=True)]
 
     def has_room(self, rows: int) -> bool:
-        return self.rows_nU.shape[1] >= min(self.number_nV.shape[1], rows)
+        return self.rows_nU.shape[1] >= min(self.index_nV.shape[1], rows)
 
     @property
     def _grad_nUP(self) -> np.ndarray:
@@ -212,22 +209,23 @@ class CpuKernels:
         path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
         nodes = tree.depth if tree else 0
         centers, targets = drawn[0].shape[0], 1 + drawn[1].shape[1] + nodes
-        kernel = cpu_loops.gradients(AT_ONCE if tree else min(targets, AT_ONCE), is_sgd, cbow)
+        most = AT_ONCE if tree else min(targets, AT_ONCE)
+        kernel = cpu_loops.compile_gradients(most, is_sgd, cbow)
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
         weight_d = batch.objective.weights(batch.window) * (lr if is_sgd else 1)
-        rates = weight_d.astype(np.float32), mean, self.input_factors
-        shape, more = (dim, batch.window, targets), (text, drawn, records, rates, path)
-        if (wanted := (*shape, cbow)) not in self._buffers:
-            made = [cpu_loops.buffers(*wanted) for _ in range(threads.count)]
-            self._buffers = {wanted: made}
-        buffers = self._buffers[wanted]
+        factors = mean, weight_d.astype(np.float32), self.input_factors
+        arrays = *text, *drawn, batch.window, *path, *records, dim, *factors
+        shape = dim, batch.window, targets, cbow
+        if shape not in self._buffers:
+            self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
+        buffers = self._buffers[shape]
         taken_1 = np.zeros(1, np.int64)
 
         def run_share(thread: int) -> tuple[float, int]:
-            unique = tuple(table.of_thread[0 if is_sgd else thread] for table in rows[:2])
+            unique = (table.of_thread[0 if is_sgd else thread] for table in rows[:2])
             # Centers of SGD belong to no thread: one that is done early takes more of them.
             edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-            return kernel(*edges, shape, unique, buffers[thread], *more)
+            return kernel(*edges, arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.
@@ -286,10 +284,10 @@ def step_arguments(
     """Count a step of a table; return the arguments of its `step_rows`."""
     step, step_column = optimizer.count_step(table)
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
-    formula = getattr(cpu_loops, optimizer.formula.upper())
+    formula = cpu_loops.FORMULAS[optimizer.formula]
     cap = optimizer.occurrence_cap
     gradients = grads.grad_NP, grads.pairs_nU.reshape(-1)[: None if cap else 0]
-    owners = grads.owned_rows_nU, grads.owned_numbers_nU, grads.starts_nO, grads.first_V
+    owners = grads.owned_rows_nU, grads.owned_indices_nU, grads.starts_nO, grads.first_V
     records_SR = view.records_SR.numpy()
     spare_nR = np.empty((len(grads.count_n), records_SR.shape[1]), np.float32)
     memory = grads.summed_nU, spare_nR

@@ -2,8 +2,8 @@
 
 Each function works on one thread's share without the interpreter's lock. The machine code is kept
 on disk if a folder for it can be written. Parts of a loop are small functions, which the compiler
-inlines. Loops become vectors only over views that begin at 0: numba counts a column of a matrix
-from its end if it is negative.
+inlines. Loops over part of a row become vector instructions only if they run from 0 over a view of
+that part: a column of the whole row might be negative, which Python counts from the end.
 
 Shapes: n words of a text, B centers, K negatives, T targets of a center, V rows of a table, U
 unique rows of a thread, C positions of a window, D dimensions, P = D padded to whole vectors,
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from w2v.system.jit import compiled as jit
 from w2v.system.simd import LANES
 
 BLOCK = 256  # centers that a thread of sequential SGD takes at a time
-LOGARITHMS = 64  # contexts after which the logarithm of a product of factors is due
+FACTORS = 64  # each at most 2, whose product float32 can hold
 PREFETCH_CENTERS = 3  # centers by which rows are fetched into the CPU's cache early
 # The same for the output rows of sequential SGD, and the parts of a center over which they are
 # spread: all at once hold a core up (docs/log.md). With summed gradients parts are slower.
@@ -34,9 +34,9 @@ SGD_PREFETCH_PARTS = 4
 PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
 SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
+FORMULAS = dict(sgd=SGD, adagrad=ADAGRAD, rmsprop=RMSPROP, adam=ADAM, adamw=ADAMW, adamax=ADAMAX)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
-# Vectors need sums in any order and fused products. NaN and infinity stay what they are.
-FAST: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+FAST: dict[str, Any] = {"fastmath": {*simd.FAST}, "error_model": "numpy"}
 # Nothing is allocated, so that references to arrays need no counts: those took half of the time,
 # and numba's runtime, which keeps them, takes 20 ms to start.
 compiled = jit(_nrt=False, **FAST)
@@ -84,29 +84,80 @@ def _window(sentences_n, at, reach):
     return left, right
 
 
+class UniqueRows(NamedTuple):
+    """A thread's unique rows of a table, with the summed gradient of each."""
+
+    index_V: np.ndarray  # int32, where each row is among the unique ones, or -1
+    rows_U: np.ndarray  # int32
+    grad_UP: np.ndarray
+    pairs_U: np.ndarray  # int32, how many pairs each gradient sums
+    count_1: np.ndarray  # int64, how many unique rows there are
+    owned_rows_U: np.ndarray  # int32, the rows sorted by the thread that owns them
+    owned_indices_U: np.ndarray  # int32, their indices
+    starts_O: np.ndarray  # int64, where the rows of each owner begin among these, and the end
+
+
 @inlined
 def _add(row, values_NP, place, pairs, unique):
     """Add values_NP[place] to the gradient of a row, a sum over pairs.
 
     A row that the thread has not touched yet is added to its unique rows.
     """
-    index_V, rows_U, grad_UP, pairs_U, count_1, _, _, _ = unique
-    padded = grad_UP.shape[1]
-    index = index_V[row]
+    padded = unique.grad_UP.shape[1]
+    index = unique.index_V[row]
     if index >= 0:
-        pairs_U[index] += pairs
-        simd.blend(one, grad_UP, index, one, values_NP, place, padded)
+        unique.pairs_U[index] += pairs
+        simd.blend(one, unique.grad_UP, index, one, values_NP, place, padded)
     else:
-        index = count_1[0]
-        count_1[0] += 1
-        index_V[row] = index
-        rows_U[index] = row
-        pairs_U[index] = pairs
-        simd.blend(0, grad_UP, index, one, values_NP, place, padded)
+        index = unique.count_1[0]
+        unique.count_1[0] += 1
+        unique.index_V[row] = index
+        unique.rows_U[index] = row
+        unique.pairs_U[index] = pairs
+        simd.blend(0, unique.grad_UP, index, one, values_NP, place, padded)
 
 
-def buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple:
-    """Return a thread's matrices, and arrays of targets, pairs and ids.
+class BatchArrays(NamedTuple):
+    """A batch, the records of both tables and factors of gradients."""
+
+    words_n: np.ndarray
+    sentences_n: np.ndarray
+    first: int  # the first center's place in the text
+    windows_B: np.ndarray
+    negatives_BK: np.ndarray
+    window: int  # the largest one
+    begin_V: np.ndarray  # of a `Tree`, as are the next two; empty without a tree
+    nodes_P: np.ndarray
+    codes_P: np.ndarray
+    input_VR: np.ndarray
+    output_VR: np.ndarray
+    dim: int
+    mean: bool  # whether CBOW predicts by the mean of the context words' vectors, or by their sum
+    weight_d: np.ndarray  # a factor by the distance of the context word; in place, lr is in it
+    factors_V: np.ndarray  # of gradients of input rows in place: for each row, or one for all
+
+
+class Buffers(NamedTuple):
+    """A thread's memory for a center, and for gradients of words near it."""
+
+    context_CP: np.ndarray  # rows of the context words; of CBOW, their mean or sum
+    grad_CP: np.ndarray  # gradients of these
+    grad_TP: np.ndarray  # gradients of the targets
+    ring_CP: np.ndarray  # summed gradients of context words, by the word's place in the text
+    labels_T: np.ndarray
+    times_T: np.ndarray  # how often each target counts
+    losses_T: np.ndarray
+    products_T: np.ndarray  # of the factors of a target's pairs, see `_sigmoids`
+    logits_N: np.ndarray
+    errors_N: np.ndarray
+    factors_N: np.ndarray
+    bits_N: np.ndarray  # the memory of factors_N
+    ids_T: np.ndarray  # int64
+    ring_pairs_C: np.ndarray  # int64, how many pairs a row of the ring sums, or -1 for no word
+
+
+def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.ndarray, ...]:
+    """Return the `Buffers` of a thread.
 
     Each begins at a cache line, as torch has it: vectors that lie in two lines take two loads, and
     threads that write to the same line wait for each other.
@@ -114,30 +165,32 @@ def buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple:
     contexts, places = 1 if cbow else 2 * window, 2 * window + 1
     padded = (dim + LANES - 1) // LANES * LANES
 
-    def numbers(*shape: int, fill: float = 0) -> np.ndarray:
-        return torch.full(shape, fill, dtype=torch.float32).numpy()
+    def filled(*shape: int, value: float = 0) -> np.ndarray:
+        return torch.full(shape, value, dtype=torch.float32).numpy()
 
-    matrices = tuple(numbers(height, padded) for height in (contexts, contexts, targets, places))
-    of_targets = *(numbers(targets) for _ in range(3)), numbers(targets, fill=1)
-    of_pairs = (*(numbers(contexts * targets + LANES) for _ in range(3)),)
+    matrices = (filled(height, padded) for height in (contexts, contexts, targets, places))
+    of_targets = *(filled(targets) for _ in range(3)), filled(targets, value=1)
+    logits_N, errors_N, factors_N = (filled(contexts * targets + LANES) for _ in range(3))
+    of_pairs = logits_N, errors_N, factors_N, factors_N.view(np.int32)
     ids = torch.zeros(targets, dtype=torch.int64).numpy(), torch.full((places,), -1).numpy()
-    return matrices, of_targets, (*of_pairs, of_pairs[2].view(np.int32)), ids
+    return (*matrices, *of_targets, *of_pairs, *ids)
 
 
 @inlined
-def _list_targets(center, word, negatives_BK, path, ids_T, labels_T, times_T):
+def _list_targets(center, batch, memory):
     """List a center's targets, their labels, and how often each counts.
 
     A negative that is drawn twice counts twice; one that is the center does not count. Returns how
     many targets there are, which all differ, and how many count.
     """
-    begin_V, nodes_P, codes_P = path
+    ids_T, labels_T, times_T = memory.ids_T, memory.labels_T, memory.times_T
+    word = batch.words_n[batch.first + center]
     targets = counted = 0
-    if negatives_BK.shape[1]:
+    if batch.negatives_BK.shape[1]:
         ids_T[0], labels_T[0], times_T[0] = word, one, one
         targets = counted = 1
-        for k in range(negatives_BK.shape[1]):
-            negative = negatives_BK[center, k]
+        for k in range(batch.negatives_BK.shape[1]):
+            negative = batch.negatives_BK[center, k]
             t = 0
             while t < targets and ids_T[t] != negative:
                 t += 1
@@ -147,164 +200,187 @@ def _list_targets(center, word, negatives_BK, path, ids_T, labels_T, times_T):
             elif t > 0:
                 times_T[t] += one
             counted += t > 0
-    if len(begin_V):
-        for p in range(begin_V[word], begin_V[word + 1]):
-            ids_T[targets], times_T[targets] = nodes_P[p], one
-            labels_T[targets] = one - np.float32(codes_P[p])
+    if len(batch.begin_V):
+        for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
+            ids_T[targets], times_T[targets] = batch.nodes_P[p], one
+            labels_T[targets] = one - np.float32(batch.codes_P[p])
             targets += 1
             counted += 1
     return targets, counted
 
 
 @inlined
-def _add_losses(loss, product, targets, times_T, losses_T, products_T):
+def _add_losses(loss, product, targets, memory):
     """Add the losses of a center's targets, and the factors to a product.
 
     The logarithm of the product is a part of the loss: the loss of a pair is softplus(x), or
     softplus(-x) = softplus(x) - x, and softplus(x) = max(0, x) + log(1 + exp(-|x|)).
     """
     for t in range(targets):
-        loss += times_T[t] * losses_T[t]
-        for _ in range(int(times_T[t])):
-            product *= products_T[t]
+        loss += memory.times_T[t] * memory.losses_T[t]
+        for _ in range(int(memory.times_T[t])):
+            product *= memory.products_T[t]
             if product > 1e200:
                 loss += math.log(product)
                 product = 1.0
-        losses_T[t] = zero
-        products_T[t] = one
+        memory.losses_T[t] = zero
+        memory.products_T[t] = one
     return loss, product
 
 
 @inlined
-def _errors(loss, product, contexts, targets, weights, of_targets, of_pairs):
+def _errors(loss, product, contexts, targets, before, weight_d, memory):
     """Compute the errors of all pairs, times their weights; add their losses.
 
-    `weights`: how many context words are before the center, and the weight of each distance.
+    `before`: how many context words are before the center.
     """
-    before, weight_d = weights
-    labels_T, times_T, losses_T, products_T = of_targets
-    logits_N, errors_N, factors_N, bits_N = of_pairs
+    labels_T, logits_N, errors_N = memory.labels_T, memory.logits_N, memory.errors_N
     numbers = (contexts * targets + LANES - 1) // LANES * LANES  # in whole vectors
-    _sigmoids(numbers, logits_N, errors_N, factors_N, bits_N)
+    _sigmoids(numbers, logits_N, errors_N, memory.factors_N, memory.bits_N)
     for c in range(contexts):
-        if c % LOGARITHMS == 0:
-            loss, product = _add_losses(loss, product, targets, times_T, losses_T, products_T)
+        if c % FACTORS == 0:
+            loss, product = _add_losses(loss, product, targets, memory)
         n = c * targets
         weight = weight_d[abs(c + (c >= before) - before)]
         for t in range(targets):
-            losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
-            products_T[t] *= factors_N[n + t]
-            errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * times_T[t] * weight
-    return _add_losses(loss, product, targets, times_T, losses_T, products_T)
+            memory.losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
+            memory.products_T[t] *= memory.factors_N[n + t]
+            errors_N[n + t] = (errors_N[n + t] - labels_T[t]) * memory.times_T[t] * weight
+    return _add_losses(loss, product, targets, memory)
 
 
 @functools.cache
-def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
+def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     """Compile the loop of a thread over its centers, as in reference.py.
 
     CBOW is skip-gram with one context row, the mean or the sum of the context words, whose gradient
     each of them gets. `most` targets are taken at a time: their rows stay in registers. To compile
     the dimensions in gains 3 to 9 %, and takes 3 s for each vector size.
 
-    The function returns the summed loss and the number of positive pairs. It gets the edges of the
-    thread's centers, and `buffers` of its own. With `in_place` it gets a counter of the centers
-    that any thread has taken, and their number; each center's gradients are subtracted from the
-    rows at once; those of input rows are also scaled by `factors_V`: a factor for each row, or one
-    for all. Otherwise they are added to those of the thread's unique rows. Gradients of context
-    words are first summed in a ring, until the windows have passed the word: a word is in many
-    windows, one after another. `weight_d` are factors of all gradients by the distance of the
-    context word, with lr in them.
+    With `in_place`, each center's gradients are subtracted from the rows at once. Otherwise they
+    are added to those of the thread's unique rows. Gradients of context words are then first summed
+    in a ring, until the windows have passed the word: a word is in many windows, one after another.
+
+    The function takes two numbers, see `own` and `shared`, and as plain tuples (named ones take
+    longer to pass) `BatchArrays`, and the thread's `Buffers` and `UniqueRows` of both tables. It
+    returns the summed loss and the number of positive pairs.
     """
     subtracts = int(in_place)
     early = SGD_PREFETCH_CENTERS if in_place else PREFETCH_CENTERS
     parts = SGD_PREFETCH_PARTS if in_place else 1
 
     @inlined
-    def fetch(part, later):
-        """Prefetch a part of the rows of a later center and its negatives."""
-        word, negatives_K, unique_out, output_VR, dim = later
+    def fetch_targets(part, center, batch, outputs):
+        """Prefetch a part of the rows of a center and its negatives.
+
+        If `parts` is 1, part 0 is all of them, and the others are empty.
+        """
+        negatives_K = batch.negatives_BK[center]
         rows = len(negatives_K) + (len(negatives_K) > 0)
         for t in range(part * rows // parts, min((part + 1) * rows // parts, rows)):
-            row = word
+            row = batch.words_n[batch.first + center]
             if t > 0:
                 row = negatives_K[t - 1]
-            _prefetch_row(output_VR, row, dim, subtracts)
-            if not in_place and unique_out[0][row] >= 0:
-                _prefetch_row(unique_out[2], unique_out[0][row], dim, 1)
+            _prefetch_row(batch.output_VR, row, batch.dim, subtracts)
+            if not in_place and outputs.index_V[row] >= 0:
+                _prefetch_row(outputs.grad_UP, outputs.index_V[row], batch.dim, 1)
+
+    @inlined
+    def fetch_path_and_context(at, batch):
+        """Prefetch the path of a center, and the word that enters its window."""
+        if len(batch.begin_V):
+            word = batch.words_n[at]
+            for p in range(batch.begin_V[word], batch.begin_V[word + 1]):
+                _prefetch_row(batch.output_VR, batch.nodes_P[p], batch.dim, subtracts)
+        if at + batch.window < len(batch.words_n):
+            _prefetch_row(batch.input_VR, batch.words_n[at + batch.window], batch.dim, subtracts)
+
+    @inlined
+    def load_contexts(left, at, right, share, batch, memory):
+        """Load the rows of context words; those of CBOW become one."""
+        if cbow:
+            memory.context_CP[0] = zero
+        for c in range(left, right):
+            if c == at:
+                continue
+            word = batch.words_n[c]
+            if cbow:
+                scale = share if batch.mean else one
+                simd.blend(one, memory.context_CP, 0, scale, batch.input_VR, word, batch.dim)
+            else:
+                n = c - left - (c > at)
+                simd.blend(0, memory.context_CP, n, one, batch.input_VR, word, batch.dim)
+
+    @inlined
+    def add_context_gradients(left, at, right, share, counted, batch, memory):
+        """Add the gradients of context words to their rows, or to the ring."""
+        scale = share if cbow and not batch.mean else one  # see `Objective`
+        for c in range(left, right):
+            if c == at:
+                continue
+            n = 0 if cbow else c - left - (c > at)
+            if in_place:
+                word = batch.words_n[c]
+                factor = scale * batch.factors_V[min(word, len(batch.factors_V) - 1)]
+                simd.blend(one, batch.input_VR, word, -factor, memory.grad_CP, n, batch.dim)
+                continue
+            ring_CP, ring_pairs_C = memory.ring_CP, memory.ring_pairs_C
+            place = c % len(ring_pairs_C)
+            keep = one if ring_pairs_C[place] >= 0 else zero  # of what an earlier word left
+            ring_pairs_C[place] = max(ring_pairs_C[place], 0) + counted
+            simd.blend(keep, ring_CP, place, scale, memory.grad_CP, n, ring_CP.shape[1])
+
+    @inlined
+    def take_from_ring(c, batch, memory, inputs):
+        """Add what the ring has of a word to the gradient of its row."""
+        place = c % len(memory.ring_pairs_C)
+        if memory.ring_pairs_C[place] >= 0:
+            pairs = memory.ring_pairs_C[place]
+            _add(batch.words_n[c], memory.ring_CP, place, pairs, inputs)
+            memory.ring_pairs_C[place] = -1
 
     @compiled
-    def loop(begin, end, shape, unique, memory, text, drawn, records, rates, path):
-        dim, window, _ = shape
-        unique_in, unique_out = unique
-        context_CP, grad_CP, grad_TP, ring_CP = memory[0]
-        of_targets, of_pairs = memory[1], memory[2]
-        ids_T, ring_pairs_C = memory[3]
-        words_n, sentences_n, first = text
-        windows_B, negatives_BK = drawn
-        input_VR, output_VR = records
-        weight_d, mean, factors_V = rates
-        begin_V, nodes_P = path[0], path[1]
-        padded = context_CP.shape[1]
-        places = len(ring_pairs_C)
+    def loop(begin, end, batch, memory, inputs, outputs):
+        """Train the centers [begin, end); return their loss and pairs."""
+        batch, memory = BatchArrays(*batch), Buffers(*memory)
+        inputs, outputs = UniqueRows(*inputs), UniqueRows(*outputs)
+        window, dim, output_VR = batch.window, batch.dim, batch.output_VR
+        context_CP, ids_T = memory.context_CP, memory.ids_T
+        if not in_place:
+            inputs.count_1[0] = outputs.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
-
         for center in range(begin, end):
-            at = first + center
-            # Prefetch the rows of a later center, and its new context word.
-            number = min(center + early, end - 1)
-            later = words_n[first + number], negatives_BK[number], unique_out, output_VR, dim
-            fetch(0, later)
+            at = batch.first + center
+            later = min(center + early, end - 1)
+            fetch_targets(0, later, batch, outputs)
             if center + PREFETCH_CENTERS < end:
-                word = words_n[at + PREFETCH_CENTERS]
-                if len(begin_V):
-                    for p in range(begin_V[word], begin_V[word + 1]):
-                        _prefetch_row(output_VR, nodes_P[p], dim, subtracts)
-                if at + PREFETCH_CENTERS + window < len(words_n):
-                    _prefetch_row(input_VR, words_n[at + PREFETCH_CENTERS + window], dim, subtracts)
+                fetch_path_and_context(at + PREFETCH_CENTERS, batch)
+            if not in_place and at > window:  # the windows have passed this word
+                take_from_ring(at - window - 1, batch, memory, inputs)
 
-            # Take the word from the ring that the windows have passed.
-            if not in_place:
-                passed = at - window - 1
-                place = passed % places
-                if passed >= 0 and ring_pairs_C[place] >= 0:
-                    _add(words_n[passed], ring_CP, place, ring_pairs_C[place], unique_in)
-                    ring_pairs_C[place] = -1
-
-            left, right = _window(sentences_n, at, windows_B[center])
-            words = right - left - 1
-            if words < 1:
+            left, right = _window(batch.sentences_n, at, batch.windows_B[center])
+            if right - left < 2:
                 continue
-            contexts = 1 if cbow else words
+            contexts = 1 if cbow else right - left - 1
             pairs += contexts
+            share = one / np.float32(right - left - 1)
 
             # List the targets, load the contexts, and compute the logits of all pairs.
-            targets, counted = _list_targets(
-                center, words_n[at], negatives_BK, path, ids_T, of_targets[0], of_targets[1]
-            )
-            share = one / np.float32(words)
-            if cbow:
-                context_CP[0] = zero
-            for c in range(left, right):
-                if c == at:
-                    continue
-                if cbow:
-                    scale = share if mean else one
-                    simd.blend(one, context_CP, 0, scale, input_VR, words_n[c], dim)
-                else:
-                    simd.blend(0, context_CP, c - left - (c > at), one, input_VR, words_n[c], dim)
-            simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, of_pairs[0])
-            fetch(1, later)
+            targets, counted = _list_targets(center, batch, memory)
+            load_contexts(left, at, right, share, batch, memory)
+            simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, memory.logits_N)
+            fetch_targets(1, later, batch, outputs)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
-            weights = at - left, weight_d
+            before, weight_d = at - left, batch.weight_d
             if targets == most:
-                sums = _errors(loss, product, contexts, most, weights, of_targets, of_pairs)
+                sums = _errors(loss, product, contexts, most, before, weight_d, memory)
             else:
-                sums = _errors(loss, product, contexts, targets, weights, of_targets, of_pairs)
+                sums = _errors(loss, product, contexts, targets, before, weight_d, memory)
             loss, product = sums
-            fetch(2, later)
+            fetch_targets(2, later, batch, outputs)
             simd.pair_gradients(
-                of_pairs[1],
+                memory.errors_N,
                 context_CP,
                 contexts,
                 output_VR,
@@ -312,81 +388,66 @@ def gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                 targets,
                 most,
                 dim,
-                grad_CP,
+                memory.grad_CP,
                 subtracts,
-                grad_TP,
+                memory.grad_TP,
             )
-            fetch(3, later)
-
-            # Each context's gradient goes to its row, or to the ring.
-            scale = share if cbow and not mean else one  # see `Objective`
-            for c in range(left, right):
-                if c == at:
-                    continue
-                n = 0 if cbow else c - left - (c > at)
-                if in_place:
-                    factor = scale * factors_V[min(words_n[c], len(factors_V) - 1)]
-                    simd.blend(one, input_VR, words_n[c], -factor, grad_CP, n, dim)
-                    continue
-                place = c % places
-                keep = one if ring_pairs_C[place] >= 0 else zero  # of what an earlier word left
-                ring_pairs_C[place] = max(ring_pairs_C[place], 0) + counted
-                simd.blend(keep, ring_CP, place, scale, grad_CP, n, padded)
+            fetch_targets(3, later, batch, outputs)
+            add_context_gradients(left, at, right, share, counted, batch, memory)
             if not in_place:
                 for t in range(targets):
-                    _add(ids_T[t], grad_TP, t, contexts * int(of_targets[1][t]), unique_out)
+                    _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), outputs)
 
-        # Empty the ring.
-        for c in range(max(first + end - window - 1, 0), min(first + end + window, len(words_n))):
-            place = c % places
-            if ring_pairs_C[place] >= 0:
-                _add(words_n[c], ring_CP, place, ring_pairs_C[place], unique_in)
-                ring_pairs_C[place] = -1
+        if not in_place:
+            last = batch.first + end
+            for c in range(max(last - window - 1, 0), min(last + window, len(batch.words_n))):
+                take_from_ring(c, batch, memory, inputs)
         return loss + math.log(product), pairs
 
     @compiled
-    def own(begin, end, shape, unique, *more):
-        """Run the thread's own centers, and sort its rows by owner."""
-        for table in unique:
-            table[4][0] = 0
-        found = loop(begin, end, shape, unique, *more)
-        for table in unique:
-            sort_by_owner(*table)
+    def own(begin, end, batch, memory, inputs, outputs):
+        """Run the thread's own centers [begin, end); sort its rows by owner."""
+        found = loop(begin, end, batch, memory, inputs, outputs)
+        sort_by_owner(inputs)
+        sort_by_owner(outputs)
         return found
 
     @compiled
-    def shared(taken_1, centers, shape, unique, *more):
-        """Run blocks of centers that no thread has taken."""
+    def shared(taken_1, centers, batch, memory, inputs, outputs):
+        """Run blocks of centers that no thread has taken; `taken_1` counts."""
         loss, pairs = 0.0, 0
         while True:
             begin = simd.fetch_add(taken_1, 0, BLOCK)
             if begin >= centers:
                 return loss, pairs
-            its = loop(begin, min(begin + BLOCK, centers), shape, unique, *more)
-            loss += its[0]
-            pairs += its[1]
+            end = min(begin + BLOCK, centers)
+            block_loss, block_pairs = loop(begin, end, batch, memory, inputs, outputs)
+            loss += block_loss
+            pairs += block_pairs
 
     return shared if in_place else own
 
 
 @compiled
-def sort_by_owner(index_V, rows_U, _, __, count_1, owned_rows_U, owned_numbers_U, starts_O):
-    """Sort the thread's unique rows and their numbers by owner.
+def sort_by_owner(unique):
+    """Sort a thread's unique rows and their indices by owner.
 
-    The numbers are forgotten in `index_V`.
-    Those of owner o are at places starts_O[o] to starts_O[o + 1].
+    The indices are forgotten in `index_V`. Those of owner o are at places starts_O[o] to
+    starts_O[o + 1].
     """
+    unique = UniqueRows(*unique)
+    rows_U, starts_O = unique.rows_U, unique.starts_O
     owners = len(starts_O) - 1
     starts_O[:] = 0
-    for u in range(count_1[0]):
+    for u in range(unique.count_1[0]):
         starts_O[rows_U[u] // ROWS_PER_OWNER % owners + 1] += 1
-        index_V[rows_U[u]] = -1
+        unique.index_V[rows_U[u]] = -1
     for owner in range(owners):
         starts_O[owner + 1] += starts_O[owner]
-    for u in range(count_1[0]):
+    for u in range(unique.count_1[0]):
         owner = rows_U[u] // ROWS_PER_OWNER % owners
-        owned_rows_U[starts_O[owner]] = rows_U[u]
-        owned_numbers_U[starts_O[owner]] = u
+        unique.owned_rows_U[starts_O[owner]] = rows_U[u]
+        unique.owned_indices_U[starts_O[owner]] = u
         starts_O[owner] += 1
     for owner in range(owners, 0, -1):  # each has come to where the next one begins
         starts_O[owner] = starts_O[owner - 1]
@@ -395,7 +456,7 @@ def sort_by_owner(index_V, rows_U, _, __, count_1, owned_rows_U, owned_numbers_U
 
 @compiled
 def _sum_threads(
-    owner, grad_NP, pairs_N, owned_rows_nU, owned_numbers_nU, starts_nO, first_V, rows_U, sums_U
+    owner, grad_NP, pairs_N, owned_rows_nU, owned_indices_nU, starts_nO, first_V, rows_U, sums_U
 ):
     """Sum the gradients of an owner's rows over the threads, in their order.
 
@@ -409,9 +470,9 @@ def _sum_threads(
         end = starts_nO[n, owner + 1]
         for i in range(starts_nO[n, owner], end):
             if i + PREFETCH_ROWS < end:
-                later = n * most + owned_numbers_nU[n, i + PREFETCH_ROWS]
+                later = n * most + owned_indices_nU[n, i + PREFETCH_ROWS]
                 _prefetch_row(grad_NP, later, padded, 0)
-            row, number = owned_rows_nU[n, i], n * most + owned_numbers_nU[n, i]
+            row, number = owned_rows_nU[n, i], n * most + owned_indices_nU[n, i]
             first = first_V[row]
             if first < 0:
                 first_V[row] = number
@@ -438,7 +499,7 @@ def step_rows(
     grad_NP,
     pairs_N,
     owned_rows_nU,
-    owned_numbers_nU,
+    owned_indices_nU,
     starts_nO,
     first_V,
     summed_nU,
@@ -454,7 +515,7 @@ def step_rows(
     of such rows. summed_nU, spare_nR: memory for the owner's rows and sums, and for a record.
     """
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    owned = owned_rows_nU, owned_numbers_nU, starts_nO, first_V
+    owned = owned_rows_nU, owned_indices_nU, starts_nO, first_V
     count = _sum_threads(owner, grad_NP, pairs_N, *owned, rows_U, sums_U)
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
@@ -502,7 +563,7 @@ def step_rows(
                 square = first_D[d] + grad_D[d] * grad_D[d]
                 first_D[d] = square
                 weight_D[d] -= rate * grad_D[d] / (np.sqrt(square) + eps)
-        elif formula == RMSPROP:
+        elif formula == RMSPROP:  # beta1 is its alpha
             for d in range(dim):
                 square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
                 first_D[d] = square

@@ -20,7 +20,8 @@ from numba.extending import intrinsic
 LANES = 16  # float32 numbers of the widest vectors, and of a cache line
 # Targets whose rows and gradients fit into the registers together.
 AT_ONCE = 8 if binding.get_host_cpu_features().get("avx512f") else 3
-FAST = ("reassoc", "contract", "nsz", "arcp")  # as cpu_loops.py has it
+# Vectors need sums in any order and fused products. NaN and infinity stay what they are.
+FAST = ("reassoc", "contract", "nsz", "arcp")
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 INT64 = ir.IntType(64)

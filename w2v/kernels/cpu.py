@@ -286,10 +286,11 @@ def step_arguments(
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = cpu_loops.FORMULAS[optimizer.formula]
     cap = optimizer.occurrence_cap
-    gradients = grads.grad_NP, grads.pairs_nU.reshape(-1)[: None if cap else 0]
-    owners = grads.owned_rows_nU, grads.owned_indices_nU, grads.starts_nO, grads.first_V
+    pairs_N = grads.pairs_nU.reshape(-1)[: None if cap else 0]
+    owned = grads.owned_rows_nU, grads.owned_indices_nU, grads.starts_nO
     records_SR = view.records_SR.numpy()
     spare_nR = np.empty((len(grads.count_n), records_SR.shape[1]), np.float32)
-    memory = grads.summed_nU, spare_nR
+    memory = grads.first_V, grads.summed_nU, spare_nR
     records = records_SR, step_column, constants
-    return formula, optimizer.state_count, *records, *gradients, *owners, *memory, cap, grads.dim
+    gradients = grads.grad_NP, pairs_N, *owned
+    return formula, optimizer.state_count, *records, gradients, memory, cap, grads.dim

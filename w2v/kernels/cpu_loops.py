@@ -344,8 +344,9 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         """Train the centers [begin, end); return their loss and pairs."""
         batch, memory = BatchArrays(*batch), Buffers(*memory)
         inputs, outputs = UniqueRows(*inputs), UniqueRows(*outputs)
-        window, dim, output_VR = batch.window, batch.dim, batch.output_VR
-        context_CP, ids_T = memory.context_CP, memory.ids_T
+        window, dim, rows_VR = batch.window, batch.dim, batch.output_VR  # rows of targets
+        context_CP, ids_T, errors_N = memory.context_CP, memory.ids_T, memory.errors_N
+        grad_CP, grad_TP = memory.grad_CP, None if in_place else memory.grad_TP
         if not in_place:
             inputs.count_1[0] = outputs.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
@@ -368,7 +369,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             # List the targets, load the contexts, and compute the logits of all pairs.
             targets, counted = _list_targets(center, batch, memory)
             load_contexts(left, at, right, share, batch, memory)
-            simd.dots(context_CP, contexts, output_VR, ids_T, targets, most, dim, memory.logits_N)
+            simd.dots(context_CP, contexts, rows_VR, ids_T, targets, most, dim, memory.logits_N)
             fetch_targets(1, later, batch, outputs)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
@@ -380,17 +381,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             loss, product = sums
             fetch_targets(2, later, batch, outputs)
             simd.pair_gradients(
-                memory.errors_N,
-                context_CP,
-                contexts,
-                output_VR,
-                ids_T,
-                targets,
-                most,
-                dim,
-                memory.grad_CP,
-                subtracts,
-                memory.grad_TP,
+                errors_N, context_CP, contexts, rows_VR, ids_T, targets, most, dim, grad_CP, grad_TP
             )
             fetch_targets(3, later, batch, outputs)
             add_context_gradients(left, at, right, share, counted, batch, memory)
@@ -455,14 +446,13 @@ def sort_by_owner(unique):
 
 
 @compiled
-def _sum_threads(
-    owner, grad_NP, pairs_N, owned_rows_nU, owned_indices_nU, starts_nO, first_V, rows_U, sums_U
-):
+def _sum_threads(owner, grads, first_V, rows_U, sums_U):
     """Sum the gradients of an owner's rows over the threads, in their order.
 
     Sets `rows_U` to these rows and `sums_U` to where in `grad_NP` the sum of each is: in the place
-    of its first thread. Returns their number. first_V: -1, memory that all owners share.
+    of its first thread. Returns their number.
     """
+    grad_NP, pairs_N, owned_rows_nU, owned_indices_nU, starts_nO = grads
     threads, most = owned_rows_nU.shape
     padded = grad_NP.shape[1]
     count = 0
@@ -489,34 +479,20 @@ def _sum_threads(
 
 
 @compiled
-def step_rows(
-    owner,
-    formula,
-    states,
-    records_VR,
-    step_column,
-    constants,
-    grad_NP,
-    pairs_N,
-    owned_rows_nU,
-    owned_indices_nU,
-    starts_nO,
-    first_V,
-    summed_nU,
-    spare_nR,
-    cap,
-    dim,
-):
+def step_rows(owner, formula, states, records_VR, step_column, constants, grads, memory, cap, dim):
     """Step the unique rows of which thread `owner` is the owner.
 
     The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
     with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
     pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
-    of such rows. summed_nU, spare_nR: memory for the owner's rows and sums, and for a record.
+    of such rows. grads: gradients of all threads, their pairs if cap is not 0, and the last three
+    of `UniqueRows`; memory: -1 for each row, for all owners, and for each owner its rows and sums,
+    and a record.
     """
+    first_V, summed_nU, spare_nR = memory
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    owned = owned_rows_nU, owned_indices_nU, starts_nO, first_V
-    count = _sum_threads(owner, grad_NP, pairs_N, *owned, rows_U, sums_U)
+    count = _sum_threads(owner, grads, first_V, rows_U, sums_U)
+    grad_NP, pairs_N = grads[:2]
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]
     lr, eps, weight_decay = np.float32(lr), np.float32(eps), np.float32(weight_decay)

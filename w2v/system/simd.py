@@ -230,31 +230,20 @@ def dots(typing, context_CP, contexts, rows_VR, ids_T, targets, most, dim, logit
 
 @intrinsic(prefer_literal=True)
 def pair_gradients(
-    typing,
-    error_N,
-    context_CP,
-    contexts,
-    rows_VR,
-    ids_T,
-    targets,
-    most,
-    dim,
-    grad_CP,
-    in_place,
-    grad_TP,
+    typing, error_N, context_CP, contexts, rows_VR, ids_T, targets, most, dim, grad_CP, grad_TP
 ):
     """Set the gradients of both rows of all pairs, sums of rows times errors.
 
     grad_CP[c] is the sum of errors times rows[ids[t]] over t, and grad_TP[t] that of errors times
-    context_CP[c] over c. If the literal `in_place` is 1, the latter are subtracted from the rows
-    instead, which must all differ.
+    context_CP[c] over c. If grad_TP is None, the latter are subtracted from the rows instead, which
+    must all differ.
     """
-    subtracts = in_place.literal_value
+    subtracts = isinstance(grad_TP, types.NoneType)
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder, signature, arguments)
         error_N, context_CP, contexts, rows_VR, ids_T, targets, _, dim, *grads = code.arguments
-        grad_CP, _, grad_TP = grads
+        grad_CP, grad_TP = grads
         # Rows and gradients of a group of targets are in registers while contexts pass by.
         for numbers in _groups(code, targets, most):
             rows = [ids_T.number(t) for t in numbers]
@@ -285,4 +274,4 @@ def pair_gradients(
 
     shape = types.int64, most, types.int64
     kinds = error_N, context_CP, types.int64, rows_VR, ids_T, *shape, grad_CP
-    return types.void(*kinds, in_place, grad_TP), generate
+    return types.void(*kinds, grad_TP), generate

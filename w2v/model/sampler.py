@@ -92,7 +92,8 @@ class Sampler:
         self._objective = objective.to(self.device)
         self._reach = reach(model.window, text.offsets_S)
         self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
-        # In float64, as the steps of rare words would vanish near 1 in float32.
+        # In float64, as the steps of rare words would vanish near 1 in float32. The sum is only
+        # nearly 1, as each probability is rounded.
         prob_V = text.negative_prob_V
         if self.world_size > 1:
             prob_V = rank_negative_distribution(prob_V, self.rank, self.world_size)
@@ -129,7 +130,7 @@ class Sampler:
             batches = -(-len(words_n) // self._batch_size)  # of nearly equal size
             cuts = [len(words_n) * batch // batches for batch in range(batches)] + [len(words_n)]
             if self.block_words:
-                words_n, sentences_n = mix(words_n, sentences_n, self.block_words, batches)
+                words_n, sentences_n = interleave(words_n, sentences_n, self.block_words, batches)
             for batch in range(first_batch, batches):
                 size = cuts[batch + 1] - cuts[batch]
                 place = Position(epoch, chunk, batch, drawn)
@@ -163,10 +164,10 @@ class Sampler:
     def empty_batch(self, epoch: int) -> Batch:
         """Return a batch for a rank whose epoch ends before that of others."""
         none = torch.zeros(0, dtype=torch.int32, device=self.device)
-        negatives = none.view(0, self.model.negative)
+        text = none, none, 0
+        drawn = none, none.view(0, self.model.negative), self._reach
         end = Position(epoch, len(self._chunks(epoch)))
-        drawn = none, negatives, self._reach, epoch + 1, end
-        return Batch(none, none, 0, *drawn, objective=self._objective)
+        return Batch(*text, *drawn, epoch + 1, end, objective=self._objective)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what continues at a position, as JSON values."""
@@ -199,7 +200,8 @@ class Sampler:
         Ranks take turns at stretches of a chunk, in another order in each epoch: so each reads a
         sample of the whole text, and all words meet the negatives of all ranks.
         """
-        size, words = self.world_size, sum(map(self.text.count_words, spans))
+        size = self.world_size
+        words = sum(map(self.text.count_words, spans))
         turns = 1
         if size > 1:
             turns = max(1, -(-words // (size * chunk_words(self._batch_size))))
@@ -212,13 +214,10 @@ class Sampler:
             # of the whole text, edges those of these spans.
             starts = self.text.offsets_S[first:last]
             shift = starts[0] - passed if len(starts) else 0
-            begins, ends = (
-                first + np.searchsorted(starts, edges[turn + after :: size] + shift)
-                for after in (0, 1)
-            )
-            own += [
-                its for its in zip(begins.tolist(), ends.tolist(), strict=False) if its[0] < its[1]
-            ]
+            begins = first + np.searchsorted(starts, edges[turn::size] + shift)
+            ends = first + np.searchsorted(starts, edges[turn + 1 :: size] + shift)
+            stretches = zip(begins.tolist(), ends.tolist(), strict=False)
+            own += [(begin, end) for begin, end in stretches if begin < end]
             passed += self.text.count_words((first, last))
         return own
 
@@ -281,7 +280,8 @@ class Sampler:
         pool_key = 0
         if self._pool:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
-        widths, pool = (lowest, model.window), (self._pool, pool_key)
+        widths = lowest, model.window
+        pool = self._pool, pool_key
         return self.draw(key, size, widths, model.negative, pool, self._negative_cdf_V)
 
     def _key(self, *place: int) -> int:
@@ -293,9 +293,9 @@ class Sampler:
 
 
 def warm_up() -> None:
-    """Load the GPU kernels of torch for a chunk of text, and CuPy's compiler.
+    """Load the GPU kernels that draw batches.
 
-    For a thread, for 0.2 s, while others prepare what is trained.
+    Their first calls take 0.2 s: a thread makes them while others prepare what is trained.
     """
     # The plan says what is missing, such as memory or CuPy.
     with contextlib.suppress(RuntimeError, ImportError):
@@ -303,11 +303,11 @@ def warm_up() -> None:
         edges_S = np.array([0, len(words_N)])
         keep_V = torch.ones(1, device="cuda")
         words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
-        mix(words_n, sentences_n, 16, 2)
+        interleave(words_n, sentences_n, 16, 2)
         cuda.draw(1, 1, (1, 1), 1, (0, 0), keep_V.double())
 
 
-def mix(
+def interleave(
     words_n: Tensor, sentences_n: Tensor, block_words: int, batches: int
 ) -> tuple[Tensor, Tensor]:
     """Deal the blocks of a text to the batches, one after another.
@@ -344,18 +344,20 @@ def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
 def rank_negative_distribution(prob_V: np.ndarray, rank: int, size: int) -> np.ndarray:
     """Return the distribution of the negatives that a rank draws, [V].
 
-    The mean over `size` ranks is that of all. A rank's own words have twice the share that they
-    have there; of two ranks, half as much again: from its own words alone, each scores lower
+    It is (1 - share) * prob + share * own, where `own` is the distribution of the rank's own words,
+    and share = min(1 / 2, 1 / (size - 1)): from its own words alone, each rank scores lower
     (docs/log.md). With words in the order of their owners, own ones are the `rank`-th of `size`
-    parts of equal weight, so that a few words more or less count where the owners' weights differ.
+    parts of equal weight, so that a few words more or less count where the owners' weights differ,
+    and the mean over the ranks is `prob`.
     """
-    owners = [prob_V[owner::size] for owner in range(size)]
-    ends_V = np.cumsum(np.concatenate(owners))
+    words_of = [prob_V[owner::size] for owner in range(size)]
+    # Cumulative probabilities, times `size`: the rank's own part is [rank, rank + 1).
+    ends_V = np.cumsum(np.concatenate(words_of))
     ends_V *= size / ends_V[-1]
     own_V = np.diff(np.clip(ends_V, rank, rank + 1, out=ends_V), prepend=rank)
-    share = min(1 / 2, 1 / (size - 1))  # of the draws, from own words alone
+    share = min(1 / 2, 1 / (size - 1))
     drawn_V = prob_V * ((1 - share) / prob_V.sum())
-    cuts = np.cumsum([len(its) for its in owners])[:-1]
+    cuts = np.cumsum([len(prob_v) for prob_v in words_of])[:-1]
     for owner, part in enumerate(np.split(own_V, cuts)):
         drawn_V[owner::size] += share * part
     return drawn_V

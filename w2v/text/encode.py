@@ -78,14 +78,14 @@ def encode_files(
     joined_codes = np.empty(0, np.int32)
     if settings.phrases:
         # Pairs are counted by codes, as a word has other numbers in other tables.
-        text = CodedText(folder)
+        coded = CodedText(folder)
         for codes in map_in_order(workers, NumberedBlock.codes, zip(blocks)):
-            text.append(codes)
+            coded.append(codes)
         del blocks  # and their files
-        text, counts, firsts, joined_codes = join_phrases(text, merged, settings, workers, folder)
+        coded, counts, firsts, joined_codes = join_phrases(coded, merged, settings, workers, folder)
         # From now on the number of a word is its code.
         all_codes = ThreadTable(np.arange(len(counts), dtype=np.int32))
-        blocks = [NumberedBlock(text, place, all_codes) for place in text.blocks]
+        blocks = [NumberedBlock(coded, place, all_codes) for place in coded.blocks]
     vocab, kept = Vocab.select(merged.words, counts, firsts, limits)
     # Words that are not kept have row -1.
     row_of = np.full(len(counts), -1, np.int32)
@@ -125,7 +125,7 @@ class ThreadTable:
 class NumberedBlock(NamedTuple):
     """A block of text as numbers of its words."""
 
-    text: CodedText  # the file of numbers
+    coded: CodedText  # the file of numbers
     place: Block  # in that file
     table: ThreadTable  # which has given the numbers
     path: Path | None = None  # the file of text
@@ -134,7 +134,7 @@ class NumberedBlock(NamedTuple):
 
     def numbers(self) -> np.ndarray:
         """Return the number of each word."""
-        return self.text.read(self.place.first, self.place.tokens)
+        return self.coded.read(self.place.first, self.place.tokens)
 
     def codes(self) -> np.ndarray:
         """Return the code of each word; its table is merged."""
@@ -150,18 +150,29 @@ class TextBlock(NamedTuple):
     end: int
 
 
+class CleanText(NamedTuple):
+    """Text that is ready to be numbered."""
+
+    text: np.ndarray  # uint8, padded
+    size: int
+    bad_bytes: int = 0  # as in `NumberedBlock`
+    bad_line: int = 0
+
+
 def _number_words(
     files: list[Path], settings: CorpusConfig, merged: MergedWords, workers: int, folder: Path
 ) -> list[NumberedBlock]:
     """Number all words of files, in threads, and add the words to `merged`."""
     is_stream = any(not is_plain(path) for path in files)
     source = _Stream(files, settings.field) if is_stream else _Files(files, workers)
-    texts = [CodedText(folder) for _ in range(workers)]
+    coded_texts = [CodedText(folder) for _ in range(workers)]
     numbered: dict[int, NumberedBlock] = {}  # by the order of blocks
     stopped = threading.Event()
 
-    def number(worker: int) -> None:
-        text, table, last = texts[worker], ThreadTable(), -1
+    def number_blocks(worker: int, progress: Callable[[int], None]) -> None:
+        coded = coded_texts[worker]
+        table = ThreadTable()
+        last = -1
         buffer = np.empty(BUFFER_BYTES, np.uint8)
         numbers = np.empty(BUFFER_BYTES, np.int32)  # a word has at least one byte
         try:
@@ -175,14 +186,14 @@ def _number_words(
                     table.merge(merged)
                     table = ThreadTable()
                 last = order
-                new, size, *bad = _clean(buffer[start:], end - start, settings)
-                words = tokenize.number_words(new, size, order << 32, table.words, numbers)
+                clean = _clean(buffer[start:], end - start, settings)
+                words = tokenize.number_words(*clean[:2], order << 32, table.words, numbers)
                 if words.has_nul:
                     raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
                 if words.longest > MAX_WORD_BYTES:
                     raise _binary_error(path, LONG_WORD)
-                place = text.append(words.numbers)
-                numbered[order] = NumberedBlock(text, place, table, path, *bad)
+                place = coded.append(words.numbers)
+                numbered[order] = NumberedBlock(coded, place, table, path, *clean[2:])
                 progress(end - start)
             table.merge(merged)
         finally:
@@ -190,7 +201,7 @@ def _number_words(
 
     with _progress(files) as progress, ThreadPoolExecutor(workers) as pool:
         try:
-            list(pool.map(number, range(workers)))
+            list(pool.map(number_blocks, range(workers), itertools.repeat(progress)))
         finally:  # a signal
             stopped.set()
     blocks = [numbered[order] for order in sorted(numbered)]
@@ -219,9 +230,9 @@ class _Files:
     def __init__(self, files: list[Path], workers: int):
         counts = [-(-path.stat().st_size // BLOCK_BYTES) for path in files]
         self._blocks = [
-            (path, number, number == count - 1)
+            (path, index, index == count - 1)
             for path, count in zip(files, counts, strict=True)
-            for number in range(count)
+            for index in range(count)
         ]
         bounds = [len(self._blocks) * part // workers for part in range(workers + 1)]
         # The first block of each thread, and the end of its part.
@@ -230,6 +241,28 @@ class _Files:
 
     def read(self, worker: int, buffer: np.ndarray) -> TextBlock | None:
         """Read a block into the buffer; return None after the last one."""
+        if (order := self._take(worker)) is None:
+            return None
+        path, index, is_last = self._blocks[order]
+        memory = memoryview(buffer)
+        # The first word of a block may begin before it.
+        before = min(index * BLOCK_BYTES, MAX_WORD_BYTES + 4)
+        with open(path, "rb") as file:
+            file.seek(index * BLOCK_BYTES - before)
+            end = file.readinto(memory[: before + BLOCK_BYTES])
+        has_mark = index * BLOCK_BYTES == before and memory[:3] == codecs.BOM_UTF8
+        low = len(codecs.BOM_UTF8) if has_mark else 0
+        start = max(low, before - len(_last_word(bytes(memory[low:before]), path)))
+        if is_last:  # a line ends with its file
+            memory[end] = tokenize.NEWLINE
+            end += 1
+        else:
+            last = bytes(memory[max(low, end - MAX_WORD_BYTES - 4) : end])
+            end -= len(_last_word(last, path))
+        return TextBlock(order, path, start, max(start, end))  # the file may have become shorter
+
+    def _take(self, worker: int) -> int | None:
+        """Take the next block of a thread's part, or of the longest part left."""
         mine = self._parts[worker]
         with self._lock:
             if mine[0] == mine[1]:
@@ -238,25 +271,8 @@ class _Files:
                 longest[1] = mine[0]
             if mine[0] == mine[1]:
                 return None
-            order = mine[0]
             mine[0] += 1
-        path, number, is_last = self._blocks[order]
-        text = memoryview(buffer)
-        # The first word of a block may begin before it.
-        before = min(number * BLOCK_BYTES, MAX_WORD_BYTES + 4)
-        with open(path, "rb") as file:
-            file.seek(number * BLOCK_BYTES - before)
-            end = file.readinto(text[: before + BLOCK_BYTES])
-        has_mark = number * BLOCK_BYTES == before and text[:3] == codecs.BOM_UTF8
-        low = len(codecs.BOM_UTF8) if has_mark else 0
-        start = max(low, before - len(_last_word(bytes(text[low:before]), path)))
-        if is_last:  # a line ends with its file
-            text[end] = tokenize.NEWLINE
-            end += 1
-        else:
-            last = bytes(text[max(low, end - MAX_WORD_BYTES - 4) : end])
-            end -= len(_last_word(last, path))
-        return TextBlock(order, path, start, max(start, end))  # the file may have become shorter
+            return mine[0] - 1
 
 
 class _Stream:
@@ -279,14 +295,14 @@ class _Stream:
                 rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
                 read = 1
                 while read:
-                    text = memoryview(self._buffer)
-                    text[: len(rest)] = rest
-                    read = file.readinto(text[len(rest) : len(rest) + BLOCK_BYTES])
+                    memory = memoryview(self._buffer)
+                    memory[: len(rest)] = rest
+                    read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
                     size = len(rest) + read
                     if not read:  # a line ends with its file
-                        text[size] = tokenize.NEWLINE
+                        memory[size] = tokenize.NEWLINE
                         size += 1
-                    rest = _last_word(bytes(text[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
+                    rest = _last_word(bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
                     if len(rest) < size:
                         order += 1
                         yield TextBlock(order, path, 0, size - len(rest))
@@ -305,17 +321,17 @@ def _last_word(text: bytes, path: Path) -> bytes:
     return last.encode(errors="surrogateescape")
 
 
-def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndarray, int, int, int]:
-    """Return the text to number, its size, its bad bytes and their line."""
+def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> CleanText:
+    """Replace white space, punctuation and upper case, as the settings say."""
     words_only = settings.tokenize == "words"
     lowercase = settings.lowercase or words_only
     text[size] = ord(" ")
     if not lowercase and text[:size].max() < 0x80:
-        return text, size, 0, 0
+        return CleanText(text, size)
     becomes = tokenize.replacements(words_only, lowercase)
-    new, new_size = tokenize.normalized(text, size, becomes)
-    if new_size >= 0:
-        return new, new_size, 0, 0
+    clean = CleanText(*tokenize.normalized(text, size, becomes))
+    if clean.size >= 0:
+        return clean
     # Bytes that are not UTF-8, or upper case that depends on its neighbors: seldom, so in Python.
     decoded = text[:size].tobytes().decode(errors="surrogateescape")
     bad_line = 0
@@ -323,8 +339,8 @@ def _clean(text: np.ndarray, size: int, settings: CorpusConfig) -> tuple[np.ndar
         bad_line = 1 + decoded.count("\n", 0, bad.start())
     decoded, bad_bytes = UNDECODABLE.subn("\ufffd", decoded)
     repaired = (decoded.lower() if lowercase else decoded).encode()
-    new, new_size = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
-    return new, new_size, bad_bytes, bad_line
+    normalized = tokenize.normalized(tokenize.padded(repaired), len(repaired), becomes)
+    return CleanText(*normalized, bad_bytes, bad_line)
 
 
 def _binary_error(path: Path, reason: str) -> CorpusError:
@@ -370,7 +386,7 @@ def _join_sentences(blocks: Iterable[tuple[EncodedBlock, int]]) -> Iterator[Enco
         if len(lengths):
             lengths[0] += kept
             if lengths[0] == 1:  # a single word has no context
-                ids = ids[1 - kept :]
+                ids = ids[1 - kept :]  # it is the first one here, or waits in `single`
                 single = single[:0]
             lengths = lengths[int(lengths[0] < 2) :]
             kept = 0

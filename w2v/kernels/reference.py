@@ -1,5 +1,7 @@
 """The arithmetic of a step in plain torch: the specification of kernels.
 
+Optimizers are specified by torch's own classes, see `RowOptimizer.step_rows` (model/optim.py).
+
 Shapes: B centers, C = 2 * window context positions, K negatives, T targets (see `Pairs`), V rows of
 a table, U unique rows, D dimensions, M requested rows, N ranks.
 """

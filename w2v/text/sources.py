@@ -1,6 +1,6 @@
 """Text files of a corpus: found by path or name, decompressed.
 
-Wikipedia dumps and named corpora are written as text files once.
+Of JSON lines a field is read. Wikipedia dumps and named corpora are written as text files once.
 """
 
 from __future__ import annotations

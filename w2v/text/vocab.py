@@ -1,4 +1,4 @@
-"""Vocabulary: words by falling count, and probabilities of words."""
+"""Vocabulary: words by falling count, and what subsampling keeps."""
 
 from __future__ import annotations
 

@@ -431,18 +431,15 @@ def sort_by_owner(unique):
     owners = len(starts_O) - 1
     starts_O[:] = 0
     for u in range(unique.count_1[0]):
-        starts_O[rows_U[u] // ROWS_PER_OWNER % owners + 1] += 1
+        starts_O[rows_U[u] // ROWS_PER_OWNER % owners] += 1
         unique.index_V[rows_U[u]] = -1
-    for owner in range(owners):
+    for owner in range(owners):  # at first, where the rows of each owner end
         starts_O[owner + 1] += starts_O[owner]
-    for u in range(unique.count_1[0]):
+    for u in range(unique.count_1[0] - 1, -1, -1):
         owner = rows_U[u] // ROWS_PER_OWNER % owners
+        starts_O[owner] -= 1
         unique.owned_rows_U[starts_O[owner]] = rows_U[u]
         unique.owned_indices_U[starts_O[owner]] = u
-        starts_O[owner] += 1
-    for owner in range(owners, 0, -1):  # each has come to where the next one begins
-        starts_O[owner] = starts_O[owner - 1]
-    starts_O[0] = 0
 
 
 @compiled

@@ -253,12 +253,7 @@ class _Files:
         has_mark = index * BLOCK_BYTES == before and memory[:3] == codecs.BOM_UTF8
         low = len(codecs.BOM_UTF8) if has_mark else 0
         start = max(low, before - len(_last_word(bytes(memory[low:before]), path)))
-        if is_last:  # a line ends with its file
-            memory[end] = tokenize.NEWLINE
-            end += 1
-        else:
-            last = bytes(memory[max(low, end - MAX_WORD_BYTES - 4) : end])
-            end -= len(_last_word(last, path))
+        end = _end_of_block(memory, low, end, path, is_last)
         return TextBlock(order, path, start, max(start, end))  # the file may have become shorter
 
     def _take(self, worker: int) -> int | None:
@@ -299,13 +294,19 @@ class _Stream:
                     memory[: len(rest)] = rest
                     read = file.readinto(memory[len(rest) : len(rest) + BLOCK_BYTES])
                     size = len(rest) + read
-                    if not read:  # a line ends with its file
-                        memory[size] = tokenize.NEWLINE
-                        size += 1
-                    rest = _last_word(bytes(memory[max(0, size - MAX_WORD_BYTES - 4) : size]), path)
-                    if len(rest) < size:
+                    end = _end_of_block(memory, 0, size, path, is_last=not read)
+                    rest = bytes(memory[end:size])
+                    if end:
                         order += 1
-                        yield TextBlock(order, path, 0, size - len(rest))
+                        yield TextBlock(order, path, 0, end)
+
+
+def _end_of_block(memory: memoryview, start: int, end: int, path: Path, is_last: bool) -> int:
+    """Return the end of the last whole word; a line ends with its file."""
+    if is_last:
+        memory[end] = tokenize.NEWLINE
+        return end + 1
+    return end - len(_last_word(bytes(memory[max(start, end - MAX_WORD_BYTES - 4) : end]), path))
 
 
 def _last_word(text: bytes, path: Path) -> bytes:

@@ -355,7 +355,7 @@ def grads_of(kernels, touched, loss=1.0):
         parts = torch.arange(len(rows_U)), rows_U, grad_UD, pairs_U
         if isinstance(kernels, CpuKernels):
             grads = ThreadGrads(shape.rows, shape.rows, shape.dim, 2)
-            grads.count_n[:] = len(rows_U)
+            grads.of_all.count_1[:] = len(rows_U)
             for thread in range(2):
                 fill(grads.of_thread[thread][:4], parts, share=2)
                 cpu_loops.sort_by_owner(grads.of_thread[thread])
@@ -386,7 +386,7 @@ def fill(buffers, parts, share=1):
 def is_reset(grads):
     """Return whether the gradients of a table are as before a step."""
     if isinstance(grads, ThreadGrads):
-        return bool((grads.index_nV == -1).all() and (grads.first_V == -1).all())
+        return bool((grads.of_all.index_V == -1).all() and (grads.first_V == -1).all())
     return bool((grads.index_V == -1).all()) and not grads.grad_UD.any()
 
 

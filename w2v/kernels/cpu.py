@@ -65,49 +65,43 @@ def share(part: int, parts: int, count: int) -> tuple[int, int]:
 class ThreadGrads:
     """Unique rows of one table by thread, with a gradient for each.
 
-    Those of thread n are of_thread[n]. grad_NP: the gradients of all threads together; first_V:
-    int32 -1, and summed_nU: int32, for `step_rows`.
+    of_all: `UniqueRows` with a further dimension, the threads; of_thread: those of each thread;
+    grad_NP: the gradients of all; first_V, int32 -1, and summed_nU, int32, are for `step_rows`.
     """
 
     def __init__(self, rows: int, most: int, dim: int, threads: int):
         most = min(rows, most)
         self.dim = dim
-        self.index_nV = np.full((threads, rows), -1, np.int32)
-        self.rows_nU = np.empty((threads, most), np.int32)
+        index_nV = np.full((threads, rows), -1, np.int32)
+        rows_nU, pairs_nU, owned_rows_nU, owned_nU = np.empty((4, threads, most), np.int32)
         # np.empty takes memory only where it is written, in huge pages. Rows are cache lines.
         size = threads * most * padded(dim)
         memory = np.empty(size + LANES, np.float32)
         first = -(memory.ctypes.data // memory.itemsize) % LANES
         self.grad_NP = memory[first : first + size].reshape(-1, padded(dim))
-        self.pairs_nU = np.empty((threads, most), np.int32)
+        grads = rows_nU, self.grad_NP.reshape(threads, most, padded(dim)), pairs_nU
         # What threads write often is in cache lines of their own.
-        self.count_n = np.zeros((threads, LANES), np.int64)[:, 0]
-        self.owned_rows_nU = np.empty((threads, most), np.int32)
-        self.owned_indices_nU = np.empty((threads, most), np.int32)
-        self.starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
+        count_n1 = np.zeros((threads, LANES), np.int64)[:, :1]
+        starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)[:, : threads + 1]
+        owned = owned_rows_nU, owned_nU, starts_nO
+        self.of_all = cpu_loops.UniqueRows(index_nV, *grads, count_n1, *owned)
+        # Sliced once: it takes longer than the centers of a small batch.
+        self.of_thread = [*zip(*self.of_all, strict=True)]
         self.first_V = np.full(rows, -1, np.int32)
         blocks = rows // (cpu_loops.ROWS_PER_OWNER * threads) + 1  # of an owner
         self.summed_nU = np.empty((2 * threads, blocks * cpu_loops.ROWS_PER_OWNER), np.int32)
-        arrays = self.index_nV, self.rows_nU, self._grad_nUP, self.pairs_nU
-        owned = self.owned_rows_nU, self.owned_indices_nU, self.starts_nO[:, : threads + 1]
-        # Sliced once: it takes longer than the centers of a small batch.
-        self.of_thread = [*zip(*arrays, self.count_n[:, None], *owned, strict=True)]
 
     def has_room(self, rows: int) -> bool:
-        return self.rows_nU.shape[1] >= min(self.index_nV.shape[1], rows)
-
-    @property
-    def _grad_nUP(self) -> np.ndarray:
-        return self.grad_NP.reshape(*self.rows_nU.shape, padded(self.dim))
+        return self.of_all.rows_U.shape[1] >= min(len(self.first_V), rows)
 
     def take(self) -> TableGrads:
         """Return the sorted unique rows, with the gradients of all threads."""
 
         def all_threads(array_nU: np.ndarray) -> Tensor:
-            parts = zip(array_nU, self.count_n, strict=True)
+            parts = zip(array_nU, self.of_all.count_1[:, 0], strict=True)
             return torch.from_numpy(np.concatenate([part[:count] for part, count in parts]))
 
-        rows, grads, pairs = map(all_threads, (self.rows_nU, self._grad_nUP, self.pairs_nU))
+        rows, grads, pairs = map(all_threads, self.of_all[1:4])
         rows_U, places = torch.unique(rows.long(), return_inverse=True)
         grads = grads[:, : self.dim]
         grad_UD = grads.new_zeros(len(rows_U), self.dim).index_add_(0, places, grads)
@@ -286,11 +280,10 @@ def step_arguments(
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = cpu_loops.FORMULAS[optimizer.formula]
     cap = optimizer.occurrence_cap
-    pairs_N = grads.pairs_nU.reshape(-1)[: None if cap else 0]
-    owned = grads.owned_rows_nU, grads.owned_indices_nU, grads.starts_nO
+    pairs_N = grads.of_all.pairs_U.reshape(-1)[: None if cap else 0]
+    gradients = grads.grad_NP, pairs_N, *grads.of_all[-3:]
     records_SR = view.records_SR.numpy()
-    spare_nR = np.empty((len(grads.count_n), records_SR.shape[1]), np.float32)
+    spare_nR = np.empty((len(grads.of_thread), records_SR.shape[1]), np.float32)
     memory = grads.first_V, grads.summed_nU, spare_nR
     records = records_SR, step_column, constants
-    gradients = grads.grad_NP, pairs_N, *owned
     return formula, optimizer.state_count, *records, gradients, memory, cap, grads.dim

@@ -229,7 +229,7 @@ def _add_losses(loss, product, targets, memory):
 
 
 @inlined
-def _errors(loss, product, contexts, targets, before, weight_d, memory):
+def _errors(loss, product, contexts, targets, before, batch, memory):
     """Compute the errors of all pairs, times their weights; add their losses.
 
     `before`: how many context words are before the center.
@@ -241,7 +241,7 @@ def _errors(loss, product, contexts, targets, before, weight_d, memory):
         if c % FACTORS == 0:
             loss, product = _add_losses(loss, product, targets, memory)
         n = c * targets
-        weight = weight_d[abs(c + (c >= before) - before)]
+        weight = batch.weight_d[abs(c + (c >= before) - before)]
         for t in range(targets):
             memory.losses_T[t] += max(logits_N[n + t], zero) - labels_T[t] * logits_N[n + t]
             memory.products_T[t] *= memory.factors_N[n + t]
@@ -373,11 +373,10 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             fetch_targets(1, later, batch, outputs)
 
             # Their errors, losses and gradients; loops are unrolled for the usual number of them.
-            before, weight_d = at - left, batch.weight_d
             if targets == most:
-                sums = _errors(loss, product, contexts, most, before, weight_d, memory)
+                sums = _errors(loss, product, contexts, most, at - left, batch, memory)
             else:
-                sums = _errors(loss, product, contexts, targets, before, weight_d, memory)
+                sums = _errors(loss, product, contexts, targets, at - left, batch, memory)
             loss, product = sums
             fetch_targets(2, later, batch, outputs)
             simd.pair_gradients(
@@ -459,17 +458,17 @@ def _sum_threads(owner, grads, first_V, rows_U, sums_U):
             if i + PREFETCH_ROWS < end:
                 later = n * most + owned_indices_nU[n, i + PREFETCH_ROWS]
                 _prefetch_row(grad_NP, later, padded, 0)
-            row, number = owned_rows_nU[n, i], n * most + owned_indices_nU[n, i]
+            row, place = owned_rows_nU[n, i], n * most + owned_indices_nU[n, i]
             first = first_V[row]
             if first < 0:
-                first_V[row] = number
+                first_V[row] = place
                 rows_U[count] = row
-                sums_U[count] = number
+                sums_U[count] = place
                 count += 1
             else:
-                simd.blend(one, grad_NP, first, one, grad_NP, number, padded)
+                simd.blend(one, grad_NP, first, one, grad_NP, place, padded)
                 if len(pairs_N):
-                    pairs_N[first] += pairs_N[number]
+                    pairs_N[first] += pairs_N[place]
     for u in range(count):
         first_V[rows_U[u]] = -1
     return count
@@ -482,9 +481,8 @@ def step_rows(owner, formula, states, records_VR, step_column, constants, grads,
     The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
     with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
     pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
-    of such rows. grads: gradients of all threads, their pairs if cap is not 0, and the last three
-    of `UniqueRows`; memory: -1 for each row, for all owners, and for each owner its rows and sums,
-    and a record.
+    of such rows. grads: as `_sum_threads` unpacks them; pairs_N is empty if cap is 0. memory: -1
+    for each row, shared by owners; and an owner's rows and places of their sums; and a record.
     """
     first_V, summed_nU, spare_nR = memory
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
@@ -501,13 +499,13 @@ def step_rows(owner, formula, states, records_VR, step_column, constants, grads,
     for u in range(count):
         if u + PREFETCH_ROWS < count:
             _prefetch_row(records_VR, rows_U[u + PREFETCH_ROWS], width, 1)
-        row, number = rows_U[u], sums_U[u]
-        grad_D, record_R = grad_NP[number, :dim], records_VR[row]
+        row, place = rows_U[u], sums_U[u]
+        grad_D, record_R = grad_NP[place, :dim], records_VR[row]
         # The weight, and the first and the last of its states.
         weight_D, first_D = record_R[:dim], record_R[dim : 2 * dim]
         last_D = record_R[states * dim : (states + 1) * dim]
-        if 0 < cap < pairs_N[number]:
-            scale = np.float32(cap / pairs_N[number])
+        if 0 < cap < pairs_N[place]:
+            scale = np.float32(cap / pairs_N[place])
             for d in range(dim):
                 grad_D[d] *= scale
         for r in range(width):

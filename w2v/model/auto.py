@@ -37,6 +37,7 @@ RATES = {
 }
 SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
 SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
+KEPT = 0.4  # share of a text that subsampling keeps, at least; of running text it is about half
 CENTERS = 80  # of the median word in a run
 DIM = 128  # of the vectors
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
@@ -104,11 +105,10 @@ def choose(
         if weighs:
             reasons["model.shrink_by"] = "weigh, as a GPU has time for whole windows"
     if model.sample < 0:
-        # The usual word of a small vocabulary, such as a node of a graph, is kept.
-        median = float(np.median(vocab.counts) / vocab.counts.sum())
-        model = replace(model, sample=max(SAMPLE, median))
-        if median > SAMPLE:
-            reasons["model.sample"] = f"{median:.2g}, the share of the median word"
+        model = replace(model, sample=subsampling(vocab))
+        if model.sample > SAMPLE:
+            why = f"so that the median word and {KEPT:.0%} of the text are kept"
+            reasons["model.sample"] = f"{model.sample:.2g}, {why}"
     config = replace(config, model=model)
     use = Use.of(config, vocab, sentences)
     if not train.batch_size:
@@ -160,6 +160,19 @@ def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
         occurrence_cap=optimizer.occurrence_cap or ours.occurrence_cap,
         warmup=optimizer.warmup or ours.warmup,
     )
+
+
+def subsampling(vocab: Vocab) -> float:
+    """Return the share of a text above which a word is subsampled.
+
+    The median word is kept, such as a node of a small graph, and so is KEPT of a text in which most
+    words are frequent, such as a log.
+    """
+    total = vocab.counts.sum()
+    share = max(SAMPLE, float(np.median(vocab.counts) / total))
+    while vocab.kept_counts(share).sum() < KEPT * total:
+        share *= 1.05
+    return share
 
 
 def batch_size(name: str, use: Use, sequential: bool = False) -> int:

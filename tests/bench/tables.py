@@ -281,6 +281,7 @@ TABLES = {
         ["tuning-2026-11-23-5"],
         {
             r"baskets:(\d+) (\d+) epochs (.*)": r"\1 baskets, epochs: \2, \3",
+            r"logs:(\d+) (\d+) epochs (.*)": r"\1 lines of a log, epochs: \2, \3",
             r"graph:(\w+) (\d+) epochs (.*)": r"graph \1, epochs: \2, \3",
         },
         [ALL_SCORES[0], NEAR, Column("purity", "purity", ".3f")],

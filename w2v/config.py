@@ -129,7 +129,7 @@ class ModelConfig(Section):
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Give near words more weight, as windows of 1 to window do.")
     shrink_by: Literal["draw", "weigh", "auto"] = key(
-        "auto", "Draw each window, or weight the words of whole ones (auto: weigh on a GPU)."
+        "auto", "Draw each window, or weigh the words of whole ones (auto: draw for SGD on a CPU)."
     )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)

@@ -145,25 +145,38 @@ def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():
 
 def test_the_cap_of_sgd_follows_its_rate():
     config = load_config([], ["optimizer.name=SGD", "optimizer.occurrence_cap=auto"])
-    for lr, on_gpu in ((0.0, False), (0.01, False), (0.01, True)):
+    for lr, shrink_by in ((0.0, "draw"), (0.01, "draw"), (0.01, "weigh")):
         optimizer = replace(config.optimizer, lr=lr)
-        given = replace(config, optimizer=optimizer)
-        chosen = auto.choose(given, vocab_of([50] * 40), on_gpu=on_gpu)
+        model = replace(config.model, shrink_by=shrink_by)
+        given = replace(config, model=model, optimizer=optimizer)
+        chosen = auto.choose(given, vocab_of([50] * 40))
         # The pairs of whole windows of 5 weigh .6 in the mean.
-        stable = 3.2 / 0.6 if on_gpu else 3.2
+        stable = 3.2 / 0.6 if shrink_by == "weigh" else 3.2
         assert chosen.config.optimizer.occurrence_cap == int(stable / chosen.config.optimizer.lr)
 
 
-def test_windows_are_weighed_and_blocks_mixed_on_a_gpu():
+@pytest.mark.parametrize(
+    "kernels, settings, count, shrink_by",
+    [
+        ("cuda", [], 500, "weigh"),
+        ("cpu", [], 10**6, "weigh"),
+        ("sequential", [], 10**6, "draw"),
+        ("sequential", [], 500, "weigh"),
+        ("cpu", ["model.architecture=cbow"], 500, "draw"),
+    ],
+)
+def test_windows_are_weighed_where_there_is_time(kernels, settings, count, shrink_by):
+    vocab = vocab_of([count] * 40)
+    chosen = auto.choose(load_config([], settings), vocab, kernels)
+    assert chosen.config.model.shrink_by == shrink_by
+    assert ("model.shrink_by" in chosen.reasons) == (shrink_by == "weigh")
+    drawn = auto.choose(load_config([], [*settings, "model.shrink_by=draw"]), vocab, kernels)
+    rise = chosen.config.optimizer.lr / drawn.config.optimizer.lr
+    assert rise == pytest.approx(auto.WEIGHED if shrink_by == "weigh" else 1, rel=0.05)  # 2 digits
+
+
+def test_blocks_are_mixed_on_a_gpu():
     vocab = vocab_of([500] * 40)
-    drawn, weighed, cbow = (
-        auto.choose(load_config([], settings), vocab, "cuda", on_gpu=on_gpu)
-        for settings, on_gpu in (([], False), ([], True), (["model.architecture=cbow"], True))
-    )
-    assert drawn.config.model.shrink_by == cbow.config.model.shrink_by == "draw"
-    assert weighed.config.model.shrink_by == "weigh" and weighed.reasons["model.shrink_by"]
-    rise = weighed.config.optimizer.lr / drawn.config.optimizer.lr
-    assert rise == pytest.approx(auto.WEIGHED, rel=0.05)  # two digits are kept
     for on_gpu, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
         given = load_config([], [f"model.window={window}"])
         mixed = auto.choose(given, vocab, "cuda", on_gpu=on_gpu)
@@ -203,7 +216,8 @@ def test_what_is_set_by_hand_is_kept():
     config = load_config([], settings.split())
     assert auto.choose(config, vocab, on_gpu=True) == (config, {})
     chosen = auto.choose(load_config(), vocab)
-    assert chosen.reasons.keys() == {"model.sample", "train.batch_size", "optimizer.lr"}
+    model = {"model.sample", "model.shrink_by"}
+    assert chosen.reasons.keys() == model | {"train.batch_size", "optimizer.lr"}
     assert f"{chosen.config.train.batch_size} centers" in chosen.reasons["train.batch_size"]
     assert chosen.config.optimizer.args  # those that the rate is for
     own = load_config([], ["optimizer.name=Adam", "optimizer.args.eps=1e-4"])

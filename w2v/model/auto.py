@@ -48,6 +48,7 @@ FALL_WITH_STEPS = 0.25
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
 WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
+SHORT = 4e6  # centers of a run that SGD on a CPU trains in seconds
 # Words of a block over window + 3: its edges then cut 2 % of the pairs.
 BLOCK_WINDOWS = 16
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
@@ -98,17 +99,18 @@ def choose(
     sequential = kernels == "sequential"
     train, optimizer, model = config.train, config.optimizer, config.model
     reasons: dict[str, str] = {}
-    if model.shrink_by == "auto":
-        # The CPU needs time for each pair; a GPU computes those of whole windows beside the rest.
-        weighs = on_gpu and model.architecture == "skipgram"
-        model = replace(model, shrink_by="weigh" if weighs else "draw")
-        if weighs:
-            reasons["model.shrink_by"] = "weigh, as a GPU has time for whole windows"
     if model.sample < 0:
         model = replace(model, sample=subsampling(vocab))
         if model.sample > SAMPLE:
             why = f"so that the median word and {KEPT:.0%} of the text are kept"
             reasons["model.sample"] = f"{model.sample:.2g}, {why}"
+    if model.shrink_by == "auto":
+        # Pairs of whole windows take time beside the rest only where each center is a step.
+        is_short = vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
+        weighs = model.architecture == "skipgram" and (not sequential or is_short)
+        model = replace(model, shrink_by="weigh" if weighs else "draw")
+        if weighs:
+            reasons["model.shrink_by"] = "weigh, as there is time for whole windows"
     config = replace(config, model=model)
     use = Use.of(config, vocab, sentences)
     if not train.batch_size:

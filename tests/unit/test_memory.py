@@ -14,6 +14,7 @@ from w2v.config import ConfigError, load_config
 from w2v.distributed.ranks import Ranks
 from w2v.model.huffman import make_tree
 from w2v.model.optim import RowOptimizer
+from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, host_memory, pinning_is_limited
 from w2v.text.vocab import keep_probabilities
 from w2v.training.memory import Budget, DoesNotFit, Machine, Task
@@ -163,6 +164,21 @@ def test_expected_rows_of_extreme_exponents(exponent, words):
     settings = "model.negative=1000000", f"model.ns_exponent={exponent}"
     inputs, outputs = make_task(*settings, counts=1e9 / np.arange(1, 5_001)).touched(10)
     assert max(inputs, words) <= outputs <= inputs + words
+
+
+@pytest.mark.parametrize("pool", [0, 3_000])
+def test_expected_rows_are_those_of_all_ranks(pool):
+    words, centers = 1_000_000, 4000
+    task = make_task(f"model.negative_pool={pool}", counts=np.ones(words), ranks=Several())
+    ids = np.random.default_rng(0).integers(0, words, centers, np.int32)
+    even = np.ones(words), np.full(words, 1 / words)
+    text = TrainingText(ids, np.arange(0, centers + 1, 10), *even)
+    targets = {*ids}
+    for rank in range(4):
+        args = text, task.config.model, centers, 1, torch.device("cpu")
+        batches = Sampler(*args, rank=rank, world_size=4).epoch()
+        targets.update(*(batch.negatives_BK.flatten().tolist() for batch in batches))
+    assert task.touched(centers)[1] == pytest.approx(len(targets), rel=0.03)
 
 
 def test_nodes_take_rows_and_paths():

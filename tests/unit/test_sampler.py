@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
-from w2v.kernels.batch import StepShape
+from w2v.kernels.batch import Pool, StepShape
 from w2v.kernels.cpu import CpuKernels
 from w2v.kernels.reference import expand
 from w2v.model.sampler import (
@@ -23,7 +23,7 @@ from w2v.model.sampler import (
     Sampler,
     TrainingText,
     negative_distribution,
-    rank_negative_distribution,
+    own_one_in,
 )
 
 CPU = torch.device("cpu")
@@ -203,16 +203,36 @@ def test_negatives_follow_their_distribution(pool):
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribution(size):
-    probabilities = negative_distribution(np.arange(1000, 0, -1), 0.75)
-    parts = [rank_negative_distribution(probabilities, rank, size) for rank in range(size)]
-    assert np.allclose(sum(parts), size * probabilities)
-    for rank, part in enumerate(parts):
-        assert part.sum() == pytest.approx(1) and part.min() >= 0
-        assert part[rank::size].sum() == pytest.approx((1.5 if size == 2 else 2) / size, rel=0.02)
-    sampler = rank_samplers([1] * 100, 2)[1]
-    drawn = torch.cat([batch.negatives_BK.flatten() for batch in sampler.epoch()])
-    assert (drawn % 2).double().mean().item() == pytest.approx(0.75, abs=0.08)
+@pytest.mark.parametrize("pool", [0, 4_000])
+def test_ranks_draw_more_negatives_of_their_own_and_all_from_the_whole_distribution(size, pool):
+    noise = negative_distribution(np.arange(1000, 0, -1), 0.75)
+    drawn = drawn_by_ranks(noise, 20_000, size, negative=15, negative_pool=size * pool)
+    share = 1 / own_one_in(size)
+    for rank, words in enumerate(drawn):
+        assert np.mean(words % size == rank) == pytest.approx(share + (1 - share) / size, rel=0.05)
+    counts_V = np.bincount(np.concatenate(drawn), minlength=len(noise))
+    assert np.abs(np.cumsum(counts_V / counts_V.sum() - noise)).max() < 0.01
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_pick_negatives_of_others_from_pools_of_each_batch(size):
+    pools = []
+    for rank, words in enumerate(drawn_by_ranks(np.full(10**6, 1e-6), 1000, size, negative=9)):
+        share = 1 / own_one_in(size)
+        assert len(words) == 9000
+        pools.append(set(words[words % size != rank]))
+        assert len(pools[-1]) == pytest.approx(1000 * (1 - share) * (size - 1) / size, rel=0.1)
+        assert len({*words}) > 0.9 * 9000 * share
+    assert len(set().union(*pools)) > 0.9 * sum(map(len, pools))
+
+
+def drawn_by_ranks(noise, centers, size, **model):
+    """Return the negatives of a batch of so many centers of each rank."""
+    edges, keep = np.arange(0, size * centers + 1, 10), np.ones(len(noise))
+    text = TrainingText(np.zeros(size * centers, np.int32), edges, keep, noise)
+    shared = text, ModelConfig(**model), size * centers, 1, CPU
+    samplers = (Sampler(*shared, rank=rank, world_size=size) for rank in range(size))
+    return [next(sampler.epoch()).negatives_BK.flatten().numpy() for sampler in samplers]
 
 
 def test_ranks_take_turns_at_the_text_and_read_another_part_in_each_epoch():
@@ -292,16 +312,21 @@ def test_a_position_continues_anywhere(pool):
     negative=st.integers(1, 9),
     window=st.integers(1, 20),
     pool=st.integers(0, 9),
-    words=st.integers(1, 5000),
+    own=st.integers(0, 8),
+    fresh=st.booleans(),
+    part=st.integers(0, 4),
+    parts=st.integers(1, 5),
+    words=st.integers(1, 1000),
     shrinks=st.booleans(),
 )
 def test_kernels_draw_what_the_reference_draws(
-    kernels, key, size, negative, window, pool, words, shrinks
+    kernels, key, size, negative, window, pool, own, fresh, part, parts, words, shrinks
 ):
     generator = torch.Generator().manual_seed(words)
-    cdf_V = torch.rand(words, generator=generator, dtype=torch.float64).cumsum(0)
+    cdf_V = torch.rand(words * parts, generator=generator, dtype=torch.float64).cumsum(0)
     cdf_V /= cdf_V[-1].clone()
-    args = key, size, (1 if shrinks else window, window), negative, (pool, key ^ 1)
+    picked = Pool(pool, key ^ 1, own % max(1, pool), fresh, part % parts, parts)
+    args = key, size, (1 if shrinks else window, window), negative, picked
     on_cpu = cpu_kernels(threads=3)
     drawn = on_cpu.draw(*args, cdf_V) if kernels == "cpu" else cuda.draw(*args, cdf_V.cuda())
     for tensor, expected in zip(drawn, reference.draw(*args, cdf_V), strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 FAULTS = ("the loss", "rows of the input table", "rows of the output table")
 FAULT_BITS = len(FAULTS)
 # `reference.draw` and `reference.subsample`
-Draw = Callable[[int, int, tuple[int, int], int, tuple[int, int], Tensor], tuple[Tensor, Tensor]]
+Draw = Callable[[int, int, tuple[int, int], int, "Pool", Tensor], tuple[Tensor, Tensor]]
 Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
 HEADER_WORDS = 6  # 4-byte words of a header between ranks: loss, pairs and fault
@@ -33,6 +33,20 @@ class Position(NamedTuple):
     chunk: int = 0
     batch: int = 0
     drawn: int = 0  # batches of the epoch before it
+
+
+class Pool(NamedTuple):
+    """Words that negatives are picked from.
+
+    Without any, of size 0, each negative is drawn by itself.
+    """
+
+    size: int = 0
+    key: int = 0  # 64 random bits, unsigned: batches with the same ones share a pool
+    own: int = 0  # the first words are of one part of the distribution, the others of all of it
+    fresh: bool = False  # whether a word of that part is drawn anew each time it is picked
+    part: int = 0
+    parts: int = 1
 
 
 def chunk_words(batch_size: int) -> int:

@@ -23,6 +23,7 @@ from w2v.kernels.batch import (
     Grads,
     OptimizerLike,
     Page,
+    Pool,
     StepShape,
     StepState,
     TableGrads,
@@ -133,7 +134,7 @@ class CpuKernels:
         centers: int,
         widths: tuple[int, int],
         negatives: int,
-        pool: tuple[int, int],
+        pool: Pool,
         cdf_V: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Draw windows and negatives as `reference.draw` does, on all threads."""
@@ -145,7 +146,7 @@ class CpuKernels:
             self._cdf_V = cdf_V
         windows_B = np.empty(centers, np.int32)
         negatives_BK = np.empty((centers, negatives), np.int32)
-        of_pool = pool[0], np.uint64(pool[1])
+        of_pool = pool.size, np.uint64(pool.key), *pool[2:]
         drawn = windows_B, negatives_BK
         arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
 

@@ -582,27 +582,34 @@ def _unit(bits):
 
 
 @compiled
-def draw(begin, end, key, lowest, widest, of_pool, cdf_V, starts, windows_B, negatives_BK):
+def draw(begin, end, key, lowest, widest, pool, cdf_V, starts, windows_B, negatives_BK):
     """Draw windows and negatives of centers [begin, end), see reference.py.
 
-    starts: for equal parts of [0, 1), the word at which the search of the distribution begins.
-    There is a power of two of them, so that rounding cannot lead past the word.
+    starts: for equal parts of [0, 1), the entry at which the search of the distribution begins.
+    There is a power of two of them, so that rounding cannot lead past the entry.
     """
     centers, negatives = negatives_BK.shape
-    pool, pool_key = of_pool
+    pool_size, pool_key, own, fresh, part, parts = pool
+    length = len(cdf_V) // parts
     for b in range(begin, end):
         bits = _splitmix64(b, key) >> np.uint64(11)
         windows_B[b] = lowest + np.int64(bits % np.uint64(widest - lowest + 1))
         for k in range(negatives):
             bits = _splitmix64(centers + b * negatives + k, key)
             uniform = _unit(bits)
-            if pool:
-                place = (bits >> np.uint64(11)) % np.uint64(pool)
-                uniform = (np.float64(place) + _unit(_splitmix64(place, pool_key))) / pool
-            word = starts[min(np.int64(uniform * len(starts)), len(starts) - 1)]
-            while word < len(cdf_V) - 1 and cdf_V[word] <= uniform:
-                word += 1
-            negatives_BK[b, k] = word
+            if pool_size:
+                place = np.int64((bits >> np.uint64(11)) % np.uint64(pool_size))
+                pooled = place + _unit(_splitmix64(place, pool_key))
+                if place >= own:
+                    uniform = (pooled - own) / (pool_size - own)
+                else:
+                    uniform = (part + (uniform if fresh else pooled / own)) / parts
+            entry = starts[min(np.int64(uniform * len(starts)), len(starts) - 1)]
+            while entry < len(cdf_V) - 1 and cdf_V[entry] <= uniform:
+                entry += 1
+            if parts > 1:  # divisions take long
+                entry = entry % length * parts + (parts - 1 - entry // length)
+            negatives_BK[b, k] = entry
 
 
 @compiled

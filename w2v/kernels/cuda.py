@@ -21,6 +21,7 @@ from w2v.kernels.batch import (
     Grads,
     OptimizerLike,
     Page,
+    Pool,
     StepShape,
     StepState,
     TableGrads,
@@ -40,19 +41,14 @@ MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the
 
 
 def draw(
-    key: int,
-    centers: int,
-    widths: tuple[int, int],
-    negatives: int,
-    pool: tuple[int, int],
-    cdf_V: Tensor,
+    key: int, centers: int, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives as `reference.draw` does, by one kernel."""
     windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
     negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
     blocks = blocks_for(centers * (1 + negatives))
     sizes = centers, negatives, *widths
-    from_pool = pool[0], signed(pool[1])
+    from_pool = pool._replace(key=signed(pool.key))
     drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
     launch("draw.cu", "draw", {}, blocks, signed(key), *sizes, *from_pool, *drawn)
     return windows_B, negatives_BK

@@ -26,6 +26,7 @@ from w2v.kernels.batch import (
     Objective,
     Page,
     Pairs,
+    Pool,
     Requests,
     StepShape,
     StepState,
@@ -42,12 +43,7 @@ FLOAT16_SCALE = 2.0**8
 
 
 def draw(
-    key: int,
-    centers: int,
-    widths: tuple[int, int],
-    negatives: int,
-    pool: tuple[int, int],
-    cdf_V: Tensor,
+    key: int, centers: int, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw windows and negatives, the same on every device for a key.
 
@@ -59,9 +55,9 @@ def draw(
         centers: Number of centers, B.
         widths: Smallest and largest window.
         negatives: Negatives of each center, K.
-        pool: Size of the pool, 0 for none; and 64 random bits: batches with the same ones share a
-            pool.
-        cdf_V: Cumulative distribution of the negatives, float64.
+        pool: Words that negatives are picked from, if any.
+        cdf_V: Cumulative distribution of the negatives, float64, in parts of equal length: entry n
+            of the last part is word n * parts, of the one before n * parts + 1, and so on.
 
     Returns:
         Window sizes, int32 [B], and negatives, int32 [B, K].
@@ -72,17 +68,20 @@ def draw(
 
     lowest, widest = widths
     windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
-    own = bits(key, centers, centers * (1 + negatives))
-    pool_size, pool_key = pool
-    if pool_size:
-        # A number is drawn from each equal part of [0, 1).
-        place = own % pool_size
-        drawn = bits(pool_key, 0, pool_size).double() / 2**53
-        uniform = (place + drawn[place]) / pool_size
-    else:
-        uniform = own.double() / 2**53
-    drawn = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
-    return windows_B.int(), drawn.clamp_(max=len(cdf_V) - 1).view(centers, negatives)
+    drawn = bits(key, centers, centers * (1 + negatives))
+    uniform = drawn.double() / 2**53
+    if pool.size:
+        # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
+        place = drawn % pool.size
+        pooled = place + (bits(pool.key, 0, pool.size).double() / 2**53)[place]
+        of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
+        of_all = (pooled - pool.own) / (pool.size - pool.own)
+        uniform = torch.where(place < pool.own, of_part, of_all)
+    entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
+    entry.clamp_(max=len(cdf_V) - 1)
+    length = len(cdf_V) // pool.parts
+    words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
+    return windows_B.int(), words.view(centers, negatives)
 
 
 def subsample(

@@ -7,9 +7,10 @@ chunk, batch), and a pool of negatives by the number of batches before it in the
 `Position` of four numbers is the whole state.
 
 Ranks share the text: each reads sentences with about equally many words, others in each epoch.
-They share the negatives too: each draws more of them from the rows that it owns, which need not
-come from another GPU, and all together draw from the whole distribution. DGL-KE draws all of a
-rank's own (Zheng et al. 2020, arXiv 2004.08532), which lowers the scores of eight ranks here.
+They share the negatives too: each draws half of them or less from the rows that it owns, which need
+not come from another GPU, and picks the others from a pool of all words, so that few rows come from
+there. DGL-KE draws all of a rank's own (Zheng et al. 2020, arXiv 2004.08532), which lowers scores
+here (docs/log.md).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from w2v.kernels.batch import (
     Draw,
     Lookahead,
     Objective,
+    Pool,
     Position,
     Subsample,
     Tree,
@@ -94,14 +96,18 @@ class Sampler:
         self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
         # In float64, as the steps of rare words would vanish near 1 in float32. The sum is only
         # nearly 1, as each probability is rounded.
-        prob_V = text.negative_prob_V
-        if self.world_size > 1:
-            prob_V = rank_negative_distribution(prob_V, self.rank, self.world_size)
-        cdf_V = np.cumsum(prob_V) / np.sum(prob_V)
-        self._negative_cdf_V = torch.from_numpy(cdf_V).to(self.device)
+        prob_V = by_owner(text.negative_prob_V, self.world_size)
+        self._negative_cdf_V = torch.from_numpy(np.cumsum(prob_V) / np.sum(prob_V)).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if others
         self._batch_size = -(-self.batch_size // self.world_size)
         self._pool = -(-max(0, model.negative_pool) // self.world_size)
+        self._pool_of_rank = Pool(self._pool)
+        if self.world_size > 1:
+            # With fewer words, 8 ranks answer a point less of the analogies (docs/log.md).
+            size = self._pool or self._batch_size
+            part = self.world_size - 1 - self.rank
+            own = size // own_one_in(self.world_size)
+            self._pool_of_rank = Pool(size, 0, own, not self._pool, part, self.world_size)
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
@@ -277,11 +283,11 @@ class Sampler:
         lowest = 1 if model.shrink_windows and not self._weighs else model.window
         # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a key.
         key = self._key(place.epoch, place.chunk, place.batch + 1)
-        pool_key = 0
-        if self._pool:
+        pool = self._pool_of_rank
+        if pool.size:
             pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
+            pool = pool._replace(key=pool_key)
         widths = lowest, model.window
-        pool = self._pool, pool_key
         return self.draw(key, size, widths, model.negative, pool, self._negative_cdf_V)
 
     def _key(self, *place: int) -> int:
@@ -304,7 +310,7 @@ def warm_up() -> None:
         keep_V = torch.ones(1, device="cuda")
         words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
         interleave(words_n, sentences_n, 16, 2)
-        cuda.draw(1, 1, (1, 1), 1, (0, 0), keep_V.double())
+        cuda.draw(1, 1, (1, 1), 1, Pool(), keep_V.double())
 
 
 def interleave(
@@ -341,26 +347,30 @@ def negative_distribution(counts_V: np.ndarray, exponent: float) -> np.ndarray:
     return weight_V / weight_V.sum()
 
 
-def rank_negative_distribution(prob_V: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Return the distribution of the negatives that a rank draws, [V].
+def by_owner(prob_V: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the probabilities of words in the order of `reference.draw`.
 
-    It is (1 - share) * prob + share * own, where `own` is the distribution of the rank's own words,
-    and share = min(1 / 2, 1 / (size - 1)): from its own words alone, each rank scores lower
-    (docs/log.md). With words in the order of their owners, own ones are the `rank`-th of `size`
-    parts of equal weight, so that a few words more or less count where the owners' weights differ,
-    and the mean over the ranks is `prob`.
+    The words of the last rank come first. Missing ones have none.
     """
-    words_of = [prob_V[owner::size] for owner in range(size)]
-    # Cumulative probabilities, times `size`: the rank's own part is [rank, rank + 1).
-    ends_V = np.cumsum(np.concatenate(words_of))
-    ends_V *= size / ends_V[-1]
-    own_V = np.diff(np.clip(ends_V, rank, rank + 1, out=ends_V), prepend=rank)
-    share = min(1 / 2, 1 / (size - 1))
-    drawn_V = prob_V * ((1 - share) / prob_V.sum())
-    cuts = np.cumsum([len(prob_v) for prob_v in words_of])[:-1]
-    for owner, part in enumerate(np.split(own_V, cuts)):
-        drawn_V[owner::size] += share * part
-    return drawn_V
+    padded_V = np.pad(prob_V, (0, -len(prob_V) % ranks))
+    return padded_V.reshape(-1, ranks)[:, ::-1].T.ravel()
+
+
+def own_one_in(ranks: int) -> int:
+    """Return of how many negatives of a rank one is drawn from its own part.
+
+    Its own words have twice the share that they have of all, those of one of two ranks half as much
+    again. The mean over ranks is the distribution of all, as parts have equal weight.
+    """
+    return max(2, ranks - 1)
+
+
+def expected_negatives(model: ModelConfig, centers: int, ranks: int) -> float:
+    """Return how many negatives are drawn for so many centers of all ranks."""
+    if ranks == 1 or model.negative_pool > 0:
+        return model.distinct_negatives(centers)
+    # Those of ranks' own parts, and the words of pools: see `Sampler`.
+    return centers * (model.negative + own_one_in(ranks) - 1) / own_one_in(ranks)
 
 
 def _copy(array_N: np.ndarray, begin: int, end: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, rows_at_most, table_rows
 from w2v.model.optim import RowOptimizer
-from w2v.model.sampler import EARLY_BATCHES, negative_distribution, reach
+from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
 from w2v.model.table import (
     ALIGNMENT,
     CPU_ALIGNMENT,
@@ -359,7 +359,7 @@ class Task:
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)
-            drawn_V = model.distinct_negatives(centers) * prob_V
+            drawn_V = expected_negatives(model, centers, self.shape.world_size) * prob_V
             outputs = different(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.

@@ -11,11 +11,12 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
 // Draw the window size of each center, then its negatives.
 //
 // key: seed of this batch. count: negatives per center. lowest, widest: range of window sizes.
-// pool: size of a pool of negatives, 0 for none; seeded by pool_key.
-// cdf: cumulative probabilities of the words.
+// pool, ..., parts: as in `Pool` of batch.py.
+// cdf: cumulative probabilities of the words, in parts.
 extern "C" __global__ void draw(
     unsigned long long key, long long centers, int count, int lowest, int widest, long long pool,
-    unsigned long long pool_key, const double* cdf, int words, int* windows, int* negatives) {
+    unsigned long long pool_key, long long own, bool fresh, int part, int parts, const double* cdf,
+    int entries, int* windows, int* negatives) {
     each_thread(centers * (1 + count), [&](long long i) {
         const unsigned long long bits = splitmix64(i, key);
         if (i < centers) {
@@ -24,12 +25,16 @@ extern "C" __global__ void draw(
         }
         double uniform = (bits >> 11) * 0x1p-53;  // in [0, 1)
         if (pool) {
-            // Entry `place` of the pool is drawn from its own 1 / pool of the distribution.
+            // Word `place` of the pool is drawn from a stretch of the distribution, or of the part.
             const long long place = chosen(bits, pool);
-            uniform = (place + (splitmix64(place, pool_key) >> 11) * 0x1p-53) / pool;
+            const double pooled = place + (splitmix64(place, pool_key) >> 11) * 0x1p-53;
+            if (place >= own)
+                uniform = (pooled - own) / (pool - own);
+            else
+                uniform = (part + (fresh ? uniform : pooled / own)) / parts;
         }
-        // Binary search for the first word whose cumulative probability is greater.
-        int first = 0, last = words - 1;
+        // Binary search for the first entry whose cumulative probability is greater.
+        int first = 0, last = entries - 1;
         while (first < last) {
             const int middle = first + (last - first) / 2;
             if (cdf[middle] > uniform)
@@ -37,6 +42,7 @@ extern "C" __global__ void draw(
             else
                 first = middle + 1;
         }
-        negatives[i - centers] = first;
+        const int length = entries / parts;
+        negatives[i - centers] = first % length * parts + (parts - 1 - first / length);
     });
 }

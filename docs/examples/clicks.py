@@ -26,7 +26,7 @@ NUMBERS = 13
 
 
 class ClickModel(nn.Module):
-    """Bags of embeddings and numbers, their dot products, a network."""
+    """Bags of embeddings, and a network."""
 
     def __init__(self, sizes, dim, storage, gpu_bytes=0):
         super().__init__()
@@ -36,16 +36,32 @@ class ClickModel(nn.Module):
             PagedEmbeddingBag(rows, dim, init=normal(dim, rows**-0.25, seed), **settings)
             for seed, rows in enumerate(sizes)
         )
-        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
-        inputs = dim + len(sizes) * (len(sizes) + 1) // 2
-        self.top = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.network = Network(len(sizes), dim)
 
     def forward(self, numbers, ids, offsets):
         """Return logits of a click: [B]."""
-        dense = self.bottom(numbers)
-        offsets = offsets.to(dense.device, non_blocking=True)  # once for all tables
+        return self.network(numbers, self.vectors(ids, offsets))
+
+    def vectors(self, ids, offsets):
+        """Return the vector of each bag: [B, T, D] of T tables."""
+        offsets = offsets.to(self.bags[0].device, non_blocking=True)  # once for all tables
         vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
-        features = torch.stack([dense, *vectors], dim=1)  # [B, F, D]
+        return torch.stack(vectors, dim=1)
+
+
+class Network(nn.Module):
+    """Dot products of all pairs of vectors, one of them of the numbers, and layers."""
+
+    def __init__(self, tables, dim):
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
+        pairs = tables * (tables + 1) // 2
+        self.top = nn.Sequential(nn.Linear(dim + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, numbers, vectors):
+        """Return logits: [B]."""
+        dense = self.bottom(numbers)
+        features = torch.cat([dense.unsqueeze(1), vectors], dim=1)  # [B, F, D]
         dots = (features @ features.transpose(1, 2)).flatten(1)
         # Of each pair once; dots[:, left, right] would sort its indices in the backward pass.
         count = features.shape[1]
@@ -63,16 +79,16 @@ def zipf(rows, count, skew):
 
 
 def samples(sizes, batch, skew):
-    """Return numbers [B, 13], ids of each table, offsets [B], and labels [B]."""
+    """Return numbers [B, 13], ids of each table [T, N], offsets [B], and labels [B]."""
     numbers = torch.randn(batch, NUMBERS)
     counts = torch.randint(1, 4, (batch,))  # ids of a bag
     offsets = counts.cumsum(0) - counts
     logits = 0.5 * numbers.sum(1) / NUMBERS**0.5
-    ids = []
-    for table, rows in enumerate(sizes):
-        ids.append(zipf(rows, int(counts.sum()), skew))
+    # Those of all tables in one tensor are copied to the GPU at once.
+    ids = torch.stack([zipf(rows, int(counts.sum()), skew) for rows in sizes])
+    for table in range(len(sizes)):
         # Each id has a hidden weight, which is a function of the id.
-        hidden = normal(1, 1.0, seed=1000 + table)(ids[-1][offsets]).squeeze(1)
+        hidden = normal(1, 1.0, seed=1000 + table)(ids[table, offsets]).squeeze(1)
         logits += 3 * hidden / len(sizes) ** 0.5
     return numbers, ids, offsets, (torch.rand(batch) < logits.sigmoid()).float()
 

@@ -188,6 +188,18 @@ def call(run: Callable[[Any], object], asked: list[Any], i: int) -> None:
     run(asked[i % len(asked)])
 
 
+class Loss(nn.Module):
+    """Loss of the dense part of the click model."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, numbers: Tensor, vectors_BTD: Tensor, clicked: Tensor) -> Tensor:
+        logits = self.network(numbers, vectors_BTD)
+        return nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+
+
 def clicks(args: argparse.Namespace, found: Results) -> None:
     """Measure the click model: tables on the GPUs, and with room for 10 %."""
     scale, batch, steps = args.scale, args.samples, args.steps // 4
@@ -197,8 +209,10 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
     def samples() -> tuple:
         with torch.device("cuda"):
             numbers, ids, offsets, clicked = example["samples"](sizes, batch // RANKS, 1.05)
-        pinned = [its.cpu().pin_memory() for its in (numbers, *ids, offsets, clicked)]
-        return pinned[0], pinned[1:-2], *pinned[-2:]
+        numbers, ids, offsets, clicked = (
+            its.cpu().pin_memory() for its in (numbers, ids, offsets, clicked)
+        )
+        return numbers, ids.unbind(), offsets, clicked
 
     made = [samples() for _ in range(2 * steps)]
 
@@ -206,15 +220,20 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
         model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
         paged = PagedOptimizer(model, args.optimizer, lr=0.1, fused=True)
         dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
-        predict = (
-            DistributedDataParallel(model, gradient_as_bucket_view=True) if RANKS > 1 else model
+        loss_of_batch: nn.Module = Loss(model.network)
+        numbers, ids, _, clicked = made[0]
+        vectors = torch.zeros(len(clicked), len(ids), DIM, device="cuda", requires_grad=True)
+        # All but the look-up has a fixed shape: two CUDA graphs.
+        loss_of_batch = torch.cuda.make_graphed_callables(
+            loss_of_batch, (numbers.cuda(), vectors, clicked.cuda())
         )
+        if RANKS > 1:
+            loss_of_batch = DistributedDataParallel(loss_of_batch, gradient_as_bucket_view=True)
 
         def step(sample: tuple) -> None:
             numbers, ids, offsets, clicked = sample
             numbers, clicked = (its.to("cuda", non_blocking=True) for its in (numbers, clicked))
-            logits = predict(numbers, ids, offsets)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+            loss = loss_of_batch(numbers, model.vectors(ids, offsets), clicked)
             paged.zero_grad()
             dense.zero_grad()
             loss.backward()

@@ -26,6 +26,7 @@ from tests.support.embeddings import (
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.embedding import _look_up as look_up_batch
+from w2v.api.look_up import _joined, _whole
 from w2v.api.row_store import RowStore
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
@@ -805,3 +806,15 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
     assert torch.equal(weights(table), start)
     stats = table.store.stats
     assert stats.rows_used > stats.rows_read > stats.rows_written > rows // 12
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
+    ids = torch.arange(12, dtype=kind).view(3, 4)
+    assert _whole(ids.unbind()).data_ptr() == ids.data_ptr()
+    joined = _joined(ids.unbind(), torch.device(device))
+    assert joined.dtype == torch.int64 and joined.tolist() == list(range(12))
+    other = ids[1].clone()
+    for apart in ([ids[0], ids[2]], [ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()]):
+        assert _whole(apart) is None

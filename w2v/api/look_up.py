@@ -266,8 +266,7 @@ class LookUp:
         """Return the sums of all tables, which are 0 where nothing waits."""
         if self._buffer_UD is None:
             self._buffer_UD = self._zeros()
-            sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
-            self._parts = self.sums_UD.split(sizes)
+            self._parts = self._split()
         sums_UD = self.sums_UD
         for its, sum_UD in waiting.items():
             if its not in self._sums:
@@ -288,6 +287,10 @@ class LookUp:
 
     def _zeros(self) -> Tensor:
         return self.group.zeros(self.rows.shape[0])
+
+    def _split(self) -> Sequence[Tensor]:
+        """Return the sums of each table."""
+        return self.sums_UD.split([end - begin for begin, end in itertools.pairwise(self.begins)])
 
     def has_all(self, grads: dict[int, Tensor]) -> bool:
         """Whether these gradients, by table, are the sums of all tables."""
@@ -448,9 +451,9 @@ def _spans_of(spans: tuple[cuda_cache.Span, ...], device: torch.device) -> cuda_
 
 def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all ids on the GPU: int64 [N]."""
-    if len(ids) == 1:
-        return to_device(ids[0], device).long().flatten()
     flat = [its.flatten() for its in ids]
+    if (whole := _whole(flat)) is not None:
+        return to_device(whole, device).long()
     if all(its.is_cuda for its in flat):
         return torch.cat(flat).long()
     # The others are most likely as the first: to ask takes long, and a wrong answer only waits.
@@ -460,6 +463,20 @@ def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
     torch._foreach_copy_(ids_N.split([len(its) for its in flat]), flat, non_blocking=True)
     return ids_N
+
+
+def _whole(flat: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie side by side as one, such as the rows of a matrix."""
+    first, last = flat[0], flat[-1]
+    end = first.data_ptr()
+    for its in flat:
+        if its.data_ptr() != end or its.dtype is not first.dtype:
+            return None
+        end += its.nbytes
+    # Side by side by chance, they would not be in one memory.
+    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((sum(map(len, flat)),), (1,))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

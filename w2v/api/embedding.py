@@ -57,6 +57,7 @@ class _Waiting:
     """
 
     page: RowPage | None = None  # rows whose gradients wait for the step
+    sums: Tensor | None = None  # these gradients, once they are summed over ranks
     ahead: Any = None  # the look-up of the current batch of `PagedOptimizer.pages`
     # All tables of this look-up, if they read vectors and sum gradients by kernels.
     beside: list[tuple[PagedEmbedding, RowsOfIds]] = field(default_factory=list)
@@ -237,7 +238,7 @@ class PagedEmbedding(nn.Module):
 
         `zero_grad` of a module around this one does not reach the table.
         """
-        self._parameter.grad = None
+        self._parameter.grad = self._waiting.sums = None
         self._waiting.unsent.clear()
 
     def extra_repr(self) -> str:
@@ -382,6 +383,12 @@ class PagedEmbedding(nn.Module):
             return self._parameter.grad
         return self._waiting.unsent.get(page.asked.look_up, (None, None))[1]
 
+    @property
+    def _grad(self) -> Tensor | None:
+        """The gradients that wait for the step."""
+        sums_UD = self._waiting.sums
+        return self._parameter.grad if sums_UD is None else sums_UD
+
     def _add_grad(self, page: RowPage, grad_UD: Tensor, is_owned: bool = False) -> None:
         """Add the gradient of a page to those that wait for the step.
 
@@ -393,13 +400,16 @@ class PagedEmbedding(nn.Module):
         if page.asked is not page.found and not is_owned:
             self._waiting.unsent[page.asked.look_up] = page, grad_UD
             return
-        if grad_UD is self._parameter.grad:  # it was added up in place
+        if grad_UD is self._grad:  # it was added up in place
             return
-        if self._parameter.grad is not None:
+        if self._grad is not None:
             # A row of several pages has one gradient, their sum, as it is stepped once.
             with torch.no_grad():
                 page, grad_UD = self._merged(page, grad_UD)
         self._waiting.page = page
+        if is_owned:  # inside a step: nobody sees it
+            self._waiting.sums = grad_UD
+            return
         self._parameter.grad = None  # its shape may change only without a gradient
         if page.records is None:
             self._parameter.data = _zero(grad_UD.device).expand(grad_UD.shape)
@@ -412,7 +422,7 @@ class PagedEmbedding(nn.Module):
         rows = [its.rows_of(self.store) for its in (self._waiting.page, page)]
         rows_U = torch.unique(torch.cat(rows))
         sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-        for its_rows, its_grad in zip(rows, (self._parameter.grad, grad_UD), strict=True):
+        for its_rows, its_grad in zip(rows, (self._grad, grad_UD), strict=True):
             sum_UD.index_add_(0, torch.searchsorted(rows_U, its_rows), its_grad)
         records_UR = None if self._fused else self.store._read(rows_U)
         return RowPage(self.store, None, rows_U, records_UR), sum_UD
@@ -420,7 +430,7 @@ class PagedEmbedding(nn.Module):
     def _step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
         with self.store.lock:
-            if (grad_UD := self._parameter.grad) is None:
+            if (grad_UD := self._grad) is None:
                 return
             page, store = self._waiting.page, self.store
             rows_U = page.rows_of(store)
@@ -433,8 +443,7 @@ class PagedEmbedding(nn.Module):
 
     def _drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
-        self._waiting.page = None
-        self._parameter.grad = None
+        self._waiting.page = self._waiting.sums = self._parameter.grad = None
 
     @outside_inference  # the table is trained later
     def _open(
@@ -541,7 +550,7 @@ class PagedEmbedding(nn.Module):
             reason = f"vectors are {self._parameter.dtype} and cannot become {empty.dtype}"
             raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
         if empty.device != self.device:
-            if self._parameter.grad is not None or self._waiting.unsent:
+            if self._grad is not None or self._waiting.unsent:
                 raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
             self.device = open_device(empty.device, self.storage)
             self._stepped_by = None
@@ -887,6 +896,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Drop the gradients of all tables, or set them to zero."""
         for table in self._tables.values() if self._ranks.size > 1 else ():
             table._waiting.unsent.clear()
+            table._waiting.sums = None
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -1042,7 +1052,7 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
     """Step rows by fused kernels: one launch for the tables of a look-up."""
     by_look_up: dict[Any, list[PagedEmbedding]] = {}
     for table in tables:
-        if table._parameter.grad is not None:
+        if table._grad is not None:
             found = table._waiting.page.found
             is_together = found and found.look_up.group is table.store.group
             by_look_up.setdefault(found.look_up if is_together else table, []).append(table)
@@ -1052,7 +1062,7 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
             counts = [optimizer.count_step(store.table) for store in stores]
             seeds = [store.table.next_rounding_seed() for store in stores]
             is_whole = isinstance(look_up, LookUp) and look_up.has_all(
-                {table._waiting.page.found.index: table._parameter.grad for table in its_tables}
+                {table._waiting.page.found.index: table._grad for table in its_tables}
             )
             if is_whole and len(set(counts)) == 1:
                 rows = look_up.rows, look_up.narrow_N, look_up.count
@@ -1062,7 +1072,7 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
             else:
                 for table, counted, seed in zip(its_tables, counts, seeds, strict=True):
                     rows = table._waiting.page.rows_of(table.store), None, None
-                    given = counted, seed, rows, table._parameter.grad, lr
+                    given = counted, seed, rows, table._grad, lr
                     table.store.group.step(optimizer, *given)
             for table in its_tables:
                 table.store.version += 1

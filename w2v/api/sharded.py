@@ -145,11 +145,15 @@ class RoutedLookUp(LookUp):
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self._weights_UD)
 
+    def _split(self) -> list[Tensor]:
+        # They are sent as one: all that is asked is which tables have some.
+        return [self.sums_UD] * len(self.spans)
+
     def sum_by_row(self, grad_MD: Tensor, tables: dict[int, PagedEmbedding]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of each table's rows."""
         ranks, found = self.tables[0]._ranks.size, self.owned[0].look_up
         if self.tables[0]._fused:  # the sums lie side by side, for one step
-            waiting = {index: table._parameter.grad for index, table in tables.items()}
+            waiting = {index: table._grad for index, table in tables.items()}
             return found.add_gradients(None, grad_MD.div_(ranks), None, waiting)
         sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.

@@ -3,7 +3,8 @@
 Row v belongs to rank v % N, which holds its weight and state and steps it. All ranks take part in
 the exchanges of a batch, each of which serves all tables at once where their ids are read ahead:
 
-    send_counts  how many ids go to each rank, and whether this rank has a batch
+    send_counts  how many ids go to each rank, and whether this rank has a batch; with the ids of
+                 the batch before, if there is one
     send_ids     the ids; each owner finds the unique rows among those that it gets
     borrow       weights, from the owners, in the forward pass
     reduce       gradients, to the owners, before the step
@@ -191,8 +192,12 @@ class Requests:
 
     def send_counts(self) -> None:
         """Tell each rank how many rows it will be asked for."""
-        size = self._ranks.size
-        sent_NC = [[0] * (1 + self._groups) for _ in range(size)]
+        one_each = [1] * self._ranks.size
+        self._receive_counts(self._ranks.all_to_all(self._counts_to_send(), one_each, one_each))
+
+    def _counts_to_send(self) -> Tensor:
+        """Return a status and numbers of rows for each rank: [N, C]."""
+        sent_NC = [[0] * (1 + self._groups) for _ in range(self._ranks.size)]
         try:
             if self._error is None:
                 self._look_ups = list(dict.fromkeys(its.look_up for its in self.found))
@@ -208,13 +213,18 @@ class Requests:
             self._later = Later(counts_NC.numel())
             pinned = self._later.numbers.copy_(counts_NC.flatten())
             counts_NC = pinned.to(self._device, non_blocking=True).view(counts_NC.shape)
-        self._counts = self._ranks.all_to_all(counts_NC, [1] * size, [1] * size)
+        return counts_NC
+
+    def _receive_counts(self, counts_NC: Tensor) -> None:
+        self._counts = counts_NC.flatten()
         if self._later:
-            self._counts = pinned.copy_(self._counts.flatten(), non_blocking=True)
+            self._counts = self._later.numbers.copy_(self._counts, non_blocking=True)
             self._later.launched()
 
-    def send_ids(self) -> bool:
+    def send_ids(self, following: Requests | None = None) -> bool:
         """Send the ids; return False if a rank has no batch any more.
+
+        The counts of the batch after it are sent with them.
 
         Raises:
             Exception: The error of this rank, or a copy of another rank's.
@@ -232,8 +242,15 @@ class Requests:
             raise copied(f"{told} (rank {failed})")
         if ENDED in status_N:
             return False
-        rows, sent = zip(*((its.rows, its.sent) for its in self._look_ups), strict=True)
-        requested = self._ranks.all_to_all_tensors(rows, sent, received)
+        rows = [its.rows for its in self._look_ups]
+        counts = [its.sent for its in self._look_ups], received.copy()
+        if following:
+            rows.append(following._counts_to_send())
+            for its in counts:
+                its.append([1] * self._ranks.size)
+        requested = self._ranks.all_to_all_tensors(rows, *counts)
+        if following:
+            following._receive_counts(requested.pop())
         for look_up, rows_M, its_received in zip(self._look_ups, requested, received, strict=True):
             look_up.receive(rows_M, its_received, self._is_ahead)
             look_up.batch = self._look_ups
@@ -270,11 +287,11 @@ def sent_ahead(
     under_way: deque[Requests] = deque()
     while True:
         under_way.append(Requests(tables, lambda: next(batches), is_ahead=True))
-        if len(under_way) > 1:
-            under_way[-2].send_counts()
-        if len(under_way) > 2:
+        if len(under_way) == 2:  # the first batches
+            under_way[0].send_counts()
+        elif len(under_way) == 3:
             requests = under_way.popleft()
-            if not requests.send_ids():
+            if not requests.send_ids(following=under_way[0]):
                 return
             yield requests.batch, requests.found
 

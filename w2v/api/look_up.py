@@ -140,18 +140,21 @@ class LookUp:
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
         self._parts: Sequence[Tensor] = ()  # of it, by span
         self._sums: dict[int, Tensor] = {}  # of each table that has some
-        self._ends = list(itertools.accumulate(span.ids for span in spans))  # of ids
+        counts = [its.numel() for its in ids]
+        self._ends = list(itertools.accumulate(counts))  # of ids
         size = len(spans), len(spans[0].first_rows)
         self.uses = group.uses  # others, once a table has left the group
         uses = self.uses if size[1] == 1 else RowUses(0, group.device)
         self.number = number = uses.begin(is_ahead)
-        if group.device.type == "cuda" and any(its.numel() for its in ids):
-            its_spans = _spans_of(tuple(spans), group.device)
+        if group.device.type == "cuda" and any(counts):
+            # Where all tables have as many, these are in no key: they differ from batch to batch.
+            each = counts[0] if counts.count(counts[0]) == len(counts) else 0
+            its_spans = _spans_of(tuple(spans), () if each else tuple(counts), group.device)
             self._later = Later(cuda_cache.numbers_of(size[0] * size[1]))
             counted = uses.count_V, uses.page_of_V if number else None, number
             how = self._later.numbers, is_filled, are_rows
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
-                _joined(ids, group.device), its_spans, *counted, *how
+                _joined(ids, group.device), its_spans, each, *counted, *how
             )
             self._later.launched()
         else:
@@ -397,7 +400,7 @@ class RowsOfIds(UniqueRows):
             raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
         self.shape = self.ids.shape
         rows = len(store) if rows is None else rows
-        self.span = cuda_cache.Span(self.shape.numel(), rows, padding, store.first_rows)
+        self.span = cuda_cache.Span(rows, padding, store.first_rows)
 
     @property
     def owned(self) -> UniqueRows:
@@ -445,8 +448,10 @@ def look_up_together(
 
 
 @functools.lru_cache(maxsize=64)
-def _spans_of(spans: tuple[cuda_cache.Span, ...], device: torch.device) -> cuda_cache.Spans:
-    return cuda_cache.Spans.of(spans, device)
+def _spans_of(
+    spans: tuple[cuda_cache.Span, ...], counts: tuple[int, ...], device: torch.device
+) -> cuda_cache.Spans:
+    return cuda_cache.Spans.of(spans, counts, device)
 
 
 def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -79,7 +79,7 @@ class RoutedLookUp(LookUp):
         """Look up the rows that all ranks request of this one."""
         self.received, ranks = received, self.tables[0]._ranks
         spans = [
-            cuda_cache.Span(0, ranks.shard_rows(its.rows), None, (its.first_rows[ranks.rank],))
+            cuda_cache.Span(ranks.shard_rows(its.rows), None, (its.first_rows[ranks.rank],))
             for its in self.spans
         ]
         with self.group.lock:

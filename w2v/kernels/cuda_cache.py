@@ -139,12 +139,11 @@ class MovePlanner:
 
 
 class Span(NamedTuple):
-    """The ids of one of the tables that are looked up together.
+    """One of the tables that are looked up together.
 
     Row v belongs to rank v % N; ids are looked up for all N ranks.
     """
 
-    ids: int
     rows: int  # of the whole table
     padding: int | None  # a row whose place is wanted
     first_rows: tuple[int, ...]  # of each rank: its rows of the table are numbered from here on
@@ -159,8 +158,9 @@ class Spans(NamedTuple):
     ranks: int
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> Spans:
-        ends = list(itertools.accumulate(span.ids for span in spans))
+    def of(cls, spans: Sequence[Span], counts: Sequence[int], device: torch.device) -> Spans:
+        """`counts` are numbers of ids of the tables; none if these are equal."""
+        ends = list(itertools.accumulate(counts)) or [0] * len(spans)
         ranks, words, numbers = len(spans[0].first_rows), 0, []
         for rank in range(ranks):
             for span, end in zip(spans, ends, strict=True):
@@ -183,6 +183,7 @@ def numbers_of(spans: int) -> int:
 def find_rows(
     ids_N: Tensor,  # int64 on the GPU, table by table
     spans: Spans,
+    each: int,  # ids of each table, 0 if `spans` has their numbers
     uses_V: Tensor | None,  # int16, counts the look-ups of each row
     page_of_V: Tensor | None,  # int16, becomes `page` for these rows
     page: int,
@@ -212,7 +213,7 @@ def find_rows(
     places_N = torch.empty_like(ids_N)
     rows_N = torch.empty_like(ids_N)
     given = ids_N, ids
-    its = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, zeros
+    its = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
     blocks, survey_blocks = blocks_for(ids), -(-32 * stretches // THREADS)
     launch("cache.cu", "mark_ids", {}, blocks, *given, *its, bits)
     launch("cache.cu", "count_ids", {}, survey_blocks, bits, counts, stretches, done, zeros)

@@ -258,7 +258,7 @@ extern "C" __global__ void mark_rows(
 // v / ranks there. A table has a span of the words for each rank, which have a bit for each row;
 // spans stand by rank, then by table. The rows of a span are numbered from first_row on.
 struct Span {
-    long long ids_end;  // of the table
+    long long ids_end;  // of the table, unless all tables have as many
     long long first_word, first_row;
     long long rows;     // of the whole table
     long long padding;  // a row of the span, or -1
@@ -277,7 +277,8 @@ struct Numbers {  // of a look-up
 };
 
 // Kernel parameters of a look-up. ranks = 0: ids are numbers of rows of one rank, in any order.
-#define SPANS const Span *spans, int tables, int ranks, Numbers *numbers
+// each: ids of each table, 0 if they differ.
+#define SPANS const Span *spans, int tables, int ranks, long long each, Numbers *numbers
 
 // Return the first span for which `is_past` is false, or the last one.
 template <class Test>
@@ -298,7 +299,7 @@ __device__ bool find_bit(long long id, long long i, SPANS, long long* word, unsi
         at = find_span(tables, [&](int t) { return spans[t + 1].first_row <= id; });
         id -= spans[at].first_row;
     } else {
-        at = find_span(tables, [&](int t) { return spans[t].ids_end <= i; });
+        at = each ? i / each : find_span(tables, [&](int t) { return spans[t].ids_end <= i; });
         if (id < 0 || id >= spans[at].rows) {
             if (id < 0) atomicMin(&numbers->found[at].least, id);
             else atomicMax(&numbers->found[at].greatest, id);
@@ -324,7 +325,7 @@ extern "C" __global__ void mark_ids(
     each_thread(count, [&](long long i) {
         long long word;
         unsigned bit;
-        if (find_bit(ids[i], i, spans, tables, ranks, numbers, &word, &bit))
+        if (find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit))
             if (!(words[word] >> bit & 1)) atomicOr(words + word, 1u << bit);
     });
 }
@@ -382,7 +383,7 @@ extern "C" __global__ void place_ids(
         if (rest && i >= listed) rest[i] = -1;
         long long word;
         unsigned bit;
-        const bool is_row = find_bit(ids[i], i, spans, tables, ranks, numbers, &word, &bit);
+        const bool is_row = find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit);
         places[i] = is_row ? before[word] + __popc(words[word] & (1u << bit) - 1) : 0;
     });
     each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });

@@ -39,7 +39,8 @@ def gather_bags(records_SR, slot_of_V, rows_U, places_N, dim, bags=None, padding
     return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
 
 
-def sum_gradients(grad_ND, places_N, sums_UD, bags=None, padding=None):
+def sum_gradients(grads, places_N, sums_UD, bags=None, padding=None):
+    grad_ND = grads.flatten(0, -2)
     found = places_of_bags(places_N, bags, padding)
     for places_n, grad_D in zip(found, grad_ND, strict=True):
         sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))
@@ -59,13 +60,13 @@ def kernels_of_torch(monkeypatch):
     monkeypatch.setattr(RowGroup, "in_place", lambda its, _: View(its.table.records_VR, None))
 
 
-def modules(is_bag, paddings):
+def modules(is_bag, paddings, **settings):
     """Return our tables and torch's, with the same weights."""
     kinds = (PagedEmbeddingBag, nn.EmbeddingBag) if is_bag else (PagedEmbedding, nn.Embedding)
     weights = [torch.randn(rows, DIM) for rows in SIZES]
     return [
         [
-            kind.from_pretrained(weight.clone(), freeze=False, padding_idx=padding)
+            kind.from_pretrained(weight.clone(), freeze=False, padding_idx=padding, **settings)
             for weight, padding in zip(weights, paddings, strict=True)
         ]
         for kind in kinds
@@ -101,3 +102,23 @@ def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
             stepped.step()
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.weight, its.weight.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradients_of_stacked_vectors_are_read_where_they_are(dim, monkeypatch):
+    seen = []
+    sums = cuda.sum_gradients
+    monkeypatch.setattr(cuda, "sum_gradients", lambda *given: (seen.append(given[0]), sums(*given)))
+    ours, theirs = modules(True, (None,) * 3, mode="sum")
+    paged = PagedOptimizer(ours, "SGD", lr=LR, fused=True)
+    ids = [torch.randint(rows, (5, 3)) for rows in SIZES]
+    factor = torch.randn(torch.stack([torch.empty(5, DIM)] * 3, dim).shape)
+    for _ in paged.pages([ids], [0, 1, 2]):
+        for tables in (ours, theirs):
+            vectors = [table(its) for table, its in zip(tables, ids, strict=True)]
+            (torch.stack(vectors, dim) * factor).sum().backward()
+        paged.step()
+    (grads,) = seen  # of all tables at once; only those whose elements are apart are copied
+    assert grads.stride() == ((DIM, 3 * DIM, 1) if dim == 1 else (5 * DIM, DIM, 1))
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.weight, its.weight.detach() - LR * its.weight.grad)

@@ -623,17 +623,44 @@ class _Vectors(torch.autograd.Function):
             if grad is not None
         ]
         if others and len(parts) == len(grads) and look_up.paddings.count(None) == len(grads):
-            parts = [(None, torch.cat(grads), ctx.pages)]
+            whole = _evenly_spaced(grads) if bags else None
+            parts = [(None, torch.cat(grads) if whole is None else whole, ctx.pages)]
         elif bags:
             bags = bags._replace(tables=1)
         with table.store.lock:
-            for index, grad_ND, pages in parts:
+            for index, grad, pages in parts:
                 waiting = {page.asked.index: table._waiting_at(page) for table, page in pages}
-                grad_ND = grad_ND.float().contiguous()
-                sums = look_up.add_gradients(index, grad_ND, bags, waiting)
+                if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
+                    grad = grad.float().contiguous()
+                sums = look_up.add_gradients(index, grad, bags, waiting)
                 for (table, page), sum_UD in zip(pages, sums, strict=True):
                     table._add_grad(page, sum_UD)
         return (None,) * 3
+
+
+def _evenly_spaced(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors as one [T, ...], if they lie at equal distances in one memory.
+
+    So do the gradients of vectors that were stacked.
+    """
+    first, *others = tensors
+    begins = [its.data_ptr() for its in tensors]
+    step = begins[1] - begins[0]
+    strides, place = first.stride(), first.untyped_storage().data_ptr()
+    if (
+        step <= 0
+        or step % first.element_size()
+        or any(
+            begin - begins[0] != n * step
+            or its.shape != first.shape
+            or its.stride() != strides
+            or its.dtype != first.dtype
+            or its.untyped_storage().data_ptr() != place
+            for n, (begin, its) in enumerate(zip(begins[1:], others, strict=True), 1)
+        )
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *strides))
 
 
 class PagedEmbeddingBag(PagedEmbedding):

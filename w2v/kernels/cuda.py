@@ -8,6 +8,7 @@ Shapes: B centers, K negatives, V rows of a table, U unique rows, D dimensions, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -197,16 +198,19 @@ def gather_bags(
 
 
 def sum_gradients(
-    grad_ND: Tensor,
+    grads: Tensor,  # [N, D], or [T, N, D] of the bags of T tables
     places_N: Tensor,
     sums_UD: Tensor,
     bags: Bags | None = None,
     padding: int | None = None,
 ) -> None:
     """Add gradients of ids or bags to the sums, by place, in no fixed order."""
-    count, dim = grad_ND.shape
-    given = (bags or Bags(count)).of(places_N, padding)
-    launch("rows.cu", "add_gradients", {}, blocks_for(32 * count), grad_ND, *given, dim, sums_UD)
+    *counts, dim = grads.shape
+    strides = grads.stride() if len(counts) > 1 else (bags.number * dim if bags else 0, dim, 1)
+    given = (bags or Bags(counts[0])).of(places_N, padding)
+    blocks = blocks_for(32 * math.prod(counts))
+    args = grads, *strides[:2], *given, dim, sums_UD
+    launch("rows.cu", "add_gradients", {}, blocks, *args)
 
 
 def step_rows(

@@ -128,13 +128,16 @@ extern "C" __global__ void gather_bags(
     });
 }
 
-// Add the gradient of each bag to those of its rows, in no fixed order; padding gets none.
+// Add the gradient of each bag to those of its rows, in no fixed order; padding gets none. Strides
+// are those of tables and of bags in the gradients.
 extern "C" __global__ void add_gradients(
-    const float* grads, long long all, BAGS, int dim, float* sums) {
+    const float* grads, long long table_stride, long long bag_stride, long long all, BAGS, int dim,
+    float* sums) {
     each_warp(all, [&](long long b) {
         const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
+        const float* grad_D = grads + b / bags * table_stride + b % bags * bag_stride;
         for (int d = lane_id(); d < dim; d += 32) {
-            const float grad = grads[b * dim + d] * bag.share;
+            const float grad = grad_D[d] * bag.share;
             for (long long i = bag.first; i < bag.end; i++)
                 if (places[i] != padding) atomicAdd(sums + places[i] * dim + d, grad);
         }

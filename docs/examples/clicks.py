@@ -26,7 +26,7 @@ NUMBERS = 13
 
 
 class ClickModel(nn.Module):
-    """Bags of embeddings, and a network."""
+    """Bags of embeddings and numbers, their dot products, a network."""
 
     def __init__(self, sizes, dim, storage, gpu_bytes=0):
         super().__init__()
@@ -36,38 +36,37 @@ class ClickModel(nn.Module):
             PagedEmbeddingBag(rows, dim, init=normal(dim, rows**-0.25, seed), **settings)
             for seed, rows in enumerate(sizes)
         )
-        self.network = Network(len(sizes), dim)
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
+        self.top = Top(1 + len(sizes), dim)
 
     def forward(self, numbers, ids, offsets):
         """Return logits of a click: [B]."""
-        return self.network(numbers, self.vectors(ids, offsets))
+        return self.top(self.features(numbers, ids, offsets))
 
-    def vectors(self, ids, offsets):
-        """Return the vector of each bag: [B, T, D] of T tables."""
-        offsets = offsets.to(self.bags[0].device, non_blocking=True)  # once for all tables
-        vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
-        return torch.stack(vectors, dim=1)
-
-
-class Network(nn.Module):
-    """Dot products of all pairs of vectors, one of them of the numbers, and layers."""
-
-    def __init__(self, tables, dim):
-        super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(NUMBERS, 64), nn.ReLU(), nn.Linear(64, dim))
-        pairs = tables * (tables + 1) // 2
-        self.top = nn.Sequential(nn.Linear(dim + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, numbers, vectors):
-        """Return logits: [B]."""
+    def features(self, numbers, ids, offsets):
+        """Return vectors of the numbers and of each table's bag: [B, F, D]."""
         dense = self.bottom(numbers)
-        features = torch.cat([dense.unsqueeze(1), vectors], dim=1)  # [B, F, D]
+        offsets = offsets.to(dense.device, non_blocking=True)  # once for all tables
+        vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
+        return torch.stack([dense, *vectors], dim=1)
+
+
+class Top(nn.Module):
+    """Dot products of all pairs of vectors, and layers."""
+
+    def __init__(self, count, dim):
+        super().__init__()
+        inputs = dim + count * (count - 1) // 2
+        self.layers = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, features):
+        """Return logits: [B]."""
         dots = (features @ features.transpose(1, 2)).flatten(1)
         # Of each pair once; dots[:, left, right] would sort its indices in the backward pass.
         count = features.shape[1]
         left, right = torch.triu_indices(count, count, offset=1, device=dots.device)
         dots = dots.index_select(1, left * count + right)
-        return self.top(torch.cat([dense, dots], dim=1)).squeeze(1)
+        return self.layers(torch.cat([features[:, 0], dots], dim=1)).squeeze(1)
 
 
 def zipf(rows, count, skew):

@@ -189,15 +189,32 @@ def call(run: Callable[[Any], object], asked: list[Any], i: int) -> None:
 
 
 class Loss(nn.Module):
-    """Loss of the dense part of the click model."""
+    """Loss by the features of a click model."""
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, top: nn.Module):
         super().__init__()
-        self.network = network
+        self.top = top
 
-    def forward(self, numbers: Tensor, vectors_BTD: Tensor, clicked: Tensor) -> Tensor:
-        logits = self.network(numbers, vectors_BTD)
+    def forward(self, features_BFD: Tensor, clicked: Tensor) -> Tensor:
+        logits = self.top(features_BFD)
         return nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+
+
+class GraphedModel(nn.Module):
+    """Loss of a click model, all but its look-ups in CUDA graphs, as shapes are fixed."""
+
+    def __init__(self, model: nn.Module, numbers: Tensor, clicked: Tensor):
+        super().__init__()
+        self.model = model
+        shape = len(clicked), 1 + len(model.bags), DIM
+        features = torch.zeros(shape, device="cuda", requires_grad=True)
+        model.bottom, self.loss = torch.cuda.make_graphed_callables(
+            (model.bottom, Loss(model.top)), ((numbers.cuda(),), (features, clicked.cuda()))
+        )
+
+    def forward(self, *given: Any) -> Tensor:
+        *sample, clicked = given
+        return self.loss(self.model.features(*sample), clicked)
 
 
 def clicks(args: argparse.Namespace, found: Results) -> None:
@@ -220,20 +237,14 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
         model = example["ClickModel"](sizes, DIM, storage, gpu_bytes).to("cuda")
         paged = PagedOptimizer(model, args.optimizer, lr=0.1, fused=True)
         dense = torch.optim.Adam(model.parameters(), lr=0.003, fused=True)
-        loss_of_batch: nn.Module = Loss(model.network)
-        numbers, ids, _, clicked = made[0]
-        vectors = torch.zeros(len(clicked), len(ids), DIM, device="cuda", requires_grad=True)
-        # All but the look-up has a fixed shape: two CUDA graphs.
-        loss_of_batch = torch.cuda.make_graphed_callables(
-            loss_of_batch, (numbers.cuda(), vectors, clicked.cuda())
-        )
+        loss_of: nn.Module = GraphedModel(model, made[0][0], made[0][-1])
         if RANKS > 1:
-            loss_of_batch = DistributedDataParallel(loss_of_batch, gradient_as_bucket_view=True)
+            loss_of = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
 
         def step(sample: tuple) -> None:
             numbers, ids, offsets, clicked = sample
             numbers, clicked = (its.to("cuda", non_blocking=True) for its in (numbers, clicked))
-            loss = loss_of_batch(numbers, model.vectors(ids, offsets), clicked)
+            loss = loss_of(numbers, ids, offsets, clicked)
             paged.zero_grad()
             dense.zero_grad()
             loss.backward()

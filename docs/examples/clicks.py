@@ -78,7 +78,7 @@ def zipf(rows, count, skew):
 
 
 def samples(sizes, batch, skew):
-    """Return numbers [B, 13], ids of each table [T, N], offsets [B], and labels [B]."""
+    """Return numbers [B, 13], ids [T, N] of tables, offsets [B], labels [B]."""
     numbers = torch.randn(batch, NUMBERS)
     counts = torch.randint(1, 4, (batch,))  # ids of a bag
     offsets = counts.cumsum(0) - counts

@@ -201,7 +201,7 @@ class Loss(nn.Module):
 
 
 class GraphedModel(nn.Module):
-    """Loss of a click model, all but its look-ups in CUDA graphs, as shapes are fixed."""
+    """Loss of a click model; all but its look-ups is in CUDA graphs."""
 
     def __init__(self, model: nn.Module, numbers: Tensor, clicked: Tensor):
         super().__init__()

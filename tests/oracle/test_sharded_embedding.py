@@ -229,7 +229,7 @@ def count_exchanges(ranks, ahead):
 
 
 def test_number_of_exchanges(pool):
-    """Ids with the counts of the next, weights, gradients: once for all tables of pages."""
+    """Ids with the next counts, weights, gradients: once for all tables."""
     if pool.device == "cpu":
         counts, others = run(pool, count_exchanges, True)
         assert counts == others and set(counts[1:6]) == {3}, counts

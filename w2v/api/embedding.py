@@ -639,9 +639,9 @@ class _Vectors(torch.autograd.Function):
 
 
 def _evenly_spaced(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors as one [T, ...], if they lie at equal distances in one memory.
+    """Return tensors at equal distances in one memory as one [T, ...].
 
-    So do the gradients of vectors that were stacked.
+    So are the gradients of vectors that were stacked. Of others, None.
     """
     first, *others = tensors
     begins = [its.data_ptr() for its in tensors]

@@ -471,7 +471,7 @@ def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _whole(flat: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie side by side as one, such as the rows of a matrix."""
+    """Return tensors that lie side by side, such as rows, as one; or None."""
     first, last = flat[0], flat[-1]
     end = first.data_ptr()
     for its in flat:

@@ -41,14 +41,14 @@ class ClickModel(nn.Module):
 
     def forward(self, numbers, ids, offsets):
         """Return logits of a click: [B]."""
-        return self.top(self.features(numbers, ids, offsets))
+        return self.top(*self.features(numbers, ids, offsets))
 
     def features(self, numbers, ids, offsets):
-        """Return vectors of the numbers and of each table's bag: [B, F, D]."""
+        """Return the vector of numbers [B, D], and all vectors [B, F, D]."""
         dense = self.bottom(numbers)
         offsets = offsets.to(dense.device, non_blocking=True)  # once for all tables
         vectors = [bag(bag_ids, offsets) for bag, bag_ids in zip(self.bags, ids, strict=True)]
-        return torch.stack([dense, *vectors], dim=1)
+        return dense, torch.stack([dense, *vectors], dim=1)
 
 
 class Top(nn.Module):
@@ -59,14 +59,14 @@ class Top(nn.Module):
         inputs = dim + count * (count - 1) // 2
         self.layers = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 1))
 
-    def forward(self, features):
+    def forward(self, dense, features):
         """Return logits: [B]."""
         dots = (features @ features.transpose(1, 2)).flatten(1)
         # Of each pair once; dots[:, left, right] would sort its indices in the backward pass.
         count = features.shape[1]
         left, right = torch.triu_indices(count, count, offset=1, device=dots.device)
         dots = dots.index_select(1, left * count + right)
-        return self.layers(torch.cat([features[:, 0], dots], dim=1)).squeeze(1)
+        return self.layers(torch.cat([dense, dots], dim=1)).squeeze(1)
 
 
 def zipf(rows, count, skew):

@@ -195,8 +195,8 @@ class Loss(nn.Module):
         super().__init__()
         self.top = top
 
-    def forward(self, features_BFD: Tensor, clicked: Tensor) -> Tensor:
-        logits = self.top(features_BFD)
+    def forward(self, dense_BD: Tensor, features_BFD: Tensor, clicked: Tensor) -> Tensor:
+        logits = self.top(dense_BD, features_BFD)
         return nn.functional.binary_cross_entropy_with_logits(logits, clicked)
 
 
@@ -208,13 +208,14 @@ class GraphedModel(nn.Module):
         self.model = model
         shape = len(clicked), 1 + len(model.bags), DIM
         features = torch.zeros(shape, device="cuda", requires_grad=True)
+        dense = torch.zeros(len(clicked), DIM, device="cuda", requires_grad=True)
         model.bottom, self.loss = torch.cuda.make_graphed_callables(
-            (model.bottom, Loss(model.top)), ((numbers.cuda(),), (features, clicked.cuda()))
+            (model.bottom, Loss(model.top)), ((numbers.cuda(),), (dense, features, clicked.cuda()))
         )
 
     def forward(self, *given: Any) -> Tensor:
         *sample, clicked = given
-        return self.loss(self.model.features(*sample), clicked)
+        return self.loss(*self.model.features(*sample), clicked)
 
 
 def clicks(args: argparse.Namespace, found: Results) -> None:

@@ -15,9 +15,9 @@ from w2v.vectors import evaluate
 from w2v.vectors.datasets import EvaluationError, in_gensim, judged_pairs
 
 
-def assert_equals_gensim(words, vectors, path, restrict_vocab=None):
+def assert_equals_gensim(words, vectors, path, restrict_vocab=None, device="cpu"):
     """Score in torch and by gensim, and return the score."""
-    ours = evaluate.analogies(words, vectors, path, restrict_vocab)
+    ours = evaluate.analogies(words, torch.tensor(vectors).to(device), path, restrict_vocab)
     with np.errstate(all="ignore"):  # zero vectors
         _, answered = kv_of(words, vectors).evaluate_word_analogies(str(path), restrict_vocab)
     theirs = [(len(part["correct"]), len(part["incorrect"])) for part in answered]
@@ -51,7 +51,8 @@ def vectors_of_kind(kind, rng, words):
 
 @pytest.mark.parametrize("kind", ["normal", "integers", "zeros", "copies", "last bit", "tiny"])
 @pytest.mark.parametrize("size", [3, 4, 7, 40])
-def test_equals_gensim_with_ties_and_case_variants(tmp_path, kind, size):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_equals_gensim_with_ties_and_case_variants(tmp_path, kind, size, device):
     letters = [a + b for a in "xyzXYZ" for b in "uvwUVW"] + ["q", "Q", "r", "ß", "SS"]
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -60,7 +61,7 @@ def test_equals_gensim_with_ties_and_case_variants(tmp_path, kind, size):
         asked = [tuple(rng.choice(words, 4)) for _ in range(60)]
         sections = {"first": asked[:30], "gram1": asked[30:], "none": []}
         path = write_questions(tmp_path / "q.txt", sections)
-        assert_equals_gensim(words, vectors, path)
+        assert_equals_gensim(words, vectors, path, device=device)
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,21 +129,28 @@ def test_clear_questions_are_answered_in_blocks(tmp_path, monkeypatch):
         return as_gensim(vectors_ND, group_N, ids_Q4)
 
     monkeypatch.setattr(batched, "_answers_as_gensim", count)
-    monkeypatch.setattr(batched, "QUESTIONS", {"cpu": 7})
-    monkeypatch.setattr(batched, "WORDS", {"cpu": 11})
+    monkeypatch.setattr(batched, "QUESTIONS", 7)
+    monkeypatch.setattr(batched, "WORDS", 11)
     score = assert_equals_gensim(words, vectors, path)
     assert len(doubtful) < 0.05 * score.total.counted
 
 
 @pytest.mark.gpu
-def test_gpu_answers_as_the_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(batched, "QUESTIONS", {"cpu": 7, "cuda": 50})
-    monkeypatch.setattr(batched, "WORDS", {"cpu": 11, "cuda": 100})
-    words, vectors, sections = planted()
+@pytest.mark.parametrize("dim", [5, 24, 130])
+def test_gpu_answers_as_the_cpu(tmp_path, monkeypatch, dim):
+    words, vectors, sections = planted(dim=dim)
     path = write_questions(tmp_path / "q.txt", sections)
-    on_gpu = evaluate.scores(words, torch.from_numpy(vectors).cuda(), [path])
+    records_VR = torch.zeros(len(words), dim + 3)
+    records_VR[:, :dim] = torch.from_numpy(vectors)
+    blocks = []
+    monkeypatch.setattr(batched, "_answer_block", lambda *args: blocks.append(args))
+    on_gpu = evaluate.scores(words, records_VR.cuda()[:, :dim], [path])
+    assert not blocks  # all are compared there
+    monkeypatch.undo()
     assert on_gpu == evaluate.scores(words, vectors, [path])
-    assert_equals_gensim(words, vectors, path)
+    columns_DN = torch.from_numpy(vectors.T.copy()).cuda()
+    assert on_gpu == evaluate.scores(words, columns_DN.T, [path])
+    assert_equals_gensim(words, vectors, path, device="cuda")
 
 
 def test_strided_half_precision_and_grad_vectors_score_as_plain_ones(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
 from w2v.vectors.query import normalize
 
 TOPN = 5  # gensim looks for the answer among the five nearest words
-# Questions and words of a block: its cosines are 8 MiB, near a CPU's cache, or 128 MiB on a GPU,
-# where few large blocks take fewer launches.
-QUESTIONS = {"cpu": 1 << 9, "cuda": 1 << 11}
-WORDS = {"cpu": 1 << 12, "cuda": 1 << 14}
+# Questions and words of a block on the CPU: its cosines are 8 MiB, near the cache.
+QUESTIONS = 1 << 9
+WORDS = 1 << 12
+TILE = 128  # questions and words that a block of the GPU's kernel compares at a time
+SPLITS = 8  # blocks that share the words of as many questions
 Folded = tuple[dict[str, int], list[int]]  # from `fold_case`
 
 
@@ -70,17 +72,21 @@ def analogies(
     questions: str | Path | None = None,
     restrict_vocab: int | None = RESTRICT_VOCAB,
     folded: Folded | None = None,
+    on_gpu: Tensor | None = None,
 ) -> AnalogyScore:
     """Score "a is to b as c is to ?" by the word nearest to b - a + c.
 
     This is 3CosAdd (Mikolov et al. 2013, arXiv 1301.3781). Counts equal those of gensim's
     `evaluate_word_analogies`, among the first `restrict_vocab` words, the most frequent ones. The
-    default questions are Google's. `folded` is what `fold_case` returns for these words.
+    default questions are Google's. `folded` is what `fold_case` returns for these words, `on_gpu`
+    what `on_devices` returns for the vectors.
     """
     words = words[:restrict_vocab]
-    vectors_ND = torch.as_tensor(vectors).detach()[: len(words)].float()
-    finite_N = torch.stack(vectors_ND.aminmax(dim=1)).isfinite().all(0)
-    if not finite_N.all():
+    if on_gpu is None:
+        vectors, on_gpu = on_devices(vectors, len(words))
+    vectors_ND = torch.as_tensor(vectors)[: len(words)]
+    length_N = torch.linalg.vector_norm(vectors_ND, dim=1)
+    if not (finite_N := length_N.isfinite()).all():
         word = words[int(finite_N.int().argmin())]
         raise EvaluationError(
             f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
@@ -89,14 +95,13 @@ def analogies(
     first, group = folded or fold_case(words)
     sections = datasets.read_questions(questions)
     rows = [first.get(word, -1) for _, asked in sections for four in asked for word in four]
-    ids_Q4 = torch.tensor(rows).view(-1, 4)
+    ids_Q4 = torch.from_numpy(np.array(rows).reshape(-1, 4))  # torch takes five times as long
     # All sections are answered in one call, as batches are fastest.
     known_Q = (ids_Q4 >= 0).all(1)
     correct_Q = torch.zeros_like(known_Q)
-    device = vectors_ND.device
-    correct_Q[known_Q] = answered_correctly(
-        vectors_ND, torch.tensor(group, device=device), ids_Q4[known_Q].to(device)
-    )
+    group_N = torch.from_numpy(np.array(group))
+    known = vectors_ND, length_N, group_N, ids_Q4[known_Q]
+    correct_Q[known_Q] = answered_correctly(*known, on_gpu)
     sizes = [len(asked) for _, asked in sections]
     parts = zip(correct_Q.split(sizes), known_Q.split(sizes), strict=True)
     scored = [
@@ -106,6 +111,15 @@ def analogies(
     return AnalogyScore(scored)
 
 
+def on_devices(vectors: Tensor | np.ndarray, count: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return `count` vectors on the CPU, and on a GPU that can compare them."""
+    vectors_ND = torch.as_tensor(vectors).detach()[:count].float()
+    if not vectors_ND.is_cuda or find_spec("cupy") is None:
+        return vectors_ND.cpu(), None
+    on_gpu = vectors_ND if vectors_ND.stride(1) == 1 else vectors_ND.contiguous()
+    return vectors_ND.cpu(), on_gpu
+
+
 def fold_case(words: Sequence[str]) -> Folded:
     """Return the first row of each upper-case word, and that of every word."""
     first: dict[str, int] = {}
@@ -113,32 +127,71 @@ def fold_case(words: Sequence[str]) -> Folded:
     return first, group
 
 
-def answered_correctly(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> Tensor:
-    """Return bool [Q] on the CPU: is "a is to b as c is to" answered by d?
+def answered_correctly(
+    vectors_ND: Tensor,
+    length_N: Tensor,
+    group_N: Tensor,
+    ids_Q4: Tensor,
+    on_gpu_ND: Tensor | None = None,
+) -> Tensor:
+    """Return bool [Q]: is "a is to b as c is to" answered by d?
 
     `group_N` is for each word the row of its first case variant; `ids_Q4` are rows of a, b, c, d.
+    All are on the CPU; `on_gpu_ND` are the same vectors, to compare them there.
     """
     if not len(ids_Q4):
         return torch.zeros(0, dtype=torch.bool)
-    length_N = torch.linalg.vector_norm(vectors_ND, dim=1)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # the margin below is that of float32
     try:
-        parts = ids_Q4.split(QUESTIONS[vectors_ND.device.type])
-        blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in parts]
+        if on_gpu_ND is not None:
+            answer = _answer_on_gpu(on_gpu_ND, vectors_ND, length_N, group_N, ids_Q4)
+            correct_Q, doubtful_Q = answer
+        else:
+            parts = ids_Q4.split(QUESTIONS)
+            blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in parts]
+            correct_Q, doubtful_Q = map(torch.cat, zip(*blocks, strict=True))
     finally:
         torch.set_float32_matmul_precision(precision)
-    correct_Q, doubtful_Q = (torch.cat(parts).cpu() for parts in zip(*blocks, strict=True))
     if doubtful_Q.any():
-        doubtful_ids = ids_Q4[doubtful_Q.to(ids_Q4.device)]
-        parts = doubtful_ids.split(QUESTIONS["cpu"])
+        doubtful_ids = ids_Q4[doubtful_Q]
+        parts = doubtful_ids.split(QUESTIONS)
         answer_Q = torch.cat([_settle(vectors_ND, length_N, group_N, ids) for ids in parts])
-        doubtful_ids = doubtful_ids.cpu()
         undecided_Q = answer_Q < 0
         answers = _answers_as_gensim(vectors_ND, group_N, doubtful_ids[undecided_Q])
         answer_Q[undecided_Q] = torch.tensor(answers, dtype=torch.long)
         correct_Q[doubtful_Q] = answer_Q == doubtful_ids[:, 3]
     return correct_Q
+
+
+def _answer_on_gpu(
+    on_gpu_ND: Tensor, vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Do what `_answer_block` does, for all questions and by one kernel.
+
+    The kernels of torch that it would take, cuBLAS above all, take .3 s to load.
+    """
+    from w2v.kernels.launch import launch
+
+    device, (words, dim), count = on_gpu_ND.device, on_gpu_ND.shape, len(ids_Q4)
+    target_QD, margin_Q1 = _targets(vectors_ND, length_N, ids_Q4)
+    excluded_Q3 = ids_Q4[:, :3].contiguous()
+    asked = target_QD.to(device), excluded_Q3.int().to(device), count
+    compared = on_gpu_ND, on_gpu_ND.stride(0), (1 / length_N).to(device), group_N.int().to(device)
+    best_SQ, second_SQ = (torch.empty(SPLITS, count, device=device) for _ in range(2))
+    row_SQ = torch.empty(SPLITS, count, dtype=torch.int32, device=device)
+    found = best_SQ, row_SQ, second_SQ
+    blocks = SPLITS * -(-count // TILE)
+    with torch.cuda.device(device):
+        launch("draw.cu", "nearest", {}, blocks, *asked, *compared, words, dim, SPLITS, *found)
+    best_SQ, row_SQ, second_SQ = (part.cpu() for part in found)
+    nearest_2Q = torch.cat([best_SQ, second_SQ]).topk(2, dim=0).values
+    answer_Q = group_N[row_SQ.gather(0, best_SQ.argmax(0, keepdim=True))[0]]
+    # Where more variants than gensim looks at could be nearer, it may find no answer.
+    variants_Q = torch.bincount(group_N, minlength=words)[excluded_Q3].sum(1)
+    certain_Q = (nearest_2Q[0] - nearest_2Q[1] > margin_Q1[:, 0]) & (nearest_2Q[0] < 2)
+    certain_Q &= variants_Q - 3 < TOPN
+    return answer_Q == ids_Q4[:, 3], ~certain_Q
 
 
 def _answer_block(
@@ -161,8 +214,8 @@ def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tenso
 
     The cosines of the nearest words are computed on the CPU in float64, from gensim's lengths.
     """
-    best_Qn, top_Qn, margin_Q1 = (t.cpu() for t in _nearest(vectors_ND, length_N, ids_Q4))
-    near = vectors_ND[torch.cat([ids_Q4[:, :3].cpu(), top_Qn], 1).to(vectors_ND.device)].cpu()
+    best_Qn, top_Qn, margin_Q1 = _nearest(vectors_ND, length_N, ids_Q4)
+    near = vectors_ND[torch.cat([ids_Q4[:, :3], top_Qn], 1)]
     unit = near.double() / torch.from_numpy(np.linalg.norm(near.numpy(), axis=2))[:, :, None]
     target_QD = unit[:, 1] + unit[:, 2] - unit[:, 0]
     length_Q1 = target_QD.norm(dim=1, keepdim=True)
@@ -170,8 +223,8 @@ def _settle(vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tenso
     # What float32 can change in a sum of D terms, in any order, and in the target.
     error_Qn = 2.0**-24 * (near.shape[2] * terms_QnD.abs().sum(2) + 16 / length_Q1)
     cosine_Qn = terms_QnD.sum(2)
-    group_Qn = group_N.cpu()[top_Qn]
-    is_variant_Qn = (group_Qn[:, :, None] == ids_Q4[:, None, :3].cpu()).any(2)
+    group_Qn = group_N[top_Qn]
+    is_variant_Qn = (group_Qn[:, :, None] == ids_Q4[:, None, :3]).any(2)
     is_variant_Qn[:, TOPN:] = True  # too far to be an answer
     least_Qn = (cosine_Qn - error_Qn).masked_fill(is_variant_Qn, -math.inf)
     most_Qn = (cosine_Qn + error_Qn).masked_fill(is_variant_Qn, -math.inf)
@@ -188,15 +241,9 @@ def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tens
 
     Third, the margin [Q, 1]: what is nearer by less may be farther in gensim's rounding.
     """
-    a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
-    target_QD = b_QD + c_QD - a_QD
-    length_Q1 = target_QD.norm(dim=1, keepdim=True)
-    # float32's worst rounding of two dot products of D terms, of the norms, and of the sum,
-    # whose relative error grows as its length shrinks.
-    margin_Q1 = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.clamp(max=1)
-    target_QD /= length_Q1
-    size = min(WORDS[vectors_ND.device.type], len(vectors_ND))
-    # One buffer for all blocks: allocating each takes 15 % more time on the CPU.
+    target_QD, margin_Q1 = _targets(vectors_ND, length_N, ids_Q4)
+    size = min(WORDS, len(vectors_ND))
+    # One buffer for all blocks: allocating each takes 15 % more time.
     buffer = target_QD.new_empty(len(target_QD) * size)
     candidates = []
     for first in range(0, len(vectors_ND), size):
@@ -213,12 +260,23 @@ def _nearest(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tens
     return nearest.values, top_Qn.gather(1, nearest.indices), margin_Q1
 
 
+def _targets(vectors_ND: Tensor, length_N: Tensor, ids_Q4: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the directions b - a + c, [Q, D], and the margins of `_nearest`."""
+    a_QD, b_QD, c_QD, _ = (vectors_ND[ids_Q] / length_N[ids_Q, None] for ids_Q in ids_Q4.unbind(1))
+    target_QD = b_QD + c_QD - a_QD
+    length_Q1 = target_QD.norm(dim=1, keepdim=True)
+    # float32's worst rounding of two dot products of D terms, of the norms, and of the sum,
+    # whose relative error grows as its length shrinks.
+    margin_Q1 = 6 * 2.0**-23 * (vectors_ND.shape[1] + 8) / length_Q1.clamp(max=1)
+    return target_QD / length_Q1, margin_Q1
+
+
 def _answers_as_gensim(vectors_ND: Tensor, group_N: Tensor, ids_Q4: Tensor) -> list[int]:
     """Return the group of gensim's answer to each question; -1 for none."""
     # Every operation and dtype is that of `most_similar`, so that results are rounded alike.
-    rows_ND = vectors_ND.cpu().numpy()
+    rows_ND = vectors_ND.numpy()
     group = group_N.tolist()
-    blocks = np.split(rows_ND, range(WORDS["cpu"], len(rows_ND), WORDS["cpu"]))
+    blocks = np.split(rows_ND, range(WORDS, len(rows_ND), WORDS))
     length_N = np.concatenate([np.linalg.norm(block_nD, axis=1) for block_nD in blocks])
     signs = np.array([1.0, 1.0, -1.0])
     answers = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -56,8 +55,7 @@ def read_questions(path: str | Path | None) -> list[tuple[str, list[list[str]]]]
         elif len(words := line.upper().split()) == 4:
             if not sections:
                 sections.append((set_name(path), []))
-            # Interned, as each word occurs in many questions.
-            sections[-1][1].append([sys.intern(word) for word in words])
+            sections[-1][1].append(words)
     if not any(questions for _, questions in sections):
         raise EvaluationError(
             f"{path} holds no question; write lines of four words, below ': section' or without"

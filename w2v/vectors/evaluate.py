@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from w2v.vectors import datasets
-from w2v.vectors.analogies import AnalogyScore, Folded, Section, analogies, fold_case
+from w2v.vectors.analogies import AnalogyScore, Folded, Section, analogies, fold_case, on_devices
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.query import normalize
 
@@ -75,10 +75,12 @@ def scores(
     restrict_vocab: int | None = RESTRICT_VOCAB,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both."""
+    on_cpu, on_gpu = on_devices(vectors, restrict_vocab)
     same = restrict_vocab, fold_case(words[:restrict_vocab])
-    google, *further = (analogies(words, vectors, file, *same) for file in (None, *questions))
+    files = None, *questions
+    google, *further = (analogies(words, on_cpu, file, *same, on_gpu) for file in files)
     sets = (*datasets.PAIR_SETS, *pairs)
-    similarities = [similarity(words, vectors, name, *same) for name in sets]
+    similarities = [similarity(words, on_cpu, name, *same) for name in sets]
     names = map(datasets.set_name, questions)
     return Scores(google, similarities, dict(zip(names, further, strict=True)))
 

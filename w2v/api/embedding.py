@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Ids, LookUp, RowPage, RowsOfIds, Seen, UniqueRows
+from w2v.api.look_up import Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -297,7 +297,7 @@ class PagedEmbedding(nn.Module):
             trains = self._trains
             if trains and index in look_up.waiting:
                 version, made_of, vectors = look_up.waiting.pop(index)
-                if version == store.version and made_of.is_as(offsets):
+                if version == store.version and made_of.matches(offsets):
                     return vectors
                 store.group.bags_differ |= version == store.version
             bags = self._bags(found.shape, offsets)
@@ -313,7 +313,7 @@ class PagedEmbedding(nn.Module):
             bags = bags and bags._replace(tables=len(tables))
             pages = [(table, table._page_of(its)) for table, its in tables]
             made = _Vectors.apply(self._parameter, pages, bags)
-            seen = Seen(offsets)
+            seen = Identity(offsets)
             for (table, its), vectors_ND in zip(tables, made, strict=True):
                 vectors = vectors_ND if bags else vectors_ND.view(*its.shape, self.embedding_dim)
                 look_up.waiting[its.index] = table.store.version, seen, vectors

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,43 +24,44 @@ if TYPE_CHECKING:
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 
-_pinned: set[int] = set()  # addresses of memory that was pinned when it was seen
+_pinned: set[int] = set()  # addresses of memory that was found to be pinned
 
 
-class Seen:
-    """Tells a tensor from others without looking at its numbers.
+class Identity:
+    """Recognizes a tensor by its memory, without reading it.
 
-    It is kept, so that its memory does not become that of others.
+    It keeps the tensor, so that no other one is given its memory.
     """
 
-    def __init__(self, given: Any):
-        self.given = given
-        self._mark = _mark(given)
+    def __init__(self, ids: Any):
+        self._ids = ids
+        self._version = _version(ids)
 
-    def is_as(self, given: Any) -> bool:
-        """Whether this is the same memory, and not changed since."""
-        its = self.given
-        same = given is its or (
-            isinstance(given, Tensor)
-            and isinstance(its, Tensor)
-            and given.shape == its.shape
-            and given.stride() == its.stride()
-            and given.dtype == its.dtype
-            and given.device == its.device
+    def matches(self, ids: Any) -> bool:
+        """Whether these are in the same memory, which was not changed since."""
+        mine = self._ids
+        same = ids is mine or (
+            isinstance(ids, Tensor)
+            and isinstance(mine, Tensor)
+            and ids.shape == mine.shape
+            and ids.stride() == mine.stride()
+            and ids.dtype == mine.dtype
+            and ids.device == mine.device
         )
-        return same and _mark(given) == self._mark
+        return same and _version(ids) == self._version
 
 
-def _mark(given: Any) -> Any:
-    if not isinstance(given, Tensor):
-        return id(given)
-    return given.data_ptr(), 0 if given.is_inference() else given._version
+def _version(ids: Any) -> Any:
+    """Return the address of a tensor and how often it was changed in place."""
+    if not isinstance(ids, Tensor):
+        return id(ids)
+    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
 
 
-class Later:
-    """Numbers that kernels write to pinned memory, for the CPU to read later.
+class Readback:
+    """Numbers that a kernel writes to pinned memory for the CPU.
 
-    Memory and events are used again: to allocate them takes as long as a kernel's launch.
+    Memory and events are reused: allocating them takes as long as launching a kernel.
     """
 
     _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event]]]] = {}
@@ -69,7 +70,7 @@ class Later:
         self._pool = self._free.setdefault(count, [])
         try:
             self.numbers, self._event = self._pool.pop()
-            self._event.synchronize()  # until the last kernel that was given them is done
+            self._event.synchronize()  # the last kernel may still write to the memory
         except IndexError:
             self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True)
             self._event = torch.cuda.Event()
@@ -78,7 +79,7 @@ class Later:
         self._pool.append((self.numbers, self._event))
 
     def launched(self) -> None:
-        """Say that the kernel is on the current stream."""
+        """Note that the kernel was launched on the current stream."""
         current_stream().record_event(self._event)
 
     @property
@@ -90,31 +91,41 @@ class Later:
         return self.numbers.tolist()
 
 
-class LookUp:
-    """Unique rows of the ids of tables of one group, which are found together.
+class SpanNumbers(NamedTuple):
+    """What `cuda_cache.find_rows` tells about the ids of one span."""
 
-    The CPU waits for them when it asks for `rows`. With a span for each of several ranks they are
-    sorted by rank, then by table.
+    begin: int  # rows before those of the span
+    least: int  # the least id that is no row, or 0
+    greatest: int  # the greatest id that is no row, or 0
+    padding: int  # 1 + the place of the padding row, or 0
+
+
+class LookUp:
+    """Unique rows of ids, looked up in all tables of a group at once.
+
+    On a GPU the CPU waits for them only when it reads `rows`. They are sorted by table; with
+    several ranks each table has a span for each rank, and they are sorted by rank, then by table.
 
     Args:
-        group: The group that the tables are in.
+        group: The group of the tables.
         spans: The tables.
-        ids: The ids of each; with `are_rows` numbers of rows of all tables, in any order.
-        is_ahead: Whether they are those of an announced page.
-        is_filled: Whether -1 stands behind the rows on a GPU, and for all if an id is no row.
+        ids: The ids of each table; or, with `are_rows`, rows of all tables in any order.
+        is_ahead: Whether the ids are those of an announced page.
+        is_filled: Whether a GPU fills the rest of the buffer `rows_N` with -1, and all of it if an
+            id is no row.
 
     Attributes:
-        number: Number of the page, 0 for ids that were not announced.
-        places_N: The place of each id among the rows.
-        rows_N: The rows of all tables, on a GPU in a buffer as long as the ids.
-        narrow_N: They in 32 bits, on a GPU.
-        count: Their number, first of some on the GPU.
-        begins: Where the rows of each span begin, and where the last end; known with `rows`.
-        paddings: The place of each table's padding row; known with `rows`.
-        owned: Of several ranks, for each table the rows that are requested of this one.
-        is_given: Whether vectors of all tables were made together.
-        waiting: Those that were not asked for yet, by the index of their table, with the version of
-            the table and the offsets that they were made of.
+        number: Number of the page; 0 for ids that were not announced.
+        places_N: The place of each id's row among the unique rows.
+        rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
+        narrow_N: The same buffer in 32 bits, on a GPU.
+        count: The number of unique rows, the first element of a tensor on the GPU.
+        begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
+        paddings: The place of each table's padding row; set with `rows`.
+        owned: With several ranks, the rows of each table that are requested from this rank.
+        is_given: Whether the vectors of all tables were computed together.
+        waiting: Those vectors that were not asked for yet, by index of their table, with the
+            version of the table and the identity of the offsets that they were computed from.
     """
 
     narrow_N: Tensor | None = None
@@ -123,7 +134,8 @@ class LookUp:
     paddings: list[int | None]
     owned: list[UniqueRows] | None = None
 
-    # It must not know its parts, which know it: memory of a cycle is freed late.
+    # It holds no reference to its tables' UniqueRows, which refer to it: the memory of cycles is
+    # freed late.
     def __init__(
         self,
         group: RowGroup,
@@ -133,10 +145,11 @@ class LookUp:
         is_filled: bool = False,
         are_rows: bool = False,
     ):
-        self.group, self.spans = group, spans
+        self.group = group
+        self.spans = spans
         self.is_given = False
-        self.waiting: dict[int, tuple[int, Seen, Tensor]] = {}
-        self._later: Later | None = None
+        self.waiting: dict[int, tuple[int, Identity, Tensor]] = {}
+        self._readback: Readback | None = None  # until the CPU has read them
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
         self._parts: Sequence[Tensor] = ()  # of it, by span
         self._sums: dict[int, Tensor] = {}  # of each table that has some
@@ -150,23 +163,27 @@ class LookUp:
             # Where all tables have as many, these are in no key: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             its_spans = _spans_of(tuple(spans), () if each else tuple(counts), group.device)
-            self._later = Later(cuda_cache.numbers_of(size[0] * size[1]))
+            self._readback = Readback(cuda_cache.numbers_of(size[0] * size[1]))
             counted = uses.count_V, uses.page_of_V if number else None, number
-            how = self._later.numbers, is_filled, are_rows
+            how = self._readback.numbers, is_filled, are_rows
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
                 _joined(ids, group.device), its_spans, each, *counted, *how
             )
-            self._later.launched()
+            self._readback.launched()
         else:
             self._look_up_on_cpu([its.to(group.device).long().flatten() for its in ids], are_rows)
-            if not self._numbers[1]:
+            if not self._is_wrong:
                 uses.note(self.rows_N, number)
 
     def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
-        """Find the rows by torch, sorted by keys of span and row."""
+        """Find the rows as `cuda_cache.find_rows` does, by torch.
+
+        The key of a row has its span in the upper half, and its place in the span in the lower one.
+        With several ranks a table has a span for each, over which its rows are dealt in turn.
+        """
         spans, tables, ranks = self.spans, len(self.spans), len(self.spans[0].first_rows)
         firsts_S = torch.tensor([its.first_rows for its in spans], device=ids[0].device).T.flatten()
-        limits = [(0, 0)] * tables  # ids that are no rows
+        limits = [(0, 0)] * tables  # the least and the greatest id that is no row, or 0
 
         def key(table: int, row: Any) -> Any:
             return (row % ranks * tables + table << 32) + row // ranks
@@ -179,10 +196,10 @@ class LookUp:
                 least, greatest = map(int, its.aminmax()) if its.numel() else (0, 0)
                 limits[table] = min(0, least), greatest if greatest >= span.rows else 0
             keys_N = torch.cat([key(table, its) for table, its in enumerate(ids)])
-        is_wrong = any(least or greatest for least, greatest in limits)
-        keys_U, self.places_N = torch.unique(
-            keys_N[:0] if is_wrong else keys_N, return_inverse=True
-        )
+        self._is_wrong = any(least or greatest for least, greatest in limits)
+        keys_N = keys_N[:0] if self._is_wrong else keys_N
+        keys_U, self.places_N = torch.unique(keys_N, return_inverse=True)
+        self._row_count = len(keys_U)
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
         edges_S = torch.arange(tables * ranks, device=keys_U.device) << 32
         rows = (its.padding for its in spans)
@@ -193,14 +210,15 @@ class LookUp:
         is_there_T = end_T > torch.searchsorted(keys_U, padding_T)
         paddings = (end_T * is_there_T).tolist() * ranks
         begins = torch.searchsorted(keys_U, edges_S).tolist()
-        self._numbers = [len(keys_U), int(is_wrong)]
-        for begin, limit, padding in zip(begins, limits * ranks, paddings, strict=True):
-            self._numbers += begin, *limit, padding
+        self._by_span = [
+            SpanNumbers(begin, *limit, padding)
+            for begin, limit, padding in zip(begins, limits * ranks, paddings, strict=True)
+        ]
 
     @property
     def is_known(self) -> bool:
         """Whether `rows` need not wait."""
-        return self._later is None or self._later.is_known
+        return self._readback is None or self._readback.is_known
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -209,22 +227,24 @@ class LookUp:
         Raises:
             IndexError: An id is not a row.
         """
-        if self._later:
-            self._numbers = self._later.read()
-            self._later = None
-        count, is_wrong, *numbers = self._numbers
-        if is_wrong:
-            # Of several ranks, the spans of the first tell of ids.
-            limits = zip(self.spans, numbers[1::4], numbers[2::4], strict=False)
-            for span, least, greatest in limits:
-                if wrong := least or greatest:
+        if self._readback:
+            self._row_count, is_wrong, *numbers = self._readback.read()
+            self._is_wrong = bool(is_wrong)
+            starts = range(0, len(numbers), len(SpanNumbers._fields))
+            self._by_span = [SpanNumbers(*numbers[i : i + 4]) for i in starts]
+            self._readback = None
+        if self._is_wrong:
+            # With several ranks, the spans of the first one tell about all ids.
+            for span, found in zip(self.spans, self._by_span, strict=False):
+                if wrong := found.least or found.greatest:
                     last = span.rows - 1
                     raise IndexError(f"id {wrong} is not a row; rows are 0 to {last}")
-        self.begins = [*numbers[::4], count]
+        self.begins = [*(found.begin for found in self._by_span), self._row_count]
         tables = len(self.spans)
-        places = [max(numbers[3 + 4 * table :: 4 * tables]) for table in range(tables)]
+        by_table = [self._by_span[table::tables] for table in range(tables)]  # a span for each rank
+        places = [max(found.padding for found in spans) for spans in by_table]
         self.paddings = [place - 1 if place else None for place in places]
-        return self.rows_N[:count]
+        return self.rows_N[: self._row_count]
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
@@ -310,9 +330,9 @@ class LookUp:
 
 
 class UniqueRows:
-    """The rows of one table of a look-up, for which the CPU waits.
+    """The unique rows of one table of a look-up.
 
-    Rows are numbered through the tables that share their memory, from `store.first_row` on.
+    Tables that share memory number their rows one after another, from `store.first_row` on.
     """
 
     look_up: LookUp
@@ -320,7 +340,7 @@ class UniqueRows:
 
     def __init__(self, store: Rows, look_up: LookUp | None = None, index: int = 0):
         self.store = store
-        if look_up:  # else one with other tables follows
+        if look_up:  # else `look_up_together` sets both
             self.look_up, self.index = look_up, index
 
     @functools.cached_property
@@ -338,15 +358,15 @@ class RowPage:
     """Rows on the compute device.
 
     Args:
-        store: Their table.
-        found: The look-up that they are of; None for those of several.
+        store: The table of the rows.
+        found: The look-up of the rows; None if they are from several.
         rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
-        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which has them
-            where they are.
+        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which changes
+            them in place.
 
     Attributes:
         asked: The look-up of the ids, among the rows of all ranks.
-        version: Version of the table that they were read from.
+        version: Version of the table when the rows were read.
     """
 
     def __init__(
@@ -392,7 +412,7 @@ class RowsOfIds(UniqueRows):
         self, store: Rows, given: Ids, padding: int | None = None, rows: int | None = None
     ):
         super().__init__(store)
-        self._seen = Seen(given)
+        self._identity = Identity(given)
         self.ids = torch.as_tensor(given)
         if not self.ids.numel():
             self.ids = self.ids.long()  # an empty list has become float32
@@ -409,7 +429,7 @@ class RowsOfIds(UniqueRows):
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.uses is self.store.group.uses and self._seen.is_as(ids)
+        return self.look_up.uses is self.store.group.uses and self._identity.matches(ids)
 
     @property
     def places_N(self) -> Tensor:
@@ -493,7 +513,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_pinned(values: Tensor) -> bool:
-    """Whether memory of the CPU is pinned, or was when it was seen."""
+    """Whether CPU memory is pinned, or was when its address was first seen."""
     address = values.data_ptr()
     if address in _pinned:  # to ask takes 30 us
         return True

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from w2v.api.look_up import Ids, Later, LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together
+from w2v.api.look_up import Ids, LookUp, Readback, RowPage, RowsOfIds, UniqueRows, look_up_together
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
 from w2v.kernels import cuda_cache
 from w2v.kernels.cuda import Bags, gather_bags
@@ -184,7 +184,7 @@ class Requests:
         self._groups = len({table.store.group for table in tables})
         self._is_ahead = is_ahead
         self._error: Exception | None = None
-        self._later: Later | None = None
+        self._readback: Readback | None = None
         try:
             self.batch, self.found = look_up()
         except Exception as error:  # other ranks would wait for this one
@@ -210,16 +210,16 @@ class Requests:
             sent_NC = [[status] * len(its) for its in sent_NC]
         counts_NC = torch.tensor(sent_NC)
         if self._device.type == "cuda":
-            self._later = Later(counts_NC.numel())
-            pinned = self._later.numbers.copy_(counts_NC.flatten())
+            self._readback = Readback(counts_NC.numel())
+            pinned = self._readback.numbers.copy_(counts_NC.flatten())
             counts_NC = pinned.to(self._device, non_blocking=True).view(counts_NC.shape)
         return counts_NC
 
     def _receive_counts(self, counts_NC: Tensor) -> None:
         self._counts = counts_NC.flatten()
-        if self._later:
-            self._counts = self._later.numbers.copy_(self._counts, non_blocking=True)
-            self._later.launched()
+        if self._readback:
+            self._counts = self._readback.numbers.copy_(self._counts, non_blocking=True)
+            self._readback.launched()
 
     def send_ids(self, following: Requests | None = None) -> bool:
         """Send the ids; return False if a rank has no batch any more.
@@ -229,8 +229,8 @@ class Requests:
         Raises:
             Exception: The error of this rank, or a copy of another rank's.
         """
-        if self._later:
-            self._later.read()  # waits for them
+        if self._readback:
+            self._readback.read()  # waits for them
         received_NC = self._counts.view(self._ranks.size, -1).tolist()
         status_N, *received = map(list, zip(*received_NC, strict=True))
         if FAILED in status_N:

@@ -153,27 +153,33 @@ class LookUp:
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
         self._parts: Sequence[Tensor] = ()  # of it, by span
         self._sums: dict[int, Tensor] = {}  # of each table that has some
-        counts = [its.numel() for its in ids]
+        counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
-        size = len(spans), len(spans[0].first_rows)
-        self.uses = group.uses  # others, once a table has left the group
-        uses = self.uses if size[1] == 1 else RowUses(0, group.device)
-        self.number = number = uses.begin(is_ahead)
+        ranks = len(spans[0].first_rows)
+        self.uses = group.uses  # the group has others once a table has left it
+        uses = self.uses if ranks == 1 else RowUses(0, group.device)
+        self.number = uses.begin(is_ahead)
         if group.device.type == "cuda" and any(counts):
-            # Where all tables have as many, these are in no key: they differ from batch to batch.
+            # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
-            its_spans = _spans_of(tuple(spans), () if each else tuple(counts), group.device)
-            self._readback = Readback(cuda_cache.numbers_of(size[0] * size[1]))
-            counted = uses.count_V, uses.page_of_V if number else None, number
-            how = self._readback.numbers, is_filled, are_rows
+            self._readback = Readback(cuda_cache.numbers_of(len(spans) * ranks))
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
-                _joined(ids, group.device), its_spans, each, *counted, *how
+                _joined(ids, group.device),
+                _spans_of(tuple(spans), () if each else tuple(counts), group.device),
+                each,
+                uses.count_V,
+                uses.page_of_V if self.number else None,
+                self.number,
+                self._readback.numbers,
+                is_filled,
+                are_rows,
             )
             self._readback.launched()
         else:
-            self._look_up_on_cpu([its.to(group.device).long().flatten() for its in ids], are_rows)
+            flat = [given.to(group.device).long().flatten() for given in ids]
+            self._look_up_on_cpu(flat, are_rows)
             if not self._is_wrong:
-                uses.note(self.rows_N, number)
+                uses.note(self.rows_N, self.number)
 
     def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
         """Find the rows as `cuda_cache.find_rows` does, by torch.
@@ -181,8 +187,9 @@ class LookUp:
         The key of a row has its span in the upper half, and its place in the span in the lower one.
         With several ranks a table has a span for each, over which its rows are dealt in turn.
         """
-        spans, tables, ranks = self.spans, len(self.spans), len(self.spans[0].first_rows)
-        firsts_S = torch.tensor([its.first_rows for its in spans], device=ids[0].device).T.flatten()
+        spans, device = self.spans, ids[0].device
+        tables, ranks = len(spans), len(spans[0].first_rows)
+        firsts_S = torch.tensor([span.first_rows for span in spans], device=device).T.flatten()
         limits = [(0, 0)] * tables  # the least and the greatest id that is no row, or 0
 
         def key(table: int, row: Any) -> Any:
@@ -192,27 +199,25 @@ class LookUp:
             span_N = torch.bucketize(ids[0], firsts_S, right=True) - 1
             keys_N = (span_N << 32) + ids[0] - firsts_S[span_N]
         else:
-            for table, (its, span) in enumerate(zip(ids, spans, strict=True)):
-                least, greatest = map(int, its.aminmax()) if its.numel() else (0, 0)
+            for table, (ids_n, span) in enumerate(zip(ids, spans, strict=True)):
+                least, greatest = map(int, ids_n.aminmax()) if ids_n.numel() else (0, 0)
                 limits[table] = min(0, least), greatest if greatest >= span.rows else 0
-            keys_N = torch.cat([key(table, its) for table, its in enumerate(ids)])
+            keys_N = torch.cat([key(table, ids_n) for table, ids_n in enumerate(ids)])
         self._is_wrong = any(least or greatest for least, greatest in limits)
         keys_N = keys_N[:0] if self._is_wrong else keys_N
         keys_U, self.places_N = torch.unique(keys_N, return_inverse=True)
         self._row_count = len(keys_U)
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
-        edges_S = torch.arange(tables * ranks, device=keys_U.device) << 32
-        rows = (its.padding for its in spans)
-        padding_T = keys_U.new_tensor(
-            [-1 if row is None else key(table, row) for table, row in enumerate(rows)]
-        )
+        begins = torch.searchsorted(keys_U, torch.arange(tables * ranks, device=device) << 32)
+        rows = (span.padding for span in spans)
+        padding_keys = [-1 if row is None else key(table, row) for table, row in enumerate(rows)]
+        padding_T = keys_U.new_tensor(padding_keys)
         end_T = torch.searchsorted(keys_U, padding_T, right=True)
         is_there_T = end_T > torch.searchsorted(keys_U, padding_T)
         paddings = (end_T * is_there_T).tolist() * ranks
-        begins = torch.searchsorted(keys_U, edges_S).tolist()
         self._by_span = [
             SpanNumbers(begin, *limit, padding)
-            for begin, limit, padding in zip(begins, limits * ranks, paddings, strict=True)
+            for begin, limit, padding in zip(begins.tolist(), limits * ranks, paddings, strict=True)
         ]
 
     @property

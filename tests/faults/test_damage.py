@@ -87,9 +87,10 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, caplog):
 
 DRAW = """
 import torch
+from w2v.kernels.batch import Pool
 from w2v.kernels.cuda import draw
 cdf_V = torch.linspace(0.1, 1, 10, dtype=torch.float64, device="cuda")
-print(draw(1, 4, (1, 5), 3, (0, 0), cdf_V)[1].tolist())
+print(draw(1, 4, (1, 5), 3, Pool(), cdf_V)[1].tolist())
 """
 
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,6 +70,7 @@ class _File:
     def __init__(self, path: Path):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._digest = hashlib.sha256()
+        self._is_linked = path.name == ARRAY  # by a checkpoint, which compares CRC-32
         self.crc32 = 0
         self._thread = ThreadPoolExecutor(1, path.name)
         self._writing: deque[Future] = deque()
@@ -81,11 +82,11 @@ class _File:
         self._thread.shutdown(cancel_futures=True)
         self._file.close()
 
-    def write(self, make: Callable[..., bytes | memoryview], *arguments: Any) -> None:
-        """Have the thread make a part and write it; wait if it is far behind."""
+    def write(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Have the thread make and write these parts; wait if it is far behind."""
         if len(self._writing) == BLOCKS_AHEAD:
             self._writing.popleft().result()
-        self._writing.append(self._thread.submit(self._write, make, arguments))
+        self._writing.append(self._thread.submit(self._write, parts))
 
     def sync(self) -> None:
         """Have the thread wait, after the last part, until all is on disk."""
@@ -97,13 +98,14 @@ class _File:
             writing.result()
         return self._digest.hexdigest()
 
-    def _write(self, make: Callable[..., bytes | memoryview], arguments: Sequence[Any]) -> None:
-        part = make(*arguments)
-        self._file.write(part)
-        self._file.flush()
-        start_writeback(self._file.fileno(), len(part))
-        self._digest.update(part)
-        self.crc32 = zlib.crc32(part, self.crc32)
+    def _write(self, parts: Iterable[bytes | memoryview]) -> None:
+        for part in parts:
+            self._file.write(part)
+            self._file.flush()
+            start_writeback(self._file.fileno(), len(part))
+            self._digest.update(part)
+            if self._is_linked:
+                self.crc32 = zlib.crc32(part, self.crc32)
 
 
 def has_array(words: int, dim: int) -> bool:
@@ -132,23 +134,21 @@ def save_rows(
             names.append("vectors.kv")
             files = {name: stack.enter_context(_File(new / name)) for name in names}
             kv = files["vectors.kv"]
-            kv.write(_pickled, words, counts, dim, ARRAY not in files)
+            kv.write(_pickled(words, counts, dim, ARRAY not in files))
             if ARRAY in files:
-                files[ARRAY].write(_npy_header, shape)
+                files[ARRAY].write([_npy_header(shape)])
             if "vectors.bin" in files:
-                files["vectors.bin"].write("{} {}\n".format(*shape).encode)
-            buffer = io.BytesIO()  # of the thread that writes vectors.bin
+                files["vectors.bin"].write(["{} {}\n".format(*shape).encode()])
             first = 0
             for block_nD in blocks:
                 end = first + len(block_nD)
                 if "vectors.bin" in files:
-                    rows = words[first:end], block_nD, buffer
-                    files["vectors.bin"].write(_binary_rows, *rows)
-                files.get(ARRAY, kv).write(lambda block_nD: block_nD.data.cast("B"), block_nD)
+                    files["vectors.bin"].write(_binary_rows(words[first:end], block_nD))
+                files.get(ARRAY, kv).write([block_nD.data.cast("B")])
                 first = end
             if ARRAY not in files:
-                kv.write(bytes, pickle.TUPLE + pickle.BUILD + pickle.SETITEM)
-            kv.write(bytes, pickle.BUILD + pickle.STOP)
+                kv.write([pickle.TUPLE + pickle.BUILD + pickle.SETITEM])
+            kv.write([pickle.BUILD + pickle.STOP])
             for file in files.values():
                 file.sync()
             sums = {name: file.checksum() for name, file in files.items()}
@@ -168,20 +168,36 @@ def _npy_header(shape: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-def _binary_rows(words: Sequence[str], block_nD: np.ndarray, to: io.BytesIO) -> memoryview:
-    """Return a word, a space and its vector, for each word, in this memory."""
-    parts = [b" "] * (3 * len(words))
-    parts[0::3] = _encoded(words)
-    parts[2::3] = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0].tolist()
-    to.seek(0)
-    to.writelines(parts)  # to join them in new memory takes four times as long
-    return to.getbuffer()[: to.tell()]
+def _binary_rows(words: Sequence[str], block_nD: np.ndarray) -> Iterator[memoryview]:
+    """Yield a word, a space and its vector, for each word."""
+    rows_n = block_nD.view(f"V{block_nD.shape[1] * block_nD.itemsize}")[:, 0]
+    yield _with_records(*_lines(words, " "), rows_n)
 
 
-def _encoded(words: Sequence[str]) -> list[bytes]:
-    """Return each word in UTF-8."""
-    # All at once, which is faster; words are read from lines, and so hold no line feed.
-    return "\n".join(words).encode().split(b"\n")
+def _lines(words: Sequence[str], end: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """Return lines of words in UTF-8, and the places of the line feeds."""
+    # Words are read from lines, and so hold no line feed.
+    lines = np.frombuffer(f"{end}\n".join([*words, ""]).encode(), np.uint8)
+    return lines, np.flatnonzero(lines == ord("\n"))
+
+
+def _with_records(lines: np.ndarray, ends_n: np.ndarray, records_n: np.ndarray) -> memoryview:
+    """Return the lines with a record, of bytes, in place of each line feed.
+
+    NumPy does so without the GIL, for which other threads wait.
+    """
+    size = records_n.itemsize
+    # Bytes go one place on from that before, but from a line feed by the size of its record.
+    places = np.ones(len(lines), np.intp)
+    places[0] = 0
+    places[ends_n[:-1] + 1] = size
+    np.cumsum(places, out=places)
+    joined = np.empty(len(lines) + len(ends_n) * (size - 1), np.uint8)
+    joined[places] = lines
+    # A view of a record from each byte on.
+    windows = np.ndarray(len(joined) - size + 1, records_n.dtype, joined, strides=(1,))
+    windows[places[ends_n]] = records_n
+    return joined.data
 
 
 def save(
@@ -251,11 +267,13 @@ def _new_files(folder: Path) -> Iterator[Path]:
     sync(folder)
 
 
-def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -> bytes:
-    """Return a pickle of `KeyedVectors`, up to the vectors if they are inline.
+def _pickled(
+    words: Sequence[str], counts: np.ndarray, dim: int, inline: bool
+) -> Iterator[bytes | memoryview]:
+    """Yield a pickle of `KeyedVectors`, up to the vectors if they are inline.
 
     `pickle.dump` would write the same operations, but import gensim, which takes 50 MiB, and take
-    four times as long for words, with the GIL.
+    many times as long for words, with the GIL.
     """
     state = {
         "vector_size": dim,
@@ -276,19 +294,24 @@ def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -
         parts += [_operations(name), _operations(value), pickle.SETITEM]
     # Words get numbers (LONG_BINPUT), by which the keys of the dictionary name them again.
     parts += [_operations("index_to_key"), pickle.EMPTY_LIST, pickle.MARK]
-    for first in range(0, len(words), PICKLED_WORDS):
-        encoded = _encoded(words[first : first + PICKLED_WORDS])
-        numbers = range(FIRST_NUMBER + first, FIRST_NUMBER + first + len(encoded))
-        operations = 3 * encoded
-        operations[0::3] = _operation(pickle.BINUNICODE, [*map(len, encoded)]).tolist()
-        operations[1::3] = encoded
-        operations[2::3] = _operation(pickle.LONG_BINPUT, numbers).tolist()
-        parts.append(b"".join(operations))
-    parts += [pickle.APPENDS, pickle.SETITEM]
-    rows = np.arange(len(words))
-    keys = _operation(pickle.LONG_BINGET, FIRST_NUMBER + rows), _operation(pickle.BININT, rows)
-    parts += [_operations("key_to_index"), pickle.EMPTY_DICT, pickle.MARK]
-    parts += [np.stack(keys, axis=1).tobytes(), pickle.SETITEMS, pickle.SETITEM]
+    yield b"".join(parts)
+    blocks = np.split(np.arange(len(words)), range(PICKLED_WORDS, len(words), PICKLED_WORDS))
+    for rows_n in blocks:
+        lines, ends_n = _lines(words[rows_n[0] : rows_n[-1] + 1])
+        # Before a word is its length, after it its number and the length of the next; the last
+        # record has the length of the first.
+        lengths_n = np.diff(ends_n, prepend=-1) - 1
+        next_n = _operation(pickle.BINUNICODE, np.roll(lengths_n, -1))
+        numbers_n = _operation(pickle.LONG_BINPUT, FIRST_NUMBER + rows_n)
+        records_n = np.stack([numbers_n, next_n], axis=1).view("V10")[:, 0]
+        yield next_n[-1].tobytes()
+        yield _with_records(lines, ends_n, records_n)[: -next_n.itemsize]
+    parts = [pickle.APPENDS, pickle.SETITEM]
+    yield b"".join([*parts, _operations("key_to_index"), pickle.EMPTY_DICT, pickle.MARK])
+    for rows_n in blocks:
+        numbers_n = _operation(pickle.LONG_BINGET, FIRST_NUMBER + rows_n)
+        yield np.stack([numbers_n, _operation(pickle.BININT, rows_n)], axis=1).tobytes()
+    parts = [pickle.SETITEMS, pickle.SETITEM]
     if inline:
         array: Any = np.empty(0, np.float32)
         make, arguments, (version, _, dtype, in_columns, _) = array.__reduce__()
@@ -296,7 +319,7 @@ def _pickled(words: Sequence[str], counts: np.ndarray, dim: int, inline: bool) -
         shape = len(words), dim
         parts += [pickle.MARK, *map(_operations, (version, shape, dtype, in_columns))]
         parts.append(_operation(pickle.BINBYTES, [4 * len(words) * dim]).tobytes())
-    return b"".join(parts)
+    yield b"".join(parts)
 
 
 def _operations(value: Any) -> bytes:

@@ -80,10 +80,10 @@ def test_fingerprint_depends_on_words_and_counts():
 
 def test_save(tmp_path):
     words = ["the", "naïve", "été\u0085", "a\rb"]
-    vocab = Vocab(words, np.array([9, 8, 7, 6]), raw_words=2**40, raw_types=99)
+    vocab = Vocab(words, np.array([9, 7, 7, 6]), raw_words=2**40, raw_types=99)
     vocab.save(tmp_path / "vocab.tsv")
     text = (tmp_path / "vocab.tsv").read_bytes().decode()
-    lines = [f"{word}\t{count}\n" for word, count in zip(words, [9, 8, 7, 6], strict=True)]
+    lines = [f"{word}\t{count}\n" for word, count in zip(words, [9, 7, 7, 6], strict=True)]
     assert text == f"# words 4 raw_words {2**40} raw_types 99\n" + "".join(lines)
 
 

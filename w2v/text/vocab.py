@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +87,11 @@ class Vocab:
     def save(self, path: str | Path) -> None:
         """Write a header line, then word<TAB>count for each row; atomic."""
         header = f"# words {len(self.words)} raw_words {self.raw_words} raw_types {self.raw_types}"
-        lines = (f"{w}\t{n}\n" for w, n in zip(self.words, self.counts.tolist(), strict=True))
+        ends = np.flatnonzero(np.diff(self.counts, append=0)) + 1  # of words of the same count
         with atomic_path(path) as new, open(new, "w", encoding="utf-8", newline="\n") as file:
             file.write(f"{header}\n")
-            file.writelines(lines)
+            for first, end in itertools.pairwise([0, *ends.tolist()]):
+                file.write(f"\t{self.counts[first]}\n".join([*self.words[first:end], ""]))
 
 
 def keep_probabilities(counts: np.ndarray, total: float, sample: float) -> np.ndarray:

@@ -409,8 +409,8 @@ class Trainer:
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 formats = self.config.run.formats.split(",")
                 saving = threads.submit(self.vocab.save, self.folder / "vocab.tsv")
-                shown_ND = weights_ND[: query.EXAMPLE_WORDS].float().cpu().numpy()
-                examples = threads.submit(query.examples, words, shown_ND)
+                shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
+                examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
                 crc32 = export.save_rows(words, counts, inputs.dim, blocks, self.folder, formats)
                 if weights:
                     weights.set_result((self.folder / export.ARRAY, crc32))

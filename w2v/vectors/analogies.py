@@ -25,7 +25,7 @@ QUESTIONS = 1 << 9
 WORDS = 1 << 12
 TILE = 128  # questions and words that a block of the GPU's kernel compares at a time
 SPLITS = 8  # blocks that share the words of as many questions
-Folded = tuple[dict[str, int], list[int]]  # from `fold_case`
+Folded = tuple[dict[str, int], Tensor]  # from `fold_case`
 
 
 @dataclass
@@ -92,14 +92,13 @@ def analogies(
             f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
         )
     # Questions are in upper case; a word stands for the most frequent of its case variants.
-    first, group = folded or fold_case(words)
+    first, group_N = folded or fold_case(words)
     sections = datasets.read_questions(questions)
     rows = [first.get(word, -1) for _, asked in sections for four in asked for word in four]
     ids_Q4 = torch.from_numpy(np.array(rows).reshape(-1, 4))  # torch takes five times as long
     # All sections are answered in one call, as batches are fastest.
     known_Q = (ids_Q4 >= 0).all(1)
     correct_Q = torch.zeros_like(known_Q)
-    group_N = torch.from_numpy(np.array(group))
     known = vectors_ND, length_N, group_N, ids_Q4[known_Q]
     correct_Q[known_Q] = answered_correctly(*known, on_gpu)
     sizes = [len(asked) for _, asked in sections]
@@ -123,8 +122,8 @@ def on_devices(vectors: Tensor | np.ndarray, count: int | None) -> tuple[Tensor,
 def fold_case(words: Sequence[str]) -> Folded:
     """Return the first row of each upper-case word, and that of every word."""
     first: dict[str, int] = {}
-    group = [first.setdefault(word.upper(), row) for row, word in enumerate(words)]
-    return first, group
+    rows = map(first.setdefault, map(str.upper, words), range(len(words)))
+    return first, torch.from_numpy(np.fromiter(rows, np.int64, len(words)))
 
 
 def answered_correctly(

@@ -64,7 +64,7 @@ class Metrics(contextlib.AbstractContextManager):
 
     The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
     Words are raw words of the corpus, those outside the vocabulary included. A loss that is not
-    finite is reported like any other: `TrainingLoop.check_finite` stops the run. Once a step:
+    finite is reported like any other: `w2v.training.divergence` stops the run. Once a step:
 
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device

@@ -214,13 +214,15 @@ class CpuKernels:
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
         buffers = self._buffers[shape]
-        taken_1 = np.zeros(1, np.int64)
+        edges_n = np.arange(threads.count + 1) * centers // threads.count
+        taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]  # in cache lines of their own
+        taken_n[:] = edges_n[:-1]
 
         def run_share(thread: int) -> tuple[float, int]:
             unique = (table.of_thread[0 if is_sgd else thread] for table in rows[:2])
-            # Centers of SGD belong to no thread: one that is done early takes more of them.
-            edges = (taken_1, centers) if is_sgd else share(thread, threads.count, centers)
-            return kernel(*edges, arrays, buffers[thread], *unique)
+            # A thread of SGD that is done early takes centers of others.
+            place = (thread, (taken_n, edges_n[1:])) if is_sgd else edges_n[thread : thread + 2]
+            return kernel(*place, arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.

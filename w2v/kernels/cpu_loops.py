@@ -261,7 +261,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     are added to those of the thread's unique rows. Gradients of context words are then first summed
     in a ring, until the windows have passed the word: a word is in many windows, one after another.
 
-    The function takes two numbers, see `own` and `shared`, and as plain tuples (named ones take
+    The function takes a place, see `own` and `shared`, and as plain tuples (named ones take
     longer to pass) `BatchArrays`, and the thread's `Buffers` and `UniqueRows` of both tables. It
     returns the summed loss and the number of positive pairs.
     """
@@ -403,17 +403,24 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         return found
 
     @compiled
-    def shared(taken_1, centers, batch, memory, inputs, outputs):
-        """Run blocks of centers that no thread has taken; `taken_1` counts."""
+    def shared(thread, stretches, batch, memory, inputs, outputs):
+        """Run the blocks of a thread's stretch, then those left of others'.
+
+        Neighboring centers have words in common, whose rows stay in the core's cache. stretches:
+        up to where blocks of each are taken, which threads write, and where it ends.
+        """
+        taken_n, ends_n = stretches
         loss, pairs = 0.0, 0
-        while True:
-            begin = simd.fetch_add(taken_1, 0, BLOCK)
-            if begin >= centers:
-                return loss, pairs
-            end = min(begin + BLOCK, centers)
-            block_loss, block_pairs = loop(begin, end, batch, memory, inputs, outputs)
-            loss += block_loss
-            pairs += block_pairs
+        for n in range(len(ends_n)):
+            stretch = (thread + n) % len(ends_n)
+            begin = simd.fetch_add(taken_n, stretch, BLOCK)
+            while begin < ends_n[stretch]:
+                end = min(begin + BLOCK, ends_n[stretch])
+                block_loss, block_pairs = loop(begin, end, batch, memory, inputs, outputs)
+                loss += block_loss
+                pairs += block_pairs
+                begin = simd.fetch_add(taken_n, stretch, BLOCK)
+        return loss, pairs
 
     return shared if in_place else own
 

@@ -211,7 +211,7 @@ TABLES = {
         ],
     ),
     "commands": Table(
-        numbered("run-2026-11-23", 1, 3),
+        ["run-2026-11-23"],
         {r"(.*)": r"\1"},
         [
             Column("whole command", "whole command [s]", ".1f s"),
@@ -376,7 +376,7 @@ COLD = ("run-2026-11-23", "wiki100, first command")
 WARM = ("run-2026-11-23", "wiki100, ids cached")
 PAGED = "wiki100 x 40, paged, new text"
 LARGE = "wiki100 x 40, ids cached"
-COPIES = "run-2026-11-23-3"
+COPIES = "run-2026-11-23"
 MILLIONS = (
     "zipf-2026-11-23",
     ("60000000 words of a text of 124136492, Adam float32 mapped, 80 GiB of the GPU occupied"),

@@ -98,6 +98,15 @@ def test_configs_are_refused_before_training(common, tmp_path, capsys, second, k
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("program", ["sweep", "compare"])
+@pytest.mark.parametrize("option", ["--questions", "--pairs"])
+def test_files_to_score_by_are_read_before_training(common, tmp_path, capsys, program, option):
+    arguments = [program, "adam", "--to", str(tmp_path / "out"), *common]
+    assert cli.main([*arguments, option, str(tmp_path / "missing.txt")]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_named(common, tmp_path, capsys):
     config = tmp_path / "good.yaml"
     config.write_text("optimizer: {name: Adam, lr: 0.01}")

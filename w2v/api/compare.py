@@ -119,6 +119,7 @@ def train(
     Each run gets a folder `<name>-seed<seed>`. Runs that are finished there are not repeated.
     `save` writes their vectors.
     """
+    further.check()
     trained = []
     for name, config in configs.items():
         for seed in seeds:

@@ -25,6 +25,13 @@ class Further(NamedTuple):
     questions: Sequence[str | Path] = ()
     pairs: Sequence[str | Path] = ()
 
+    def check(self) -> None:
+        """Raise `EvaluationError` if a file cannot be read."""
+        for path in self.questions:
+            read_questions(path)
+        for path in self.pairs:
+            judged_pairs(path)
+
 
 class EvaluationError(ValueError):
     """An impossible evaluation; one line with the value and the remedy."""

@@ -224,7 +224,7 @@ class TrainConfig(Section):
         0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
     )
     block_words: int = key(
-        -1, "Words of a block of text; steps mix many (0: no; auto: on a GPU).", auto=-1, at_least=0
+        -1, "Words of a block; steps mix many (0: no; auto: by window).", auto=-1, at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")

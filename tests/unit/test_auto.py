@@ -175,11 +175,10 @@ def test_windows_are_weighed_where_there_is_time(kernels, settings, count, shrin
     assert rise == pytest.approx(auto.WEIGHED if shrink_by == "weigh" else 1, rel=0.05)  # 2 digits
 
 
-def test_blocks_are_mixed_on_a_gpu():
+def test_blocks_are_mixed_but_where_each_center_is_a_step():
     vocab = vocab_of([500] * 40)
-    for on_gpu, window, words in ((True, 5, 128), (False, 5, 0), (True, 10**9, 0)):
-        given = load_config([], [f"model.window={window}"])
-        mixed = auto.choose(given, vocab, "cuda", on_gpu=on_gpu)
+    for kernels, window, words in (("cuda", 5, 128), ("sequential", 5, 0), ("cpu", 10**9, 0)):
+        mixed = auto.choose(load_config([], [f"model.window={window}"]), vocab, kernels)
         assert mixed.config.train.block_words == words
         assert ("train.block_words" in mixed.reasons) == bool(words)
 
@@ -214,10 +213,11 @@ def test_what_is_set_by_hand_is_kept():
     settings = "train.batch_size=123 optimizer.lr=0.5 optimizer.name=AdamW optimizer.step=table"
     settings += " model.sample=1e-4 model.shrink_by=draw train.block_words=0"
     config = load_config([], settings.split())
-    assert auto.choose(config, vocab, on_gpu=True) == (config, {})
+    assert auto.choose(config, vocab) == (config, {})
     chosen = auto.choose(load_config(), vocab)
     model = {"model.sample", "model.shrink_by"}
-    assert chosen.reasons.keys() == model | {"train.batch_size", "optimizer.lr"}
+    train = {"train.batch_size", "train.block_words"}
+    assert chosen.reasons.keys() == model | train | {"optimizer.lr"}
     assert f"{chosen.config.train.batch_size} centers" in chosen.reasons["train.batch_size"]
     assert chosen.config.optimizer.args  # those that the rate is for
     own = load_config([], ["optimizer.name=Adam", "optimizer.args.eps=1e-4"])

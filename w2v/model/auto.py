@@ -88,9 +88,7 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(
-    config: Config, vocab: Vocab, kernels: str = "cpu", on_gpu: bool = False, sentences: int = 1
-) -> Choice:
+def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 1) -> Choice:
     """Choose windows, batches and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
@@ -142,7 +140,7 @@ def choose(
     if train.block_words < 0:
         # A word that one page of a book repeats is then in several steps.
         words = BLOCK_WINDOWS * (model.window + 3)
-        words = words if on_gpu and words < LARGEST else 0
+        words = 0 if sequential or words >= LARGEST else words
         train = replace(train, block_words=words)
         if words:
             reasons["train.block_words"] = f"{words}, so that a step has words of many places"

@@ -286,7 +286,7 @@ def make_plan(
 def plan_task(task: Task, run: Path | None) -> Plan:
     """Choose what is `auto`, the engine, and the capacity of its cache."""
     sentences = len(task.corpus.offsets) - 1
-    config, chosen = auto.choose(task.config, task.vocab, task.kernels, task.on_gpu, sentences)
+    config, chosen = auto.choose(task.config, task.vocab, task.kernels, sentences)
     optimizer = RowOptimizer(config.optimizer)
     centers = float(task.vocab.kept_counts(config.model.sample).sum())
     task = replace(task, config=config, optimizer=optimizer, centers=centers)

@@ -284,7 +284,7 @@ TABLES = {
         sources=False,
     ),
     "untouched": Table(
-        numbered("tuning-2026-11-23", 5, 6),
+        ["tuning-2026-11-23-5"],
         {
             r"baskets:(\d+) (\d+) epochs (.*)": r"\1 baskets, epochs: \2, \3",
             r"logs:(\d+) (\d+) epochs (.*)": r"\1 lines of a log, epochs: \2, \3",

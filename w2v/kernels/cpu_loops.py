@@ -404,10 +404,11 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
 
     @compiled
     def shared(thread, stretches, batch, memory, inputs, outputs):
-        """Run the blocks of a thread's stretch, then those left of others'.
+        """Run the blocks of a thread's own stretch, then those left of others'.
 
-        Neighboring centers have words in common, whose rows stay in the core's cache. stretches:
-        up to where blocks of each are taken, which threads write, and where it ends.
+        The batch is cut into a stretch for each thread, as neighboring centers have words in
+        common, whose rows stay in the core's cache. stretches: where the blocks of each begin that
+        no thread has taken, which all threads change, and where each ends.
         """
         taken_n, ends_n = stretches
         loss, pairs = 0.0, 0

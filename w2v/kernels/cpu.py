@@ -214,15 +214,17 @@ class CpuKernels:
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
         buffers = self._buffers[shape]
-        edges_n = np.arange(threads.count + 1) * centers // threads.count
-        taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]  # in cache lines of their own
-        taken_n[:] = edges_n[:-1]
+        places: list[tuple] = [share(n, threads.count, centers) for n in range(threads.count)]
+        if is_sgd:  # a thread that is done early takes centers of others
+            begins_n, ends_n = np.array(places).T
+            # In cache lines of their own.
+            taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]
+            taken_n[:] = begins_n
+            places = [(n, (taken_n, ends_n)) for n in range(threads.count)]
 
         def run_share(thread: int) -> tuple[float, int]:
             unique = (table.of_thread[0 if is_sgd else thread] for table in rows[:2])
-            # A thread of SGD that is done early takes centers of others.
-            place = (thread, (taken_n, edges_n[1:])) if is_sgd else edges_n[thread : thread + 2]
-            return kernel(*place, arrays, buffers[thread], *unique)
+            return kernel(*places[thread], arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.

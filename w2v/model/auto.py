@@ -104,8 +104,8 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
             reasons["model.sample"] = f"{model.sample:.2g}, {why}"
     if model.shrink_by == "auto":
         # Pairs of whole windows take time beside the rest only where each center is a step.
-        is_short = vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
-        weighs = model.architecture == "skipgram" and (not sequential or is_short)
+        has_time = not sequential or vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
+        weighs = model.architecture == "skipgram" and has_time
         model = replace(model, shrink_by="weigh" if weighs else "draw")
         if weighs:
             reasons["model.shrink_by"] = "weigh, as there is time for whole windows"

@@ -268,11 +268,8 @@ TABLES = {
     "short": Table(
         ["tuning-2026-11-23-4"],
         {
-            rf"{text} (\d+) epochs ((?!.* rate ).*)": rf"{name}, epochs: \2, \3"
-            for text, name in (
-                (r"baskets:(\d+)-\d+", r"\1 baskets"),
-                (r"logs:(\d+)-\d+", r"\1 lines of a log"),
-            )
+            r"baskets:(\d+)-\d+ (\d+) epochs ((?!.* rate ).*)": r"\1 baskets, epochs: \2, \3",
+            r"logs:(\d+)-\d+ (\d+) epochs ((?!.* rate ).*)": r"\1 lines of a log, epochs: \2, \3",
         },
         [ALL_SCORES[0], NEAR],
         sources=False,
@@ -372,11 +369,11 @@ WIKI = "wiki100 {} {} float32".format
 ZIPF = "10000000 words of a text of 199747053, exponent 1, Adam float32 mapped:10% "
 ZIPF += "negative_pool=65536 for 8 steps"
 TRAIN = "train-2026-11-23-2"
-COLD = ("run-2026-11-23", "wiki100, first command")
-WARM = ("run-2026-11-23", "wiki100, ids cached")
+RUN = "run-2026-11-23"
+COLD = (RUN, "wiki100, first command")
+WARM = (RUN, "wiki100, ids cached")
 PAGED = "wiki100 x 40, paged, new text"
 LARGE = "wiki100 x 40, ids cached"
-COPIES = "run-2026-11-23"
 MILLIONS = (
     "zipf-2026-11-23",
     ("60000000 words of a text of 124136492, Adam float32 mapped, 80 GiB of the GPU occupied"),
@@ -420,11 +417,11 @@ CITED = [
         "of 4.1 GB took {:.1f} s, and {:.1f} with cached ids, of which {:.1f} after training: "
         "files of {:.1f} GB, which take {:.1f} s to copy",
         [
-            (COPIES, PAGED, "whole command [s]"),
-            (COPIES, LARGE, "whole command [s]"),
-            (COPIES, LARGE, "after training [s]"),
-            (COPIES, LARGE, "files [GB]"),
-            (COPIES, LARGE, "copying [s]"),
+            (RUN, PAGED, "whole command [s]"),
+            (RUN, LARGE, "whole command [s]"),
+            (RUN, LARGE, "after training [s]"),
+            (RUN, LARGE, "files [GB]"),
+            (RUN, LARGE, "copying [s]"),
         ],
     ),
     Cited(

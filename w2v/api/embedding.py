@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.api.look_up import ComputedVectors, Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
@@ -49,20 +49,24 @@ from w2v.training.checkpoint import Checkpoints, latest
 MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
 
 
+# A module's own attribute takes as long to set as a kernel to launch; those of its parts do not.
 @dataclass
-class _Waiting:
-    """State of a table between calls.
+class _PendingGradients:
+    """Gradients of a table that wait for the next step."""
 
-    To set an attribute of a module takes as long as a kernel's launch.
-    """
-
-    page: RowPage | None = None  # rows whose gradients wait for the step
-    sums: Tensor | None = None  # these gradients, once they are summed over ranks
-    ahead: Any = None  # the look-up of the current batch of `PagedOptimizer.pages`
-    # All tables of this look-up, if they read vectors and sum gradients by kernels.
-    beside: list[tuple[PagedEmbedding, RowsOfIds]] = field(default_factory=list)
-    # Pages whose gradients are for other ranks, with sums, by look-up.
+    page: RowPage | None = None  # their rows
+    sums: Tensor | None = None  # the gradients, once ranks have exchanged them
+    # Pages with gradients that are to be sent to the ranks that own the rows.
     unsent: dict[sharded.RoutedLookUp, tuple[RowPage, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _AnnouncedRows:
+    """A table's rows of the current batch of `PagedOptimizer.pages`."""
+
+    rows: RowsOfIds | None = None
+    # All tables of the look-up and their rows, if kernels compute all vectors in one launch.
+    together: list[tuple[PagedEmbedding, RowsOfIds]] = field(default_factory=list)
 
 
 class _Layout(NamedTuple):
@@ -161,7 +165,8 @@ class PagedEmbedding(nn.Module):
         self._zero_padding = self.padding_idx is not None and (init is None or callable(init))
         self._layout: _Layout | None = None
         self._store: Rows | None = None
-        self._waiting = _Waiting()
+        self._pending = _PendingGradients()
+        self._announced = _AnnouncedRows()
         # What optimizers and gradient clipping see: the rows that have gradients. It is kept out of
         # the module's parameters, as those belong to the optimizer of the dense modules.
         computes_in = torch.float64 if dtype == torch.float64 else torch.float32
@@ -201,8 +206,8 @@ class PagedEmbedding(nn.Module):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        if self._sums_gradients:
-            return self._vectors(ids)
+        if self._uses_kernels:
+            return self._kernel_vectors(ids)
         weight_UD, places, padding = self._fetch(ids)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
@@ -238,8 +243,8 @@ class PagedEmbedding(nn.Module):
 
         `zero_grad` of a module around this one does not reach the table.
         """
-        self._parameter.grad = self._waiting.sums = None
-        self._waiting.unsent.clear()
+        self._parameter.grad = self._pending.sums = None
+        self._pending.unsent.clear()
 
     def extra_repr(self) -> str:
         shown = f"{self.num_embeddings}, {self.embedding_dim}"
@@ -254,19 +259,15 @@ class PagedEmbedding(nn.Module):
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("_init", "_stepped_by"))
-        return dict(vars(self), _store=self.store, _waiting=_Waiting(), **gone)
-
-    @property
-    def _bag_rules(self) -> tuple:
-        """What tables must have in common whose bags are summed together."""
-        return ()
+        empty = {"_pending": _PendingGradients(), "_announced": _AnnouncedRows()}
+        return dict(vars(self), _store=self.store, **empty, **gone)
 
     @property
     def _trains(self) -> bool:
         return self.trainable and torch.is_grad_enabled()
 
     @property
-    def _sums_gradients(self) -> bool:
+    def _uses_kernels(self) -> bool:
         """Whether kernels read the vectors of ids and sum their gradients."""
         return self._fused and self.max_norm is None and not self.scale_grad_by_freq
 
@@ -274,7 +275,7 @@ class PagedEmbedding(nn.Module):
         """Look up ids, and begin to bring their rows."""
         if self._trains and self._ranks.size == 1:
             _refuse_ranks()
-        found = self._waiting.ahead  # whose rows are there, unless other uses have evicted them
+        found = self._announced.rows  # whose rows are there, unless other uses have evicted them
         if found is None or not found.is_of(ids):
             if self._ranks.size > 1:
                 found = sharded.look_up_alone(self, ids)
@@ -284,49 +285,55 @@ class PagedEmbedding(nn.Module):
             self.store.group.prefetch([found.owned.look_up], self.store.first_row)
         return found
 
-    def _vectors(self, ids: Ids, offsets: Tensor | None = None) -> Tensor:
+    def _kernel_vectors(self, ids: Ids, offsets: Tensor | None = None) -> Tensor:
         """Return vectors of ids or bags by kernels, which sum their gradients.
 
-        They are made for all tables of an announced page at once; those of bags, until offsets of
-        tables are found to differ.
+        The first table of an announced batch computes those of all tables; the others take theirs.
         """
         store = self.store
         with store.lock:
             found = self._find(ids)
-            look_up, index = found.look_up, found.index
-            trains = self._trains
-            if trains and index in look_up.waiting:
-                version, made_of, vectors = look_up.waiting.pop(index)
-                if version == store.version and made_of.matches(offsets):
-                    return vectors
-                store.group.bags_differ |= version == store.version
+            look_up, trains = found.look_up, self._trains
+            known = look_up.computed.pop(found.index, None) if trains else None
+            if known and known.version == store.version:
+                if known.offsets.matches(offsets):
+                    return known.vectors
+                store.group.bags_differ = True
             bags = self._bags(found.shape, offsets)
             if not trains:
-                self._page_of(found)
-                shape = (-1,) if bags else found.shape
-                return look_up.vectors(index, bags).view(*shape, self.embedding_dim)
-            tables = [(self, found)]
-            beside = self._waiting.beside if found is self._waiting.ahead else []
-            known = not (look_up.is_given or (bags and store.group.bags_differ))
-            if beside and known and all(table._trains for table, _ in beside):
-                tables, look_up.is_given = beside, True
-            bags = bags and bags._replace(tables=len(tables))
-            pages = [(table, table._page_of(its)) for table, its in tables]
-            made = _Vectors.apply(self._parameter, pages, bags)
+                look_up.page_of(found)
+                return found.in_shape(look_up.vectors(found.index, bags), bags)
+            users = self._tables_to_compute(found, bags)
+            bags = bags and bags._replace(tables=len(users))
+            pages = [(table, look_up.page_of(rows)) for table, rows in users]
+            vectors = _KernelVectors.apply(self._parameter, pages, bags)
             seen = Identity(offsets)
-            for (table, its), vectors_ND in zip(tables, made, strict=True):
-                vectors = vectors_ND if bags else vectors_ND.view(*its.shape, self.embedding_dim)
-                look_up.waiting[its.index] = table.store.version, seen, vectors
-            return look_up.waiting.pop(index)[2]
+            for (table, rows), vectors_ND in zip(users, vectors, strict=True):
+                version, shaped = table.store.version, rows.in_shape(vectors_ND, bags)
+                look_up.computed[rows.index] = ComputedVectors(shaped, version, seen)
+            return look_up.computed.pop(found.index).vectors
+
+    def _tables_to_compute(
+        self, found: RowsOfIds, bags: Bags | None
+    ) -> list[tuple[PagedEmbedding, RowsOfIds]]:
+        """Return this table, or at the first use of an announced batch all.
+
+        Bags are summed together until offsets of tables are found to differ.
+        """
+        together = self._announced.together if found is self._announced.rows else []
+        is_alone = found.look_up.is_computed or (bags and self.store.group.bags_differ)
+        if not together or is_alone or not all(table._trains for table, _ in together):
+            return [(self, found)]
+        found.look_up.is_computed = True
+        return together
+
+    def _launch_key(self, rows: RowsOfIds) -> Any:
+        """Return what is equal for tables whose vectors one launch computes."""
+        return None if self._uses_kernels else self
 
     def _bags(self, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
         """Return how ids are divided; raise `ValueError` where torch does."""
         return None
-
-    def _page_of(self, found: RowsOfIds) -> RowPage:
-        """Return a page whose look-up reads the vectors."""
-        is_sharded = self._ranks.size > 1
-        return found.look_up.borrow(found) if is_sharded else RowPage(self.store, found)
 
     def _fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
         """Fetch the rows of ids.
@@ -339,7 +346,7 @@ class PagedEmbedding(nn.Module):
         with store.lock:
             found = self._find(ids)
             if self._ranks.size > 1:
-                page = found.look_up.borrow(found)
+                page = found.look_up.page_of(found)
                 weight_UD, places_N, padding = found.look_up.part(found.index)
             else:
                 page, weight_UD = self._read(found)
@@ -372,21 +379,22 @@ class PagedEmbedding(nn.Module):
         grad_UD = weight_UD.grad.detach()
         weight_UD.grad = None
         with self.store.lock:
-            if page.asked is not page.found:
-                asked = page.asked
-                grad_UD = asked.look_up.add_rows(asked.index, grad_UD, self._waiting_at(page))
+            if page.is_borrowed:
+                requested, pending = page.requested, self._pending_of(page)
+                grad_UD = requested.look_up.add_rows(requested.index, grad_UD, pending)
             self._add_grad(page, grad_UD)
 
-    def _waiting_at(self, page: RowPage) -> Tensor | None:
+    def _pending_of(self, page: RowPage) -> Tensor | None:
         """Return gradients that wait for the step, or to be sent."""
-        if page.asked is page.found:
+        if not page.is_borrowed:
             return self._parameter.grad
-        return self._waiting.unsent.get(page.asked.look_up, (None, None))[1]
+        _, grad_UD = self._pending.unsent.get(page.requested.look_up, (None, None))
+        return grad_UD
 
     @property
     def _grad(self) -> Tensor | None:
         """The gradients that wait for the step."""
-        sums_UD = self._waiting.sums
+        sums_UD = self._pending.sums
         return self._parameter.grad if sums_UD is None else sums_UD
 
     def _add_grad(self, page: RowPage, grad_UD: Tensor, is_owned: bool = False) -> None:
@@ -397,8 +405,8 @@ class PagedEmbedding(nn.Module):
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
-        if page.asked is not page.found and not is_owned:
-            self._waiting.unsent[page.asked.look_up] = page, grad_UD
+        if page.is_borrowed and not is_owned:
+            self._pending.unsent[page.requested.look_up] = page, grad_UD
             return
         if grad_UD is self._grad:  # it was added up in place
             return
@@ -406,9 +414,9 @@ class PagedEmbedding(nn.Module):
             # A row of several pages has one gradient, their sum, as it is stepped once.
             with torch.no_grad():
                 page, grad_UD = self._merged(page, grad_UD)
-        self._waiting.page = page
+        self._pending.page = page
         if is_owned:  # inside a step: nobody sees it
-            self._waiting.sums = grad_UD
+            self._pending.sums = grad_UD
             return
         self._parameter.grad = None  # its shape may change only without a gradient
         if page.records is None:
@@ -418,8 +426,8 @@ class PagedEmbedding(nn.Module):
         self._parameter.grad = grad_UD
 
     def _merged(self, page: RowPage, grad_UD: Tensor) -> tuple[RowPage, Tensor]:
-        """Return the rows and gradients of this page and the waiting one."""
-        rows = [its.rows_of(self.store) for its in (self._waiting.page, page)]
+        """Return the rows and gradients of this page and the pending one."""
+        rows = [its.rows_of(self.store) for its in (self._pending.page, page)]
         rows_U = torch.unique(torch.cat(rows))
         sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
         for its_rows, its_grad in zip(rows, (self._grad, grad_UD), strict=True):
@@ -432,7 +440,7 @@ class PagedEmbedding(nn.Module):
         with self.store.lock:
             if (grad_UD := self._grad) is None:
                 return
-            page, store = self._waiting.page, self.store
+            page, store = self._pending.page, self.store
             rows_U = page.rows_of(store)
             if page.version != store.version:  # the table has changed since
                 page.records = store._read(rows_U)
@@ -443,7 +451,7 @@ class PagedEmbedding(nn.Module):
 
     def _drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
-        self._waiting.page = self._waiting.sums = self._parameter.grad = None
+        self._pending.page = self._pending.sums = self._parameter.grad = None
 
     @outside_inference  # the table is trained later
     def _open(
@@ -550,7 +558,7 @@ class PagedEmbedding(nn.Module):
             reason = f"vectors are {self._parameter.dtype} and cannot become {empty.dtype}"
             raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
         if empty.device != self.device:
-            if self._grad is not None or self._waiting.unsent:
+            if self._grad is not None or self._pending.unsent:
                 raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
             self.device = open_device(empty.device, self.storage)
             self._stepped_by = None
@@ -597,7 +605,7 @@ class PagedEmbedding(nn.Module):
         return values[self._ranks.rank :: self._ranks.size] if values.dim() else values
 
 
-class _Vectors(torch.autograd.Function):
+class _KernelVectors(torch.autograd.Function):
     """Vectors of tables of one look-up, whose gradients are summed for them."""
 
     @staticmethod
@@ -608,34 +616,43 @@ class _Vectors(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.pages, ctx.bags = pages, bags
         ((_, page), *others) = pages
-        vectors_ND = page.asked.look_up.vectors(None if others else page.asked.index, bags)
-        counts = [bags.number if bags else page.asked.shape.numel() for _, page in pages]
+        vectors_ND = page.requested.look_up.vectors(None if others else page.requested.index, bags)
+        counts = [bags.number if bags else page.requested.shape.numel() for _, page in pages]
         # Not views, which could not be changed in place.
         return vectors_ND.unsafe_split_with_sizes(counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ((table, page), *others), bags = ctx.pages, ctx.bags
-        look_up = page.asked.look_up
-        parts = [
-            (page.asked.index, grad, [(table, page)])
-            for (table, page), grad in zip(ctx.pages, grads, strict=True)
-            if grad is not None
-        ]
-        if others and len(parts) == len(grads) and look_up.paddings.count(None) == len(grads):
-            whole = _evenly_spaced(grads) if bags else None
-            parts = [(None, torch.cat(grads) if whole is None else whole, ctx.pages)]
-        elif bags:
-            bags = bags._replace(tables=1)
+        pages, bags = ctx.pages, ctx.bags
+        table, page = pages[0]
+        has_padding = any(place is not None for place in page.requested.look_up.paddings)
+        has_all = all(grad is not None for grad in grads)
         with table.store.lock:
-            for index, grad, pages in parts:
-                waiting = {page.asked.index: table._waiting_at(page) for table, page in pages}
-                if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
-                    grad = grad.float().contiguous()
-                sums = look_up.add_gradients(index, grad, bags, waiting)
-                for (table, page), sum_UD in zip(pages, sums, strict=True):
-                    table._add_grad(page, sum_UD)
+            if len(pages) > 1 and has_all and not has_padding:
+                whole = _evenly_spaced(grads) if bags else None
+                _sum_gradients(pages, None, torch.cat(grads) if whole is None else whole, bags)
+            else:
+                bags = bags and bags._replace(tables=1)
+                for (table, page), grad in zip(pages, grads, strict=True):
+                    if grad is not None:
+                        _sum_gradients([(table, page)], page.requested.index, grad, bags)
         return (None,) * 3
+
+
+def _sum_gradients(
+    pages: list[tuple[PagedEmbedding, RowPage]],
+    index: int | None,  # of the table; None: all tables of the look-up
+    grad: Tensor,
+    bags: Bags | None,
+) -> None:
+    """Sum gradients of ids or bags by row, with those that wait for the step."""
+    if grad.dtype != torch.float32 or grad.stride(-1) != 1 or grad.dim() == 2:
+        grad = grad.float().contiguous()
+    pending = {page.requested.index: table._pending_of(page) for table, page in pages}
+    _, first = pages[0]
+    sums = first.requested.look_up.add_gradients(index, grad, bags, pending)
+    for (table, page), sum_UD in zip(pages, sums, strict=True):
+        table._add_grad(page, sum_UD)
 
 
 def _evenly_spaced(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -643,24 +660,18 @@ def _evenly_spaced(tensors: Sequence[Tensor]) -> Tensor | None:
 
     So are the gradients of vectors that were stacked. Of others, None.
     """
-    first, *others = tensors
-    begins = [its.data_ptr() for its in tensors]
+    first = tensors[0]
+    begins = [each.data_ptr() for each in tensors]
     step = begins[1] - begins[0]
-    strides, place = first.stride(), first.untyped_storage().data_ptr()
-    if (
-        step <= 0
-        or step % first.element_size()
-        or any(
-            begin - begins[0] != n * step
-            or its.shape != first.shape
-            or its.stride() != strides
-            or its.dtype != first.dtype
-            or its.untyped_storage().data_ptr() != place
-            for n, (begin, its) in enumerate(zip(begins[1:], others, strict=True), 1)
-        )
-    ):
+    layouts = {
+        (each.shape, each.stride(), each.dtype, each.untyped_storage().data_ptr())
+        for each in tensors
+    }
+    is_even = all(begin == begins[0] + n * step for n, begin in enumerate(begins))
+    if len(layouts) > 1 or not is_even or step <= 0 or step % first.element_size():
         return None
-    return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *strides))
+    distance = step // first.element_size()
+    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -710,8 +721,8 @@ class PagedEmbeddingBag(PagedEmbedding):
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
-        if self._sums_gradients and self.mode != "max" and per_sample_weights is None:
-            return self._vectors(ids, offsets)
+        if self._uses_kernels and self.mode != "max" and per_sample_weights is None:
+            return self._kernel_vectors(ids, offsets)
         weight_UD, places, padding = self._fetch(ids)
         if offsets is not None:
             offsets = offsets.to(places)
@@ -728,11 +739,11 @@ class PagedEmbeddingBag(PagedEmbedding):
             padding_idx=padding,
         )
 
-    @property
-    def _bag_rules(self) -> tuple:
+    def _launch_key(self, rows: RowsOfIds) -> Any:
         # Kernels leave out one padding row at a time: such tables are by themselves.
-        own = self if self.padding_idx is not None or self.mode == "max" else None
-        return self.mode, self.include_last_offset, own
+        if not self._uses_kernels or self.padding_idx is not None or self.mode == "max":
+            return self
+        return self.mode, self.include_last_offset, rows.shape
 
     def _bags(self, shape: torch.Size, offsets: Tensor | None) -> Bags:
         is_mean = self.mode == "mean"
@@ -884,46 +895,33 @@ class PagedOptimizer(torch.optim.Optimizer):
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
-        batches: Iterator[tuple[Any, list[Any]]]
+        batches: Iterator[tuple[Any, list[RowsOfIds]]]
         batches = ((batch, _look_up(tables, batch, key)) for batch in loader)
         if self._ranks.size > 1:
             batches = sharded.sent_ahead(tables, batches)
-        waiting: deque[tuple[Any, list[RowsOfIds]]] = deque()
-        error: Exception | None = None
-        together, turn = max(1, ahead // 2), 0  # batches of a page of the cache
+        together = max(1, ahead // 2)  # batches of a page of the cache
         try:
-            while True:
-                while error is None and len(waiting) <= ahead:
-                    try:
-                        waiting.append(next(batches))
-                    except Exception as reason:  # such as StopIteration
-                        error = reason
-                if not waiting:
-                    break
-                if turn % together == 0:
-                    _prefetch(islice(waiting, together))
-                batch, page = waiting.popleft()
-                for look_up in _owned(page):
+            for number, window in enumerate(_windows(batches, ahead)):
+                begins_page = number % together == 0
+                if begins_page:
+                    _prefetch(islice(window, together))
+                batch, rows = window.popleft()
+                for look_up in _owned(rows):
                     look_up.group.make_current(look_up)
-                if turn % together == 0:
-                    _prefetch(islice(waiting, together - 1, 2 * together - 1))
-                turn += 1
-                _give(tables, page)
+                if begins_page:  # the rows after this page's
+                    _prefetch(islice(window, together - 1, 2 * together - 1))
+                _announce(tables, rows)
                 yield batch
-                for found in page:  # vectors that nobody asked for know it
-                    found.look_up.waiting.clear()
-                del found  # its memory is free while the next batch computes
+                _forget_vectors(rows)
         finally:
             for table in tables:
-                table._waiting.ahead, table._waiting.beside = None, []
-        if error and not isinstance(error, StopIteration):
-            raise error
+                table._announced.rows, table._announced.together = None, []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
         for table in self._tables.values() if self._ranks.size > 1 else ():
-            table._waiting.unsent.clear()
-            table._waiting.sums = None
+            table._pending.unsent.clear()
+            table._pending.sums = None
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -1043,16 +1041,44 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfI
     return sharded.look_up(tables, ids)
 
 
-def _owned(page: list[RowsOfIds]) -> list[LookUp]:
+def _windows(
+    batches: Iterator[tuple[Any, list[RowsOfIds]]], ahead: int
+) -> Iterator[deque[tuple[Any, list[RowsOfIds]]]]:
+    """Yield the next batch and `ahead` more, of which the caller takes one.
+
+    An error is raised once the batches before it are taken.
+    """
+    window: deque[tuple[Any, list[RowsOfIds]]] = deque()
+    error: Exception | None = None
+    while True:
+        while error is None and len(window) <= ahead:
+            try:
+                window.append(next(batches))
+            except Exception as reason:  # such as StopIteration
+                error = reason
+        if not window:
+            break
+        yield window
+    if not isinstance(error, StopIteration):
+        raise error
+
+
+def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.owned.look_up for found in page))
+    return list(dict.fromkeys(found.owned.look_up for found in rows))
+
+
+def _forget_vectors(rows: list[RowsOfIds]) -> None:
+    """Drop vectors that were computed and not used: they hold the look-up."""
+    for found in rows:
+        found.look_up.computed.clear()
 
 
 def _prefetch(batches: Iterable[tuple[Any, list[RowsOfIds]]]) -> None:
     """Begin to bring the rows of batches as one page."""
     by_group: dict[RowGroup, list[LookUp]] = {}
-    for _, page in batches:
-        for look_up in _owned(page):
+    for _, rows in batches:
+        for look_up in _owned(rows):
             with contextlib.suppress(IndexError):  # it is raised when it is due
                 if look_up.rows is not None:
                     by_group.setdefault(look_up.group, []).append(look_up)
@@ -1060,19 +1086,16 @@ def _prefetch(batches: Iterable[tuple[Any, list[RowsOfIds]]]) -> None:
         group.prefetch(look_ups)
 
 
-def _give(tables: list[PagedEmbedding], page: list[RowsOfIds]) -> None:
-    """Give tables the look-ups of the current batch."""
+def _announce(tables: list[PagedEmbedding], rows: list[RowsOfIds]) -> None:
+    """Give tables their rows of the current batch."""
     by_look_up: dict[LookUp, list[tuple[PagedEmbedding, RowsOfIds]]] = {}
-    for table, found in zip(tables, page, strict=True):
+    for table, found in zip(tables, rows, strict=True):
         by_look_up.setdefault(found.look_up, []).append((table, found))
-        table._waiting.ahead = found
+        table._announced.rows = found
     for users in by_look_up.values():
-        rules = {table._bag_rules if table._sums_gradients else table for table, _ in users}
-        alike = len(rules) == 1
-        if alike and isinstance(users[0][0], PagedEmbeddingBag):
-            alike = len({found.shape for _, found in users}) == 1
+        is_one_launch = len({table._launch_key(found) for table, found in users}) == 1
         for table, _ in users:
-            table._waiting.beside = users if alike else []
+            table._announced.together = users if is_one_launch else []
 
 
 def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float) -> None:
@@ -1080,27 +1103,25 @@ def _step_fused(tables: list[PagedEmbedding], optimizer: RowOptimizer, lr: float
     by_look_up: dict[Any, list[PagedEmbedding]] = {}
     for table in tables:
         if table._grad is not None:
-            found = table._waiting.page.found
-            is_together = found and found.look_up.group is table.store.group
-            by_look_up.setdefault(found.look_up if is_together else table, []).append(table)
+            owned = table._pending.page.owned
+            is_together = owned and owned.look_up.group is table.store.group
+            by_look_up.setdefault(owned.look_up if is_together else table, []).append(table)
     for look_up, its_tables in by_look_up.items():
         with its_tables[0].store.lock:
-            stores = [table.store for table in its_tables]
-            counts = [optimizer.count_step(store.table) for store in stores]
-            seeds = [store.table.next_rounding_seed() for store in stores]
+            group = its_tables[0].store.group
+            counts = [optimizer.count_step(table.store.table) for table in its_tables]
+            seeds = [table.store.table.next_rounding_seed() for table in its_tables]
             is_whole = isinstance(look_up, LookUp) and look_up.has_all(
-                {table._waiting.page.found.index: table._grad for table in its_tables}
+                {table._pending.page.owned.index: table._grad for table in its_tables}
             )
             if is_whole and len(set(counts)) == 1:
                 rows = look_up.rows, look_up.narrow_N, look_up.count
-                given = counts[0], seeds[0], rows, look_up.sums_UD, lr
-                stores[0].group.step(optimizer, *given)
-                stores[0].group.keep_zeros(look_up.take_sums())  # the step has made them 0
+                group.step(optimizer, counts[0], seeds[0], look_up.sums_UD, lr, *rows)
+                group.keep_zeros(look_up.take_sums())  # the step has made them 0
             else:
                 for table, counted, seed in zip(its_tables, counts, seeds, strict=True):
-                    rows = table._waiting.page.rows_of(table.store), None, None
-                    given = counted, seed, rows, table._grad, lr
-                    table.store.group.step(optimizer, *given)
+                    rows_U = table._pending.page.rows_of(table.store)
+                    table.store.group.step(optimizer, counted, seed, table._grad, lr, rows_U)
             for table in its_tables:
                 table.store.version += 1
                 table._drop_page()

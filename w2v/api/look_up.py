@@ -100,6 +100,14 @@ class SpanNumbers(NamedTuple):
     padding: int  # 1 + the place of the padding row, or 0
 
 
+class ComputedVectors(NamedTuple):
+    """Vectors of a table that were computed with those of others."""
+
+    vectors: Tensor
+    version: int  # of the table
+    offsets: Identity  # of the bags
+
+
 class LookUp:
     """Unique rows of ids, looked up in all tables of a group at once.
 
@@ -123,9 +131,8 @@ class LookUp:
         begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
         paddings: The place of each table's padding row; set with `rows`.
         owned: With several ranks, the rows of each table that are requested from this rank.
-        is_given: Whether the vectors of all tables were computed together.
-        waiting: Those vectors that were not asked for yet, by index of their table, with the
-            version of the table and the identity of the offsets that they were computed from.
+        is_computed: Whether the vectors of all tables were computed together.
+        computed: Those vectors that have not been used yet, by index of their table.
     """
 
     narrow_N: Tensor | None = None
@@ -147,8 +154,8 @@ class LookUp:
     ):
         self.group = group
         self.spans = spans
-        self.is_given = False
-        self.waiting: dict[int, tuple[int, Identity, Tensor]] = {}
+        self.is_computed = False
+        self.computed: dict[int, ComputedVectors] = {}
         self._readback: Readback | None = None  # until the CPU has read them
         self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
         self._parts: Sequence[Tensor] = ()  # of it, by span
@@ -257,6 +264,10 @@ class LookUp:
             return self.places_N
         return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
 
+    def page_of(self, rows: RowsOfIds) -> RowPage:
+        """Return a table's rows as a page, before `vectors` reads them."""
+        return RowPage(rows.store, rows)
+
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags; None: of the ids of all tables."""
         return self.group.read_weights(
@@ -272,7 +283,7 @@ class LookUp:
         index: int | None,
         grad_ND: Tensor,
         bags: Bags | None,
-        waiting: dict[int, Tensor | None],
+        pending: dict[int, Tensor | None],
     ) -> list[Tensor]:
         """Add gradients of a table's ids or bags, or with None of all tables.
 
@@ -280,27 +291,27 @@ class LookUp:
             index: The table.
             grad_ND: The gradients.
             bags: The bags.
-            waiting: The tables, with what waits for their step: sums of an earlier pass may.
+            pending: The tables, with gradients of earlier passes that wait for their step, if any.
 
         Returns:
             The sums [U, D] of these tables.
         """
-        sums_UD = self._sums_for(waiting)
+        sums_UD = self._sums_for(pending)
         padding = None if index is None else self.paddings[index]
         cuda.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
-        return [self._sums[its] for its in waiting]
+        return [self._sums[table] for table in pending]
 
-    def _sums_for(self, waiting: dict[int, Tensor | None]) -> Tensor:
-        """Return the sums of all tables, which are 0 where nothing waits."""
+    def _sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
+        """Return the sums of all tables, which are 0 where nothing is pending."""
         if self._buffer_UD is None:
             self._buffer_UD = self._zeros()
             self._parts = self._split()
         sums_UD = self.sums_UD
-        for its, sum_UD in waiting.items():
-            if its not in self._sums:
-                self._sums[its] = self._parts[its]
-            elif sum_UD is not self._sums[its]:  # it was dropped
-                for begin, end in self._pieces(its):
+        for table, sum_UD in pending.items():
+            if table not in self._sums:
+                self._sums[table] = self._parts[table]
+            elif sum_UD is not self._sums[table]:  # it was dropped
+                for begin, end in self._pieces(table):
                     sums_UD[begin:end].zero_()
         return sums_UD
 
@@ -364,34 +375,39 @@ class RowPage:
 
     Args:
         store: The table of the rows.
-        found: The look-up of the rows; None if they are from several.
+        owned: The look-up of the rows; None if they are from several.
         rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
         records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which changes
             them in place.
 
     Attributes:
-        asked: The look-up of the ids, among the rows of all ranks.
+        requested: The look-up of the ids: with several ranks, among the rows of all of them.
         version: Version of the table when the rows were read.
     """
 
     def __init__(
         self,
         store: Rows,
-        found: UniqueRows | None,
+        owned: UniqueRows | None,
         rows: Tensor | None = None,
         records: Tensor | None = None,
     ):
-        self.asked: Any = found
-        self.found = found
+        self.requested: Any = owned
+        self.owned = owned
         self.records = records
         self.version = store.version
         self._rows = rows
         self._first_row = store.first_row
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the ids were requested from the ranks that own the rows."""
+        return self.requested is not self.owned
+
     def rows_of(self, store: Rows) -> Tensor:
         """Return the rows as numbered now: the table may have left its group."""
         if self._rows is None:
-            self._rows = self.found.rows
+            self._rows = self.owned.rows
         if self._first_row != store.first_row:
             self._rows = self._rows + (store.first_row - self._first_row)
             self._first_row = store.first_row
@@ -435,6 +451,10 @@ class RowsOfIds(UniqueRows):
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
         return self.look_up.uses is self.store.group.uses and self._identity.matches(ids)
+
+    def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
+        """Return vectors in the shape of the ids; those of bags as they are."""
+        return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
 
     @property
     def places_N(self) -> Tensor:

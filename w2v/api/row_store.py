@@ -177,17 +177,15 @@ class RowGroup:
     def step(
         self,
         optimizer: RowOptimizer,
-        counted: tuple[float, int],
+        counted: tuple[float, int],  # by `optimizer.count_step`
         seed: int,  # of the rounding to bfloat16
-        rows: tuple[Tensor, Tensor | None, Tensor | None],
         grad_UD: Tensor,
         lr: float,
+        rows_U: Tensor,
+        narrow_U: Tensor | None = None,  # the rows in 32 bits, if they are at hand
+        count: Tensor | None = None,  # their number, if the GPU knows it
     ) -> None:
-        """Step unique rows by the fused kernel, in place if they are on the GPU.
-
-        `rows` are in 64 bits and, where they are at hand, in 32 bits and their number.
-        """
-        rows_U, narrow_U, count = rows
+        """Step unique rows by the fused kernel, in place if they are on the GPU."""
         grad_UD = grad_UD.contiguous()
         if (view := self.in_place(rows_U)) is not None:
             narrow_U = rows_U.int() if narrow_U is None else narrow_U

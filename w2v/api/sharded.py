@@ -91,7 +91,7 @@ class RoutedLookUp(LookUp):
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
         found = self.owned[0].look_up
-        if all(table._sums_gradients for table in self.tables):
+        if all(table._uses_kernels for table in self.tables):
             self.pages = {
                 index: RowPage(table.store, its)
                 for index, (table, its) in enumerate(zip(self.tables, self.owned, strict=True))
@@ -106,12 +106,12 @@ class RoutedLookUp(LookUp):
             weights.append(weight_LD)
         return torch.cat(weights).index_select(0, found.places_N)
 
-    def borrow(self, asked: RowsOfIds) -> RowPage:
-        """Return a table's rows here, once weights have come from all ranks."""
-        if asked.index not in self.pages:  # other uses of the same ids borrow anew
+    def page_of(self, rows: RowsOfIds) -> RowPage:
+        """Return a table's page of `owned`, with weights from all ranks at hand."""
+        if rows.index not in self.pages:  # other uses of the same ids borrow anew
             borrow(self.batch or [self])
-        page = self.pages.pop(asked.index)
-        page.asked = asked
+        page = self.pages.pop(rows.index)
+        page.requested = rows
         return page
 
     def take(self, weight_UD: Tensor) -> None:
@@ -133,9 +133,9 @@ class RoutedLookUp(LookUp):
             )
         return self._weights_UD.index_select(0, which_U), places_N, padding
 
-    def add_rows(self, index: int, grad_UD: Tensor, waiting: Tensor | None) -> Tensor:
+    def add_rows(self, index: int, grad_UD: Tensor, pending: Tensor | None) -> Tensor:
         """Add gradients of a table's weights; return what waits to be sent."""
-        self._sums_for({index: waiting}).index_add_(0, self._which(index), grad_UD)
+        self._sums_for({index: pending}).index_add_(0, self._which(index), grad_UD)
         return self._sums[index]
 
     def _which(self, index: int) -> Tensor:
@@ -147,15 +147,15 @@ class RoutedLookUp(LookUp):
         return torch.zeros_like(self._weights_UD)
 
     def _split(self) -> list[Tensor]:
-        # They are sent as one: all that is asked is which tables have some.
+        # They are sent as one; `_sums` only tells which tables have some.
         return [self.sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, tables: dict[int, PagedEmbedding]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of each table's rows."""
         ranks, found = self.tables[0]._ranks.size, self.owned[0].look_up
         if self.tables[0]._fused:  # the sums lie side by side, for one step
-            waiting = {index: table._grad for index, table in tables.items()}
-            return found.add_gradients(None, grad_MD.div_(ranks), None, waiting)
+            pending = {index: table._grad for index, table in tables.items()}
+            return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
         of_ranks = (its.split(self.received) for its in (found.places_N, grad_MD))
@@ -191,7 +191,7 @@ class Requests:
             self._error = error
 
     def send_counts(self) -> None:
-        """Tell each rank how many rows it will be asked for."""
+        """Tell each rank how many of its rows will be requested."""
         one_each = [1] * self._ranks.size
         self._receive_counts(self._ranks.all_to_all(self._counts_to_send(), one_each, one_each))
 
@@ -311,11 +311,11 @@ def reduce(tables: Sequence[PagedEmbedding]) -> None:
     """Send gradients to the owners of the rows, which take means over ranks."""
     pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
     for table in tables:
-        for look_up, (page, _) in table._waiting.unsent.items():
-            pages.setdefault(look_up, {})[page.asked.index] = page
-        table._waiting.unsent.clear()
-        if table._waiting.ahead:
-            table._waiting.ahead.look_up.pages.clear()  # as the step changes the weights
+        for look_up, (page, _) in table._pending.unsent.items():
+            pages.setdefault(look_up, {})[page.requested.index] = page
+        table._pending.unsent.clear()
+        if table._announced.rows:
+            table._announced.rows.look_up.pages.clear()  # as the step changes the weights
     if not pages:
         return
     sums = [look_up.take_sums() for look_up in pages]

@@ -37,8 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api import sharded
-from w2v.api.look_up import ComputedVectors, Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.api.look_up import Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
 from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
+from w2v.api.sharded import LookedUpBatch
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.kernels.cuda import Bags
@@ -262,6 +263,8 @@ class PagedEmbedding(nn.Module):
         empty = {"_pending": _PendingGradients(), "_announced": _AnnouncedRows()}
         return dict(vars(self), _store=self.store, **empty, **gone)
 
+    # Forward pass: look up ids, fetch their rows.
+
     @property
     def _trains(self) -> bool:
         return self.trainable and torch.is_grad_enabled()
@@ -290,15 +293,11 @@ class PagedEmbedding(nn.Module):
 
         The first table of an announced batch computes those of all tables; the others take theirs.
         """
-        store = self.store
-        with store.lock:
+        with self.store.lock:
             found = self._find(ids)
             look_up, trains = found.look_up, self._trains
-            known = look_up.computed.pop(found.index, None) if trains else None
-            if known and known.version == store.version:
-                if known.offsets.matches(offsets):
-                    return known.vectors
-                store.group.bags_differ = True
+            if trains and (vectors := found.take_vectors(offsets)) is not None:
+                return vectors
             bags = self._bags(found.shape, offsets)
             if not trains:
                 look_up.page_of(found)
@@ -306,12 +305,11 @@ class PagedEmbedding(nn.Module):
             users = self._tables_to_compute(found, bags)
             bags = bags and bags._replace(tables=len(users))
             pages = [(table, look_up.page_of(rows)) for table, rows in users]
-            vectors = _KernelVectors.apply(self._parameter, pages, bags)
+            computed = _KernelVectors.apply(self._parameter, pages, bags)
             seen = Identity(offsets)
-            for (table, rows), vectors_ND in zip(users, vectors, strict=True):
-                version, shaped = table.store.version, rows.in_shape(vectors_ND, bags)
-                look_up.computed[rows.index] = ComputedVectors(shaped, version, seen)
-            return look_up.computed.pop(found.index).vectors
+            for (_, rows), vectors_ND in zip(users, computed, strict=True):
+                rows.keep_vectors(rows.in_shape(vectors_ND, bags), seen)
+            return found.take_vectors(offsets)
 
     def _tables_to_compute(
         self, found: RowsOfIds, bags: Bags | None
@@ -374,6 +372,8 @@ class PagedEmbedding(nn.Module):
             store._write(rows_U, records_UR)
         return RowPage(store, found, rows_U, None if self._fused else records_UR), weight_UD
 
+    # Gradients, and the step by torch.
+
     def _collect(self, page: RowPage, weight_UD: Tensor) -> None:
         """Take the gradient from the weights of a page."""
         grad_UD = weight_UD.grad.detach()
@@ -427,11 +427,11 @@ class PagedEmbedding(nn.Module):
 
     def _merged(self, page: RowPage, grad_UD: Tensor) -> tuple[RowPage, Tensor]:
         """Return the rows and gradients of this page and the pending one."""
-        rows = [its.rows_of(self.store) for its in (self._pending.page, page)]
+        rows = [each.rows_of(self.store) for each in (self._pending.page, page)]
         rows_U = torch.unique(torch.cat(rows))
         sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-        for its_rows, its_grad in zip(rows, (self._grad, grad_UD), strict=True):
-            sum_UD.index_add_(0, torch.searchsorted(rows_U, its_rows), its_grad)
+        for rows_u, grad_uD in zip(rows, (self._grad, grad_UD), strict=True):
+            sum_UD.index_add_(0, torch.searchsorted(rows_U, rows_u), grad_uD)
         records_UR = None if self._fused else self.store._read(rows_U)
         return RowPage(self.store, None, rows_U, records_UR), sum_UD
 
@@ -452,6 +452,8 @@ class PagedEmbedding(nn.Module):
     def _drop_page(self) -> None:
         """Drop rows and gradients that were stepped."""
         self._pending.page = self._pending.sums = self._parameter.grad = None
+
+    # The table: its memory, first weights and optimizer state.
 
     @outside_inference  # the table is trained later
     def _open(
@@ -551,6 +553,8 @@ class PagedEmbedding(nn.Module):
         self.store.flush()
         return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
 
+    # What nn.Module calls.
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedEmbedding:
         """Move the device of forward passes; the table stays where it is stored."""
         empty = fn(torch.empty_like(self._parameter[:0]).detach())
@@ -592,7 +596,7 @@ class PagedEmbedding(nn.Module):
                 f"size mismatch for {key}: {found} in the checkpoint, {tuple(shape)} here"
             )
         else:
-            self.weight.copy_(self._own(state_dict[key].detach()))
+            self.weight.copy_(self._own_rows(state_dict[key].detach()))
 
     def _gather(self, values: Tensor) -> Tensor | None:
         """Return a copy of weights or a state, of all ranks; None but on rank 0."""
@@ -600,7 +604,7 @@ class PagedEmbedding(nn.Module):
             return values.clone()
         return sharded.gather(self._ranks, values, self.num_embeddings, self.device)
 
-    def _own(self, values: Tensor) -> Tensor:
+    def _own_rows(self, values: Tensor) -> Tensor:
         """Return this rank's part of a state of all ranks."""
         return values[self._ranks.rank :: self._ranks.size] if values.dim() else values
 
@@ -628,6 +632,7 @@ class _KernelVectors(torch.autograd.Function):
         has_padding = any(place is not None for place in page.requested.look_up.paddings)
         has_all = all(grad is not None for grad in grads)
         with table.store.lock:
+            # One launch leaves out the padding row of one table at most.
             if len(pages) > 1 and has_all and not has_padding:
                 whole = _evenly_spaced(grads) if bags else None
                 _sum_gradients(pages, None, torch.cat(grads) if whole is None else whole, bags)
@@ -660,18 +665,16 @@ def _evenly_spaced(tensors: Sequence[Tensor]) -> Tensor | None:
 
     So are the gradients of vectors that were stacked. Of others, None.
     """
-    first = tensors[0]
-    begins = [each.data_ptr() for each in tensors]
-    step = begins[1] - begins[0]
+    first, second = tensors[:2]
+    step = second.data_ptr() - first.data_ptr()
     layouts = {
-        (each.shape, each.stride(), each.dtype, each.untyped_storage().data_ptr())
-        for each in tensors
+        (t.untyped_storage().data_ptr(), t.data_ptr() - n * step, t.dtype, t.shape, t.stride())
+        for n, t in enumerate(tensors)
     }
-    is_even = all(begin == begins[0] + n * step for n, begin in enumerate(begins))
-    if len(layouts) > 1 or not is_even or step <= 0 or step % first.element_size():
+    if len(layouts) > 1 or step <= 0 or step % first.element_size():
         return None
-    distance = step // first.element_size()
-    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
+    strides = step // first.element_size(), *first.stride()
+    return first.as_strided((len(tensors), *first.shape), strides)
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -895,8 +898,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         if ahead < 1:
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
-        batches: Iterator[tuple[Any, list[RowsOfIds]]]
-        batches = ((batch, _look_up(tables, batch, key)) for batch in loader)
+        batches: Iterator[LookedUpBatch]
+        batches = (LookedUpBatch(batch, _look_up(tables, batch, key)) for batch in loader)
         if self._ranks.size > 1:
             batches = sharded.sent_ahead(tables, batches)
         together = max(1, ahead // 2)  # batches of a page of the cache
@@ -965,7 +968,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for table, state, given in loaded:
             table.store.version += 1
             for name, value in given.items():
-                state[name].copy_(table._own(value))
+                state[name].copy_(table._own_rows(value))
 
     def save(self, folder: str | Path, step: int) -> None:
         """Write weights and states of all tables to a folder.
@@ -1041,14 +1044,12 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfI
     return sharded.look_up(tables, ids)
 
 
-def _windows(
-    batches: Iterator[tuple[Any, list[RowsOfIds]]], ahead: int
-) -> Iterator[deque[tuple[Any, list[RowsOfIds]]]]:
+def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[LookedUpBatch]]:
     """Yield the next batch and `ahead` more, of which the caller takes one.
 
     An error is raised once the batches before it are taken.
     """
-    window: deque[tuple[Any, list[RowsOfIds]]] = deque()
+    window: deque[LookedUpBatch] = deque()
     error: Exception | None = None
     while True:
         while error is None and len(window) <= ahead:
@@ -1074,7 +1075,7 @@ def _forget_vectors(rows: list[RowsOfIds]) -> None:
         found.look_up.computed.clear()
 
 
-def _prefetch(batches: Iterable[tuple[Any, list[RowsOfIds]]]) -> None:
+def _prefetch(batches: Iterable[LookedUpBatch]) -> None:
     """Begin to bring the rows of batches as one page."""
     by_group: dict[RowGroup, list[LookUp]] = {}
     for _, rows in batches:
@@ -1141,22 +1142,20 @@ def _open_together(tables: list[PagedEmbedding], optimizer: RowOptimizer) -> set
             is_cached = table._cache_size.gpu_bytes_of(1 << 60) != 0
             kind = table.embedding_dim, table.dtype, table.storage, table.device, is_cached
             kinds.setdefault(kind, []).append(table)
-    for (dim, dtype, storage, device, _), its_tables in kinds.items():
-        ranks = range(its_tables[0]._ranks.size)
-        shards = [
-            [len(range(rank, table.num_embeddings, len(ranks))) for rank in ranks]
+    for its_tables in kinds.values():
+        first, ranks = its_tables[0], its_tables[0]._ranks
+        rows_TN = [
+            [len(range(rank, table.num_embeddings, ranks.size)) for rank in range(ranks.size)]
             for table in its_tables
         ]
-        rows = [sum(of_rank) for of_rank in zip(*shards, strict=True)]
-        if len(its_tables) > 1 and rows[0] < MOST_ROWS:  # alike on all ranks
-            layout = _Layout(optimizer.states(dim), optimizer.scalars)
-            own = max(1, rows[its_tables[0]._ranks.rank])
-            whole = Table("embeddings", own, dim, layout.states, {}, storage, dtype)
-            group = RowGroup(whole, device)
-            first_rows = (0,) * len(ranks)
-            for table, its_shards in zip(its_tables, shards, strict=True):
-                table._open(layout, group, first_rows)
-                first_rows = tuple(map(operator.add, first_rows, its_shards))
+        *begins_TN, rows_N = np.cumsum([[0] * ranks.size, *rows_TN], axis=0).tolist()
+        if len(its_tables) > 1 and rows_N[0] < MOST_ROWS:  # alike on all ranks
+            layout = _Layout(optimizer.states(first.embedding_dim), optimizer.scalars)
+            shape = max(1, rows_N[ranks.rank]), first.embedding_dim
+            whole = Table("embeddings", *shape, layout.states, {}, first.storage, first.dtype)
+            group = RowGroup(whole, first.device)
+            for table, begins_N in zip(its_tables, begins_TN, strict=True):
+                table._open(layout, group, tuple(begins_N))
             opened.update(its_tables)
     return opened
 

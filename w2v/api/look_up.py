@@ -114,14 +114,6 @@ class LookUp:
     On a GPU the CPU waits for them only when it reads `rows`. They are sorted by table; with
     several ranks each table has a span for each rank, and they are sorted by rank, then by table.
 
-    Args:
-        group: The group of the tables.
-        spans: The tables.
-        ids: The ids of each table; or, with `are_rows`, rows of all tables in any order.
-        is_ahead: Whether the ids are those of an announced page.
-        is_filled: Whether a GPU fills the rest of the buffer `rows_N` with -1, and all of it if an
-            id is no row.
-
     Attributes:
         number: Number of the page; 0 for ids that were not announced.
         places_N: The place of each id's row among the unique rows.
@@ -146,9 +138,10 @@ class LookUp:
     def __init__(
         self,
         group: RowGroup,
-        spans: Sequence[cuda_cache.Span],
-        ids: Sequence[Tensor],
-        is_ahead: bool = False,
+        spans: Sequence[cuda_cache.Span],  # the tables
+        ids: Sequence[Tensor],  # of each table; with `are_rows`, rows of all in any order
+        is_ahead: bool = False,  # whether the ids are those of an announced page
+        # Whether a GPU fills the rest of `rows_N` with -1, and all of it if an id is no row.
         is_filled: bool = False,
         are_rows: bool = False,
     ):
@@ -280,22 +273,12 @@ class LookUp:
 
     def add_gradients(
         self,
-        index: int | None,
-        grad_ND: Tensor,
+        index: int | None,  # of the table; None: all tables
+        grad_ND: Tensor,  # of its ids or bags
         bags: Bags | None,
-        pending: dict[int, Tensor | None],
+        pending: dict[int, Tensor | None],  # the tables, with sums that wait for the step, if any
     ) -> list[Tensor]:
-        """Add gradients of a table's ids or bags, or with None of all tables.
-
-        Args:
-            index: The table.
-            grad_ND: The gradients.
-            bags: The bags.
-            pending: The tables, with gradients of earlier passes that wait for their step, if any.
-
-        Returns:
-            The sums [U, D] of these tables.
-        """
+        """Add gradients by row; return the sums [U, D] of these tables."""
         sums_UD = self._sums_for(pending)
         padding = None if index is None else self.paddings[index]
         cuda.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
@@ -373,13 +356,6 @@ class UniqueRows:
 class RowPage:
     """Rows on the compute device.
 
-    Args:
-        store: The table of the rows.
-        owned: The look-up of the rows; None if they are from several.
-        rows: Sorted unique row ids, int64 [U]; by default those of the look-up.
-        records: Weight and optimizer state, decoded, [U, R]; None for a fused step, which changes
-            them in place.
-
     Attributes:
         requested: The look-up of the ids: with several ranks, among the rows of all of them.
         version: Version of the table when the rows were read.
@@ -388,9 +364,9 @@ class RowPage:
     def __init__(
         self,
         store: Rows,
-        owned: UniqueRows | None,
-        rows: Tensor | None = None,
-        records: Tensor | None = None,
+        owned: UniqueRows | None,  # the look-up of the rows; None if they are from several
+        rows: Tensor | None = None,  # sorted unique row ids, int64 [U]; by default the look-up's
+        records: Tensor | None = None,  # decoded, [U, R]; a fused step changes them in place
     ):
         self.requested: Any = owned
         self.owned = owned
@@ -417,12 +393,6 @@ class RowPage:
 class RowsOfIds(UniqueRows):
     """The unique rows of a table's ids.
 
-    Args:
-        store: The table.
-        given: The ids.
-        padding: A row whose place is wanted.
-        rows: Number of rows of all ranks; by default those of the store.
-
     Attributes:
         shape: Shape of the ids.
     """
@@ -430,7 +400,11 @@ class RowsOfIds(UniqueRows):
     look_up: Any  # a LookUp
 
     def __init__(
-        self, store: Rows, given: Ids, padding: int | None = None, rows: int | None = None
+        self,
+        store: Rows,
+        given: Ids,
+        padding: int | None = None,  # a row whose place is wanted
+        rows: int | None = None,  # of all ranks; by default those of the store
     ):
         super().__init__(store)
         self._identity = Identity(given)
@@ -456,6 +430,20 @@ class RowsOfIds(UniqueRows):
         """Return vectors in the shape of the ids; those of bags as they are."""
         return vectors_ND if bags else vectors_ND.view(*self.shape, vectors_ND.shape[1])
 
+    def keep_vectors(self, vectors: Tensor, offsets: Identity) -> None:
+        """Keep vectors for the table's forward pass."""
+        self.look_up.computed[self.index] = ComputedVectors(vectors, self.store.version, offsets)
+
+    def take_vectors(self, offsets: Tensor | None) -> Tensor | None:
+        """Return kept vectors, if weights and offsets are still the same."""
+        kept = self.look_up.computed.pop(self.index, None)
+        if kept is None or kept.version != self.store.version:
+            return None
+        if kept.offsets.matches(offsets):
+            return kept.vectors
+        self.store.group.bags_differ = True
+        return None
+
     @property
     def places_N(self) -> Tensor:
         """The place of each id among the table's rows."""
@@ -472,7 +460,7 @@ class RowsOfIds(UniqueRows):
 
 
 def look_up_together(
-    found: Sequence[RowsOfIds],
+    rows: Sequence[RowsOfIds],
     is_ahead: bool = True,
     is_filled: bool = False,
     kind: type[LookUp] = LookUp,
@@ -481,37 +469,33 @@ def look_up_together(
 
     Those of a page, whose ids are read ahead, are evicted last.
     """
-    by_group: dict[Any, list[RowsOfIds]] = {}
-    for its in found:
-        by_group.setdefault(its.store.group, []).append(its)
-    for group, parts in by_group.items():
+    by_group: dict[RowGroup, list[RowsOfIds]] = {}
+    for of_table in rows:
+        by_group.setdefault(of_table.store.group, []).append(of_table)
+    for group, members in by_group.items():
         with group.lock:
-            ids = [part.ids for part in parts]
-            look_up = kind(group, [part.span for part in parts], ids, is_ahead, is_filled)
-        for index, part in enumerate(parts):
-            part.look_up, part.index = look_up, index
+            spans, ids = [rows.span for rows in members], [rows.ids for rows in members]
+            look_up = kind(group, spans, ids, is_ahead, is_filled)
+        for index, of_table in enumerate(members):
+            of_table.look_up, of_table.index = look_up, index
 
 
-@functools.lru_cache(maxsize=64)
-def _spans_of(
-    spans: tuple[cuda_cache.Span, ...], counts: tuple[int, ...], device: torch.device
-) -> cuda_cache.Spans:
-    return cuda_cache.Spans.of(spans, counts, device)
+_spans_of = functools.lru_cache(maxsize=64)(cuda_cache.Spans.of)
 
 
 def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all ids on the GPU: int64 [N]."""
-    flat = [its.flatten() for its in ids]
+    flat = [values.flatten() for values in ids]
     if (whole := _whole(flat)) is not None:
         return to_device(whole, device).long()
-    if all(its.is_cuda for its in flat):
+    if all(values.is_cuda for values in flat):
         return torch.cat(flat).long()
     # The others are most likely as the first: to ask takes long, and a wrong answer only waits.
-    if not any(its.is_cuda for its in flat) and not _is_pinned(flat[0]):
+    if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
         # One copy in place of many.
         return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
     ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
-    torch._foreach_copy_(ids_N.split([len(its) for its in flat]), flat, non_blocking=True)
+    torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
     return ids_N
 
 
@@ -519,10 +503,10 @@ def _whole(flat: Sequence[Tensor]) -> Tensor | None:
     """Return tensors that lie side by side, such as rows, as one; or None."""
     first, last = flat[0], flat[-1]
     end = first.data_ptr()
-    for its in flat:
-        if its.data_ptr() != end or its.dtype is not first.dtype:
+    for values in flat:
+        if values.data_ptr() != end or values.dtype is not first.dtype:
             return None
-        end += its.nbytes
+        end += values.nbytes
     # Side by side by chance, they would not be in one memory.
     if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None

@@ -56,12 +56,8 @@ class RowGroup:
 
     Rows are numbered through all of them.
 
-    Args:
-        table: All records.
-        device: Where rows come to.
-        lock: Buffers and records serve one thread at a time.
-
     Attributes:
+        lock: Buffers and records serve one thread at a time.
         members: The tables.
         parts: The tables that have the records, weights first, and their links.
         caches: Links that are caches.
@@ -120,7 +116,7 @@ class RowGroup:
     def prefetch(self, look_ups: Sequence[LookUp], part: int | None = None) -> None:
         """Begin to bring the rows of a page; `part` as for a `CachedLink`."""
         with self.lock:
-            lists = [its.rows for its in look_ups if its.uses is self.uses]
+            lists = [look_up.rows for look_up in look_ups if look_up.uses is self.uses]
             for cache in self.caches:
                 cache.prefetch(lists, look_ups[-1].number, part)
 

@@ -22,7 +22,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,8 @@ class RoutedLookUp(LookUp):
         """Look up the rows that all ranks request of this one."""
         self.received, ranks = received, self.tables[0]._ranks
         spans = [
-            cuda_cache.Span(ranks.shard_rows(its.rows), None, (its.first_rows[ranks.rank],))
-            for its in self.spans
+            cuda_cache.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
+            for span in self.spans
         ]
         with self.group.lock:
             found = LookUp(self.group, spans, [rows_M], is_ahead, are_rows=True)
@@ -92,17 +92,14 @@ class RoutedLookUp(LookUp):
         """Return the weights that ranks request of this one: [M, D]."""
         found = self.owned[0].look_up
         if all(table._uses_kernels for table in self.tables):
-            self.pages = {
-                index: RowPage(table.store, its)
-                for index, (table, its) in enumerate(zip(self.tables, self.owned, strict=True))
-            }
+            self.pages = {rows.index: RowPage(rows.store, rows) for rows in self.owned}
             return found.vectors(None)
         weights = []
-        for index, (table, its) in enumerate(zip(self.tables, self.owned, strict=True)):
+        for table, rows in zip(self.tables, self.owned, strict=True):
             if table.store.group is self.group:
-                self.pages[index], weight_LD = table._read(its)
+                self.pages[rows.index], weight_LD = table._read(rows)
             else:  # it has left the others, and its ids are looked up anew
-                weight_LD = table._parameter.new_zeros(len(its.rows), table.embedding_dim)
+                weight_LD = table._parameter.new_zeros(len(rows.rows), table.embedding_dim)
             weights.append(weight_LD)
         return torch.cat(weights).index_select(0, found.places_N)
 
@@ -150,35 +147,36 @@ class RoutedLookUp(LookUp):
         # They are sent as one; `_sums` only tells which tables have some.
         return [self.sums_UD] * len(self.spans)
 
-    def sum_by_row(self, grad_MD: Tensor, tables: dict[int, PagedEmbedding]) -> Iterable[Tensor]:
-        """Return the means over ranks of the gradients of each table's rows."""
+    def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
+        """Return the means over ranks of the gradients of these tables' rows."""
         ranks, found = self.tables[0]._ranks.size, self.owned[0].look_up
         if self.tables[0]._fused:  # the sums lie side by side, for one step
-            pending = {index: table._grad for index, table in tables.items()}
+            pending = {index: self.tables[index]._grad for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
-        of_ranks = (its.split(self.received) for its in (found.places_N, grad_MD))
-        for places_m, grad_mD in zip(*of_ranks, strict=True):
+        places_of_ranks = found.places_N.split(self.received)
+        for places_m, grad_mD in zip(places_of_ranks, grad_MD.split(self.received), strict=True):
             sum_LD.index_add_(0, places_m, grad_mD)
         sum_LD.div_(ranks)
-        return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in tables]
+        return [sum_LD[found.begins[index] : found.begins[index + 1]] for index in indices]
+
+
+class LookedUpBatch(NamedTuple):
+    """A batch of a loader, with its rows in each table."""
+
+    batch: Any
+    rows: list[RowsOfIds]
 
 
 class Requests:
-    """The ids of a batch on their way to the owners of the rows.
-
-    Args:
-        tables: T tables, on ranks of one process group.
-        look_up: Returns the batch and its look-ups. What it raises is told to all ranks.
-        is_ahead: Whether the ids are those of a page.
-    """
+    """The ids of a batch on their way to the owners of the rows."""
 
     def __init__(
         self,
-        tables: Sequence[PagedEmbedding],
-        look_up: Callable[[], tuple[Any, list[RowsOfIds]]],
-        is_ahead: bool,
+        tables: Sequence[PagedEmbedding],  # on ranks of one process group
+        look_up: Callable[[], LookedUpBatch],  # what it raises is told to all ranks
+        is_ahead: bool,  # whether the ids are read ahead
     ):
         self._ranks, self._device = tables[0]._ranks, tables[0].device
         self._groups = len({table.store.group for table in tables})
@@ -186,7 +184,7 @@ class Requests:
         self._error: Exception | None = None
         self._readback: Readback | None = None
         try:
-            self.batch, self.found = look_up()
+            self.found = look_up()
         except Exception as error:  # other ranks would wait for this one
             self._error = error
 
@@ -200,14 +198,14 @@ class Requests:
         sent_NC = [[0] * (1 + self._groups) for _ in range(self._ranks.size)]
         try:
             if self._error is None:
-                self._look_ups = list(dict.fromkeys(its.look_up for its in self.found))
+                self._look_ups = list(dict.fromkeys(rows.look_up for rows in self.found.rows))
                 counts = zip(*(look_up.sent for look_up in self._look_ups), strict=True)
                 sent_NC = [[0, *of_rank] for of_rank in counts]
         except IndexError as error:
             self._error = error
         if self._error:
             status = ENDED if isinstance(self._error, StopIteration) else FAILED
-            sent_NC = [[status] * len(its) for its in sent_NC]
+            sent_NC = [[status] * len(of_rank) for of_rank in sent_NC]
         counts_NC = torch.tensor(sent_NC)
         if self._device.type == "cuda":
             self._readback = Readback(counts_NC.numel())
@@ -242,17 +240,17 @@ class Requests:
             raise copied(f"{told} (rank {failed})")
         if ENDED in status_N:
             return False
-        rows = [its.rows for its in self._look_ups]
-        counts = [its.sent for its in self._look_ups], received.copy()
+        rows = [look_up.rows for look_up in self._look_ups]
+        counts = [look_up.sent for look_up in self._look_ups], received.copy()
         if following:
             rows.append(following._counts_to_send())
-            for its in counts:
-                its.append([1] * self._ranks.size)
+            for numbers in counts:
+                numbers.append([1] * self._ranks.size)
         requested = self._ranks.all_to_all_tensors(rows, *counts)
         if following:
             following._receive_counts(requested.pop())
-        for look_up, rows_M, its_received in zip(self._look_ups, requested, received, strict=True):
-            look_up.receive(rows_M, its_received, self._is_ahead)
+        for look_up, rows_M, of_ranks in zip(self._look_ups, requested, received, strict=True):
+            look_up.receive(rows_M, of_ranks, self._is_ahead)
             look_up.batch = self._look_ups
         return True
 
@@ -260,29 +258,31 @@ class Requests:
 def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
     """Begin to look up ids read ahead, among the rows of all ranks."""
     found = [
-        RowsOfIds(table.store, its_ids, table.padding_idx, table.num_embeddings)
-        for table, its_ids in zip(tables, ids, strict=True)
+        RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
+        for table, given in zip(tables, ids, strict=True)
     ]
     if tables[0]._ranks.size == 1:
         look_up_together(found)
         return found
     look_up_together(found, is_ahead=False, kind=RoutedLookUp)
-    for table, its in zip(tables, found, strict=True):
-        its.look_up.tables.append(table)
+    for table, rows in zip(tables, found, strict=True):
+        rows.look_up.tables.append(table)
     return found
 
 
 def look_up_alone(table: PagedEmbedding, ids: Ids) -> RowsOfIds:
     """Look up ids that were not sent ahead."""
-    requests = Requests([table], lambda: (None, look_up([table], [ids])), is_ahead=False)
+    requests = Requests(
+        [table], lambda: LookedUpBatch(None, look_up([table], [ids])), is_ahead=False
+    )
     requests.send_counts()
     requests.send_ids()
-    return requests.found[0]
+    return requests.found.rows[0]
 
 
 def sent_ahead(
-    tables: Sequence[PagedEmbedding], batches: Iterator[tuple[Any, list[Any]]]
-) -> Iterator[tuple[Any, list[Any]]]:
+    tables: Sequence[PagedEmbedding], batches: Iterator[LookedUpBatch]
+) -> Iterator[LookedUpBatch]:
     """Yield batches with their look-ups until a rank has no more."""
     under_way: deque[Requests] = deque()
     while True:
@@ -293,15 +293,15 @@ def sent_ahead(
             requests = under_way.popleft()
             if not requests.send_ids(following=under_way[0]):
                 return
-            yield requests.batch, requests.found
+            yield requests.found
 
 
 @torch.no_grad()
 def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     """Get the weights of rows from their owners."""
-    read = [its.read() for its in look_ups]
+    read = [look_up.read() for look_up in look_ups]
     # Weights go where ids came from, so that sent and received change places.
-    counts = [its.received for its in look_ups], [its.sent for its in look_ups]
+    counts = [look_up.received for look_up in look_ups], [look_up.sent for look_up in look_ups]
     weights = look_ups[0].tables[0]._ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.take(weight_UD)
@@ -319,13 +319,12 @@ def reduce(tables: Sequence[PagedEmbedding]) -> None:
     if not pages:
         return
     sums = [look_up.take_sums() for look_up in pages]
-    counts = [its.sent for its in pages], [its.received for its in pages]
-    requested = tables[0]._ranks.all_to_all_tensors(sums, *counts)
-    for (look_up, its_pages), grad_MD in zip(pages.items(), requested, strict=True):
-        its_tables = {index: look_up.tables[index] for index in its_pages}
-        its_sums = look_up.sum_by_row(grad_MD, its_tables)
-        for index, sum_LD in zip(its_pages, its_sums, strict=True):
-            its_tables[index]._add_grad(its_pages[index], sum_LD, is_owned=True)
+    counts = [look_up.sent for look_up in pages], [look_up.received for look_up in pages]
+    grads = tables[0]._ranks.all_to_all_tensors(sums, *counts)
+    for (look_up, its_pages), grad_MD in zip(pages.items(), grads, strict=True):
+        sums_by_row = look_up.sum_by_row(grad_MD, list(its_pages))
+        for (index, page), sum_LD in zip(its_pages.items(), sums_by_row, strict=True):
+            look_up.tables[index]._add_grad(page, sum_LD, is_owned=True)
 
 
 def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:
@@ -342,6 +341,6 @@ def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> T
             0 if ranks.rank else len(range(count)[first:][:GATHER_ROWS]) for count in counts
         ]
         parts = ranks.all_to_all(part, sent, received).split(received)
-        for rank, its in enumerate(parts):
-            whole_VX[rank :: ranks.size][first : first + len(its)].copy_(its)
+        for rank, part in enumerate(parts):
+            whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)
     return None if ranks.rank else whole_VX

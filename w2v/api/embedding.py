@@ -629,7 +629,7 @@ class _KernelVectors(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         pages, bags = ctx.pages, ctx.bags
         table, page = pages[0]
-        has_padding = any(place is not None for place in page.requested.look_up.paddings)
+        has_padding = page.requested.look_up.paddings.count(None) < len(pages)
         has_all = all(grad is not None for grad in grads)
         with table.store.lock:
             # One launch leaves out the padding row of one table at most.
@@ -918,7 +918,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 _forget_vectors(rows)
         finally:
             for table in tables:
-                table._announced.rows, table._announced.together = None, []
+                table._announced.rows = None
+                table._announced.together = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
@@ -1070,7 +1071,7 @@ def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
 
 
 def _forget_vectors(rows: list[RowsOfIds]) -> None:
-    """Drop vectors that were computed and not used: they hold the look-up."""
+    """Drop vectors that were computed and not used: they refer to the look-up."""
     for found in rows:
         found.look_up.computed.clear()
 

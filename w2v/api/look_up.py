@@ -92,7 +92,7 @@ class Readback:
 
 
 class SpanNumbers(NamedTuple):
-    """What `cuda_cache.find_rows` tells about the ids of one span."""
+    """What `cuda_cache.find_rows` finds about the ids of one span."""
 
     begin: int  # rows before those of the span
     least: int  # the least id that is no row, or 0
@@ -140,19 +140,18 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[cuda_cache.Span],  # the tables
         ids: Sequence[Tensor],  # of each table; with `are_rows`, rows of all in any order
-        is_ahead: bool = False,  # whether the ids are those of an announced page
-        # Whether a GPU fills the rest of `rows_N` with -1, and all of it if an id is no row.
-        is_filled: bool = False,
+        is_ahead: bool = False,  # whether the ids are read ahead, and the rows evicted last
+        is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
     ):
         self.group = group
         self.spans = spans
         self.is_computed = False
         self.computed: dict[int, ComputedVectors] = {}
-        self._readback: Readback | None = None  # until the CPU has read them
-        self._buffer_UD: Tensor | None = None  # of sums of gradients, at least
-        self._parts: Sequence[Tensor] = ()  # of it, by span
-        self._sums: dict[int, Tensor] = {}  # of each table that has some
+        self._readback: Readback | None = None  # numbers by span, until the CPU has read them
+        self._buffer_UD: Tensor | None = None  # sums of gradients; U rows or more
+        self._parts: Sequence[Tensor] = ()  # of these sums, by table
+        self._sums: dict[int, Tensor] = {}  # the parts of tables that have gradients
         counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
         ranks = len(spans[0].first_rows)
@@ -185,7 +184,7 @@ class LookUp:
         """Find the rows as `cuda_cache.find_rows` does, by torch.
 
         The key of a row has its span in the upper half, and its place in the span in the lower one.
-        With several ranks a table has a span for each, over which its rows are dealt in turn.
+        With several ranks a table has a span for each rank: row v is in that of rank v % N.
         """
         spans, device = self.spans, ids[0].device
         tables, ranks = len(spans), len(spans[0].first_rows)
@@ -239,7 +238,7 @@ class LookUp:
             self._by_span = [SpanNumbers(*numbers[i : i + 4]) for i in starts]
             self._readback = None
         if self._is_wrong:
-            # With several ranks, the spans of the first one tell about all ids.
+            # With several ranks, the spans of the first one have the limits of all ids.
             for span, found in zip(self.spans, self._by_span, strict=False):
                 if wrong := found.least or found.greatest:
                     last = span.rows - 1
@@ -366,7 +365,7 @@ class RowPage:
         store: Rows,
         owned: UniqueRows | None,  # the look-up of the rows; None if they are from several
         rows: Tensor | None = None,  # sorted unique row ids, int64 [U]; by default the look-up's
-        records: Tensor | None = None,  # decoded, [U, R]; a fused step changes them in place
+        records: Tensor | None = None,  # decoded, [U, R]; None for a fused step, made in the table
     ):
         self.requested: Any = owned
         self.owned = owned
@@ -490,7 +489,7 @@ def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
         return to_device(whole, device).long()
     if all(values.is_cuda for values in flat):
         return torch.cat(flat).long()
-    # The others are most likely as the first: to ask takes long, and a wrong answer only waits.
+    # The others are most likely as the first: the query is slow, and a wrong guess only waits.
     if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
         # One copy in place of many.
         return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
@@ -524,7 +523,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def _is_pinned(values: Tensor) -> bool:
     """Whether CPU memory is pinned, or was when its address was first seen."""
     address = values.data_ptr()
-    if address in _pinned:  # to ask takes 30 us
+    if address in _pinned:  # `is_pinned` takes 30 us
         return True
     if len(_pinned) > 4096:
         _pinned.clear()

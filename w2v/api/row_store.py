@@ -54,7 +54,7 @@ def outside_inference(function: Function) -> Function:
 class RowGroup:
     """Tables side by side in one memory, whose rows move together.
 
-    Rows are numbered through all of them.
+    Rows are numbered from the first table's to the last one's.
 
     Attributes:
         lock: Buffers and records serve one thread at a time.
@@ -62,9 +62,11 @@ class RowGroup:
         parts: The tables that have the records, weights first, and their links.
         caches: Links that are caches.
         uses: Uses of the rows, if they are planned.
-        bags_differ: Whether tables have been found to have bags of their own.
-        weights: What `get` and `put` move, as the GPU can move units of 16 bytes alone.
-        link: Moves it.
+        bags_differ: Whether tables have been found to differ in the offsets of their bags.
+        weights: What `get` and `put` move: the weights, rounded up to the link's unit.
+        link: Moves them.
+        is_mapped: Whether the GPU reads and writes them in place, in units of 16 bytes.
+        is_exact: Whether `weights` has no part of the optimizer state.
     """
 
     parts: list[tuple[Table, Link]]
@@ -90,8 +92,8 @@ class RowGroup:
         """Size of what a cache may hold: all but what is in the memory of the GPU."""
         return sum(part.records_VR.nbytes for part in self.table.parts if part.storage != "cuda")
 
-    def begin(self) -> None:
-        """Begin with empty caches, as large as all members give together."""
+    def make_caches(self) -> None:
+        """Make empty caches, of the size of all members' `cache_bytes` together."""
         rows = self.table.rows
         cache_bytes = sum(member.cache_bytes for member in self.members)
         # The records of a split table are those of both its tables, joined.
@@ -235,7 +237,7 @@ class Rows:
         """Read and write another table from now on, in a group of its own."""
         self.group.empty_caches()
         self.group.members.remove(self)
-        self.group.begin()
+        self.group.make_caches()
         alone = (0,) * len(self.first_rows)
         self._join(table, RowGroup(table, self.device, self.lock), alone)
 
@@ -243,7 +245,7 @@ class Rows:
         self.table, self.group = table, group
         self.first_rows, self.first_row = first_rows, first_rows[self._rank]
         group.members.append(self)
-        group.begin()
+        group.make_caches()
         self.version += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +296,7 @@ class Rows:
         if nbytes != self.cache_bytes:
             self.flush()
             self.cache_bytes = nbytes
-            self.group.begin()
+            self.group.make_caches()
             self.version += 1
 
     @property

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from w2v.api.embedding import PagedEmbedding
 
 GATHER_ROWS = 1 << 16  # of each rank, at a time
-ENDED, FAILED = 1, 2  # what a rank says that has no batch
+ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one
 
 
 def ranks_of(process_group: Any) -> Ranks:
@@ -111,8 +111,8 @@ class RoutedLookUp(LookUp):
         page.requested = rows
         return page
 
-    def take(self, weight_UD: Tensor) -> None:
-        """Keep borrowed weights."""
+    def keep_borrowed(self, weight_UD: Tensor) -> None:
+        """Keep weights that `borrow` got from their owners."""
         self._weights_UD = weight_UD
         self.batch = []  # has this one: memory of a cycle is freed late
 
@@ -144,7 +144,7 @@ class RoutedLookUp(LookUp):
         return torch.zeros_like(self._weights_UD)
 
     def _split(self) -> list[Tensor]:
-        # They are sent as one; `_sums` only tells which tables have some.
+        # They are sent as one: `_sums` shows only which tables have some.
         return [self.sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
@@ -175,7 +175,7 @@ class Requests:
     def __init__(
         self,
         tables: Sequence[PagedEmbedding],  # on ranks of one process group
-        look_up: Callable[[], LookedUpBatch],  # what it raises is told to all ranks
+        look_up: Callable[[], LookedUpBatch],  # what it raises is raised by all ranks
         is_ahead: bool,  # whether the ids are read ahead
     ):
         self._ranks, self._device = tables[0]._ranks, tables[0].device
@@ -189,7 +189,7 @@ class Requests:
             self._error = error
 
     def send_counts(self) -> None:
-        """Tell each rank how many of its rows will be requested."""
+        """Send each rank the number of its rows that will be requested."""
         one_each = [1] * self._ranks.size
         self._receive_counts(self._ranks.all_to_all(self._counts_to_send(), one_each, one_each))
 
@@ -231,18 +231,18 @@ class Requests:
             self._readback.read()  # waits for them
         received_NC = self._counts.view(self._ranks.size, -1).tolist()
         status_N, *received = map(list, zip(*received_NC, strict=True))
-        if FAILED in status_N:
+        if FAILED in status_N:  # this rank raises its own error, or a copy of the first one's
             failed, kind = status_N.index(FAILED), type(self._error).__name__
-            told = self._ranks.all_gather(f"{kind}: {one_line(self._error)}")[failed]
+            message = self._ranks.all_gather(f"{kind}: {one_line(self._error)}")[failed]
             if self._error and not isinstance(self._error, StopIteration):
                 raise self._error
-            copied = IndexError if told.startswith("IndexError") else RuntimeError
-            raise copied(f"{told} (rank {failed})")
+            copied = IndexError if message.startswith("IndexError") else RuntimeError
+            raise copied(f"{message} (rank {failed})")
         if ENDED in status_N:
             return False
         rows = [look_up.rows for look_up in self._look_ups]
         counts = [look_up.sent for look_up in self._look_ups], received.copy()
-        if following:
+        if following:  # one more tensor, with a row for each rank
             rows.append(following._counts_to_send())
             for numbers in counts:
                 numbers.append([1] * self._ranks.size)
@@ -304,7 +304,7 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     counts = [look_up.received for look_up in look_ups], [look_up.sent for look_up in look_ups]
     weights = look_ups[0].tables[0]._ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
-        look_up.take(weight_UD)
+        look_up.keep_borrowed(weight_UD)
 
 
 def reduce(tables: Sequence[PagedEmbedding]) -> None:

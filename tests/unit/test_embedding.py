@@ -25,7 +25,7 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding import _look_up as look_up_batch
+from w2v.api.embedding import _look_up_batch as look_up_batch
 from w2v.api.look_up import _joined, _whole
 from w2v.api.row_store import RowStore
 from w2v.config import OPTIMIZERS

@@ -899,7 +899,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"ahead={ahead} is too small; it must be 1 or more")
         tables = list(self._tables.values())
         batches: Iterator[LookedUpBatch]
-        batches = (LookedUpBatch(batch, _look_up(tables, batch, key)) for batch in loader)
+        batches = (LookedUpBatch(batch, _look_up_batch(tables, batch, key)) for batch in loader)
         if self._ranks.size > 1:
             batches = sharded.sent_ahead(tables, batches)
         together = max(1, ahead // 2)  # batches of a page of the cache
@@ -1025,16 +1025,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Return the optimizer of a group, with the arguments it has now."""
         names = [name for name in self.defaults if name != "lr" and group.get(name) is not None]
         args = {name: group[name] for name in names}
-        known = self._row_optimizers.get(number)
-        if known is None or known[0] != args:
-            config = OptimizerConfig(
-                name=self._name, lr=float(group["lr"]), args=args, step=self._counts
-            )
-            known = self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
-        return known[1]
+        known_args, _ = self._row_optimizers.get(number, (None, None))
+        if known_args != args:
+            config = OptimizerConfig(self._name, float(group["lr"]), args=args, step=self._counts)
+            self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
+        _, optimizer = self._row_optimizers[number]
+        return optimizer
 
 
-def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfIds]:
+def _look_up_batch(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfIds]:
     """Begin to look up the rows of a batch in each table."""
     if callable(key):
         ids = key(batch)
@@ -1042,7 +1041,7 @@ def _look_up(tables: list[PagedEmbedding], batch: Any, key: Any) -> list[RowsOfI
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
-    return sharded.look_up(tables, ids)
+    return sharded.look_up_tables(tables, ids)
 
 
 def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[LookedUpBatch]]:

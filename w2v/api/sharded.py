@@ -255,7 +255,7 @@ class Requests:
         return True
 
 
-def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
+def look_up_tables(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
     """Begin to look up ids read ahead, among the rows of all ranks."""
     found = [
         RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
@@ -273,7 +273,7 @@ def look_up(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOf
 def look_up_alone(table: PagedEmbedding, ids: Ids) -> RowsOfIds:
     """Look up ids that were not sent ahead."""
     requests = Requests(
-        [table], lambda: LookedUpBatch(None, look_up([table], [ids])), is_ahead=False
+        [table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])), is_ahead=False
     )
     requests.send_counts()
     requests.send_ids()

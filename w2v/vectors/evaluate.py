@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,8 +76,10 @@ def scores(
     restrict_vocab: int | None = RESTRICT_VOCAB,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both."""
-    on_cpu, on_gpu = on_devices(vectors, restrict_vocab)
-    same = restrict_vocab, fold_case(words[:restrict_vocab])
+    with ThreadPoolExecutor(1) as copies:
+        copied = copies.submit(on_devices, vectors, restrict_vocab)
+        same = restrict_vocab, fold_case(words[:restrict_vocab])
+        on_cpu, on_gpu = copied.result()
     files = None, *questions
     google, *further = (analogies(words, on_cpu, file, *same, on_gpu) for file in files)
     sets = (*datasets.PAIR_SETS, *pairs)

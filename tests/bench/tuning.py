@@ -237,6 +237,13 @@ def run(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[str,
     return case | result | {"total": round(time.monotonic() - began, 2)}
 
 
+@functools.cache
+def read_lines(path: Path) -> tuple[list[str], np.ndarray]:
+    """Return the L lines of a text, and how many words are before each."""
+    lines = path.read_text().splitlines(keepends=True)
+    return lines, np.cumsum([0] + [line.count(" ") + 1 for line in lines])
+
+
 def text_file(paths: dict[str, Path], text: str, folder: Path) -> Path:
     """Return the file of a text, or of a stretch of its words."""
     name, _, part = text.partition(":")
@@ -251,8 +258,7 @@ def text_file(paths: dict[str, Path], text: str, folder: Path) -> Path:
     cut = folder / f"{path.stem}-{part}M.txt"
     if not cut.exists():
         millions, _, place = part.partition("@")
-        lines = path.read_text().splitlines(keepends=True)
-        words_L = np.cumsum([0] + [line.count(" ") + 1 for line in lines])
+        lines, words_L = read_lines(path)
         first = np.searchsorted(words_L, float(place or 0) * words_L[-1])
         last = np.searchsorted(words_L, words_L[first] + float(millions) * 1e6)
         cut.write_text("".join(lines[first:last]))

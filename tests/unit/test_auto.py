@@ -98,7 +98,7 @@ def test_batches_of_sequential_sgd_let_the_rate_fall_often():
 
 def test_rates_fall_with_centers_dimensions_and_steps():
     def rate(median=100, dim=128, steps=700, **optimizer):
-        return auto.learning_rate(OptimizerConfig(**optimizer), Use(1e6, median, 0.01), dim, steps)
+        return auto.learning_rate(OptimizerConfig(**optimizer), Use(1e7, median, 0.01), dim, steps)
 
     assert rate(median=80) == auto.RATES["Adam"] > rate()
     assert rate(dim=64) > rate() > rate(dim=256) > 0
@@ -125,16 +125,29 @@ def test_rates_rise_where_sentences_are_shorter_than_windows():
 
 def test_short_sentences_raise_rates_at_most_to_that_of_seldom_centers():
     def rate(median, fill):
-        return auto.learning_rate(OptimizerConfig(), Use(1e6, median, 0.01, fill=fill), 128)
+        return auto.learning_rate(OptimizerConfig(), Use(1e7, median, 0.01, fill=fill), 128)
 
     assert rate(400, 0.1) == auto.RATES["Adam"] > rate(400, 1)
     assert rate(20, 0.1) == rate(20, 1) > auto.RATES["Adam"]
 
 
+def test_rates_of_some_optimizers_rise_in_short_runs_of_rare_words():
+    def rise(name, centers, median=80):
+        optimizer = OptimizerConfig(name=name)
+        rates = [auto.learning_rate(optimizer, Use(n, median, 0.01), 128) for n in (centers, 1e8)]
+        return rates[0] / rates[1]
+
+    for name in ("Adam", "Adamax", "SGD"):
+        assert rise(name, 4e6) == 1 < rise(name, 1e6) < rise(name, 2e5)
+        assert rise(name, 2e5, median=2_000) == pytest.approx(1, abs=0.05)  # two digits are kept
+    assert rise("AdamW", 2e5) == rise("RMSprop", 2e5) == 1
+    assert rise("Adam", 1) == auto.HIGHEST
+
+
 def test_cbow_gets_a_higher_rate_unless_it_has_a_tree():
     def rate(*settings):
         config = load_config([], ["model.sample=1e-4", *settings])
-        vocab = vocab_of([500] * 40)
+        vocab = vocab_of([50_000] * 40)
         return auto.learning_rate(config.optimizer, Use.of(config, vocab), 128)
 
     tree = "model.hs=true", "model.negative=0"

@@ -36,6 +36,7 @@ RATES = {
     "Rprop": 0.0006,
 }
 SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
+RISING = {*SUMMED, "Adam", "Adamax"}  # optimizers that gain by higher rates in short runs
 SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
 KEPT = 0.4  # share of a text that subsampling keeps, at least; of running text it is about half
 CENTERS = 80  # of the median word in a run
@@ -45,10 +46,11 @@ STABLE = 3.2  # learning rate times cap on occurrences at which SGD still conver
 FALL_WITH_CENTERS = 0.55
 FALL_WITH_DIM = 0.4
 FALL_WITH_STEPS = 0.25
+RISE_WHERE_SHORT = 0.2  # the power with which a rate rises as a short run gets shorter
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
 WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
-SHORT = 4e6  # centers of a run that SGD on a CPU trains in seconds
+SHORT = 4e6  # centers of a short run, at most; SGD on a CPU trains them in seconds
 # Words of a block over window + 3: its edges then cut 2 % of the pairs.
 BLOCK_WINDOWS = 16
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
@@ -196,7 +198,8 @@ def learning_rate(
     """Return the peak learning rate of an optimizer.
 
     It falls with what adds up: the centers of the median word, the dimensions of a dot product, and
-    the steps, where each is about as long as the rate. `steps` is None for a step per center.
+    the steps, where each is about as long as the rate. `steps` is None for a step per center. In a
+    short run, such as of a book, it is higher, the more so the rarer the median word is.
     """
     name = optimizer.name
     if name not in RATES:
@@ -209,6 +212,9 @@ def learning_rate(
         factor *= CBOW
     if use.weighed:
         factor *= WEIGHED
+    if name in RISING:
+        rare = min(1.0, CENTERS / max(use.median, 1.0))
+        factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** (RISE_WHERE_SHORT * rare)
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
     rate = RATES[name] * min(factor, HIGHEST)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +30,7 @@ OFFSETS = "offsets.bin"
 WORDS = "words.txt"  # of the vocabulary, joined by line feeds
 COUNTS = "counts.bin"
 FORMAT = 4  # of the files; others are not read
+BLOCKS_AHEAD = 8  # blocks of ids that wait for the thread that writes them
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 SHOWN_PHRASES = 3  # examples in the plan
 
@@ -82,14 +84,17 @@ class Corpus:
             open(folder / OFFSETS, "wb") as offsets,
             ThreadPoolExecutor(1) as thread,
         ):
-            writing = thread.submit(offsets.write, np.zeros(1, np.int64))
+            offsets.write(np.zeros(1, np.int64))
+            writing: deque[Future] = deque()
             for block in blocks:
-                writing.result()
-                writing = thread.submit(ids.write, block.ids)  # while the next block is awaited
+                if len(writing) == BLOCKS_AHEAD:
+                    writing.popleft().result()
+                writing.append(thread.submit(ids.write, block.ids))
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
-            writing.result()
+            for written in writing:
+                written.result()
         if not end:
             raise NoKnownWords(raw_words)
         header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}

@@ -69,8 +69,9 @@ class CodedText:
 
     def read(self, first: int, tokens: int) -> np.ndarray:
         """Return some tokens; those after the end are LINE_END."""
-        codes = np.full(tokens, LINE_END, np.int32)
-        os.preadv(self.file.fileno(), [codes], first * codes.itemsize)
+        codes = np.empty(tokens, np.int32)
+        read = os.preadv(self.file.fileno(), [codes], first * codes.itemsize)
+        codes[read // codes.itemsize :] = LINE_END
         return codes
 
     def pairs(self, first: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-    from w2v.api.row_store import RowStore
+    from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
     from w2v.api.word2vec import Word2Vec
 
 __all__ = [
@@ -23,7 +22,7 @@ PUBLIC = {
     "PagedEmbedding": "w2v.api.embedding",
     "PagedEmbeddingBag": "w2v.api.embedding",
     "PagedOptimizer": "w2v.api.embedding",
-    "RowStore": "w2v.api.row_store",
+    "RowStore": "w2v.api.embedding",
 }
 
 

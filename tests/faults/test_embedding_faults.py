@@ -21,8 +21,7 @@ from tests.support.embeddings import (
     trainable,
     weights,
 )
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.row_store import RowStore
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.model.table import normal
 
 BAD_IDS = [

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.rank_processes import Pool
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.sharded import RoutedLookUp
+from w2v.api.embedding.sharded import RoutedLookUp
 from w2v.config import OPTIMIZERS
 from w2v.distributed.ranks import SINGLE
 

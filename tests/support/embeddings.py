@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from w2v.api.embedding import PagedEmbedding, PagedOptimizer
-from w2v.api.row_store import RowStore
+from w2v.api.embedding import PagedEmbedding, PagedOptimizer, RowStore
 
 ROWS, DIM = 9, 6
 

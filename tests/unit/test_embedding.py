@@ -24,10 +24,9 @@ from tests.support.embeddings import (
     trainable,
     weights,
 )
-from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding import _look_up_batch as look_up_batch
-from w2v.api.look_up import _joined, _whole
-from w2v.api.row_store import RowStore
+from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
+from w2v.api.embedding.look_up import _joined, _whole
+from w2v.api.embedding.modules import _look_up_batch as look_up_batch
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
 from w2v.transfer.cache import RowCache

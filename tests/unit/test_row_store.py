@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.embeddings import DIM, ROWS, row_store, stored
-from w2v.api.row_store import RowStore
+from w2v.api.embedding import RowStore
 
 
 @stored

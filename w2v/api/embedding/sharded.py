@@ -28,14 +28,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from w2v.api.look_up import Ids, LookUp, Readback, RowPage, RowsOfIds, UniqueRows, look_up_together
+from w2v.api.embedding.look_up import (
+    Ids,
+    LookUp,
+    Readback,
+    RowPage,
+    RowsOfIds,
+    UniqueRows,
+    look_up_together,
+)
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
 from w2v.kernels import cuda_cache
 from w2v.kernels.cuda import Bags, gather_bags
 from w2v.system.files import one_line
 
 if TYPE_CHECKING:
-    from w2v.api.embedding import PagedEmbedding
+    from w2v.api.embedding.modules import PagedEmbedding
 
 GATHER_ROWS = 1 << 16  # of each rank, at a time
 ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one

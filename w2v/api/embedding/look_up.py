@@ -20,7 +20,7 @@ from w2v.transfer.cache import RowUses
 from w2v.transfer.streams import current_stream
 
 if TYPE_CHECKING:
-    from w2v.api.row_store import RowGroup, Rows
+    from w2v.api.embedding.row_store import RowGroup, Rows
 
 Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
 

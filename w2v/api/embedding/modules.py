@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from w2v.api import sharded
-from w2v.api.look_up import Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
-from w2v.api.row_store import RowGroup, Rows, open_device, outside_inference
-from w2v.api.sharded import LookedUpBatch
+from w2v.api.embedding import sharded
+from w2v.api.embedding.look_up import Identity, Ids, LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.api.embedding.row_store import RowGroup, Rows, open_device, outside_inference
+from w2v.api.embedding.sharded import LookedUpBatch
 from w2v.config import OptimizerConfig, TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.kernels.cuda import Bags

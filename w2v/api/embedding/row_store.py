@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.api.look_up import Ids, LookUp, RowsOfIds, UniqueRows, look_up_together, to_device
+from w2v.api.embedding.look_up import (
+    Ids,
+    LookUp,
+    RowsOfIds,
+    UniqueRows,
+    look_up_together,
+    to_device,
+)
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags

@@ -12,6 +12,7 @@ from torch import nn
 
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.embedding.row_store import RowGroup
+from w2v.api.embedding.table import PagedTable
 from w2v.kernels import cuda
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
@@ -56,7 +57,7 @@ def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
 def kernels_of_torch(monkeypatch):
     for kernel in (gather_bags, sum_gradients, step_rows):
         monkeypatch.setattr(cuda, kernel.__name__, kernel)
-    monkeypatch.setattr(PagedEmbedding, "_check", lambda *given: None)  # refuses a CPU
+    monkeypatch.setattr(PagedTable, "check", lambda *given: None)  # refuses a CPU
     monkeypatch.setattr(RowGroup, "in_place", lambda its, _: View(its.table.records_VR, None))
 
 

@@ -217,7 +217,7 @@ def count_exchanges(ranks, ahead):
         return all_to_all(*arguments)
 
     for table in (model.users, model.tags):
-        table._ranks.all_to_all = counted
+        table._table.ranks.all_to_all = counted
     batches = [{"ids": ids, "users": ids[:, 0]} for ids, _ in some_batches(12)]
     counts.append(0)
     for batch in paged.pages(batches, ["users", "ids"]) if ahead else batches:

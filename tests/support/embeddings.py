@@ -43,7 +43,7 @@ def weights(table):
 
 def optimizer_state(table):
     """Return copies of all states and scalars on the CPU."""
-    return {name: value.cpu().clone() for name, value in table._state().items()}
+    return {name: value.cpu().clone() for name, value in table._table.state().items()}
 
 
 def batches(steps=5, count=40):

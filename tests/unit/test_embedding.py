@@ -25,8 +25,10 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.api.embedding.look_up import _joined, _whole
-from w2v.api.embedding.modules import _look_up_batch as look_up_batch
+from w2v.api.embedding.ids import joined, whole
+from w2v.api.embedding.look_up import look_up
+from w2v.api.embedding.modules import trained_tables
+from w2v.api.embedding.optimizer import look_up_batch
 from w2v.config import OPTIMIZERS
 from w2v.model.table import normal
 from w2v.transfer.cache import RowCache
@@ -52,7 +54,7 @@ def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, devic
     with torch.no_grad():
         assert not table([1]).requires_grad
     table.eval()([2])
-    assert dropped.requires_grad and table._parameter.grad is None
+    assert dropped.requires_grad and table._table.parameter.grad is None
     optimizer.step()
     table.store.flush()
     assert torch.equal(table.store.table.records_VR, records)
@@ -720,7 +722,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
             torch.randint(rows, (count,), generator=generator, dtype=dtype)
             for rows, count in zip(sizes, counts, strict=True)
         ]
-        found = look_up_batch(tables, ids, [*range(5)])
+        found = look_up_batch(trained_tables(tables), ids, [*range(5)])
         for table, its, given in zip(tables, found, ids, strict=True):
             expected, places = torch.unique(given.long(), return_inverse=True)
             assert torch.equal(its.rows.cpu() - table.store.first_row, expected)
@@ -731,7 +733,7 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         ids[table][1] = wrong
         message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
         with pytest.raises(IndexError, match=message):
-            len(look_up_batch(tables, ids, [*range(5)])[0].rows)
+            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].rows)
 
 
 @devices
@@ -771,14 +773,14 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
     store = RowStore(rows, 4, storage="cuda")
     for padding in (None, 0, rows - 1):
         ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
-        found = store._look_up(ids, padding)
+        found = look_up(store, ids, padding)
         expected, places = torch.unique(ids, return_inverse=True)
         assert torch.equal(found.rows, expected) and torch.equal(found.places_N, places)
         place = torch.nonzero(expected == padding) if padding is not None else []
         assert found.padding == (int(place) if len(place) else None)
     for wrong in (-1, rows, 2**40, -(2**40)):
         with pytest.raises(IndexError, match=f"id {wrong} is not a row"):
-            len(store._look_up(torch.tensor([0, wrong], device="cuda"), None).rows)
+            len(look_up(store, torch.tensor([0, wrong], device="cuda")).rows)
 
 
 @places("cpu-cpu", "pinned-cuda", "cpu-cuda")
@@ -813,9 +815,9 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
     ids = torch.arange(12, dtype=kind).view(3, 4)
-    assert _whole(ids.unbind()).data_ptr() == ids.data_ptr()
-    joined = _joined(ids.unbind(), torch.device(device))
-    assert joined.dtype == torch.int64 and joined.tolist() == list(range(12))
+    assert whole(ids.unbind()).data_ptr() == ids.data_ptr()
+    together = joined(ids.unbind(), torch.device(device))
+    assert together.dtype == torch.int64 and together.tolist() == list(range(12))
     other = ids[1].clone()
     for apart in ([ids[0], ids[2]], [ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()]):
-        assert _whole(apart) is None
+        assert whole(apart) is None

@@ -7,88 +7,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.api.embedding.ids import Identity, Ids, Readback, joined
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.cuda import Bags
 from w2v.transfer.cache import RowUses
-from w2v.transfer.streams import current_stream
 
 if TYPE_CHECKING:
     from w2v.api.embedding.row_store import RowGroup, Rows
 
-Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
-
-_pinned: set[int] = set()  # addresses of memory that was found to be pinned
-
-
-class Identity:
-    """Recognizes a tensor by its memory, without reading it.
-
-    It keeps the tensor, so that no other one is given its memory.
-    """
-
-    def __init__(self, ids: Any):
-        self._ids = ids
-        self._version = _version(ids)
-
-    def matches(self, ids: Any) -> bool:
-        """Whether these are in the same memory, which was not changed since."""
-        mine = self._ids
-        same = ids is mine or (
-            isinstance(ids, Tensor)
-            and isinstance(mine, Tensor)
-            and ids.shape == mine.shape
-            and ids.stride() == mine.stride()
-            and ids.dtype == mine.dtype
-            and ids.device == mine.device
-        )
-        return same and _version(ids) == self._version
-
-
-def _version(ids: Any) -> Any:
-    """Return the address of a tensor and how often it was changed in place."""
-    if not isinstance(ids, Tensor):
-        return id(ids)
-    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
-
-
-class Readback:
-    """Numbers that a kernel writes to pinned memory for the CPU.
-
-    Memory and events are reused: allocating them takes as long as launching a kernel.
-    """
-
-    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event]]]] = {}
-
-    def __init__(self, count: int):
-        self._pool = self._free.setdefault(count, [])
-        try:
-            self.numbers, self._event = self._pool.pop()
-            self._event.synchronize()  # the last kernel may still write to the memory
-        except IndexError:
-            self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True)
-            self._event = torch.cuda.Event()
-
-    def __del__(self) -> None:
-        self._pool.append((self.numbers, self._event))
-
-    def launched(self) -> None:
-        """Note that the kernel was launched on the current stream."""
-        current_stream().record_event(self._event)
-
-    @property
-    def is_known(self) -> bool:
-        return self._event.query()
-
-    def read(self) -> list[int]:
-        self._event.synchronize()
-        return self.numbers.tolist()
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SpanNumbers(NamedTuple):
@@ -125,6 +58,7 @@ class LookUp:
         owned: With several ranks, the rows of each table that are requested from this rank.
         is_computed: Whether the vectors of all tables were computed together.
         computed: Those vectors that have not been used yet, by index of their table.
+        sums: Sums of gradients, by index of the tables that have some.
     """
 
     narrow_N: Tensor | None = None
@@ -151,7 +85,7 @@ class LookUp:
         self._readback: Readback | None = None  # numbers by span, until the CPU has read them
         self._buffer_UD: Tensor | None = None  # sums of gradients; U rows or more
         self._parts: Sequence[Tensor] = ()  # of these sums, by table
-        self._sums: dict[int, Tensor] = {}  # the parts of tables that have gradients
+        self.sums: dict[int, Tensor] = {}
         counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
         ranks = len(spans[0].first_rows)
@@ -163,7 +97,7 @@ class LookUp:
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             self._readback = Readback(cuda_cache.numbers_of(len(spans) * ranks))
             self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
-                _joined(ids, group.device),
+                joined(ids, group.device),
                 _spans_of(tuple(spans), () if each else tuple(counts), group.device),
                 each,
                 uses.count_V,
@@ -263,10 +197,10 @@ class LookUp:
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags; None: of the ids of all tables."""
         return self.group.read_weights(
-            self.rows, self.narrow_N, self.places_of(index), bags, self._left_out(index, bags)
+            self.rows, self.narrow_N, self.places_of(index), bags, self.left_out(index, bags)
         )
 
-    def _left_out(self, index: int | None, bags: Bags | None) -> int | None:
+    def left_out(self, index: int | None, bags: Bags | None) -> int | None:
         """Return the place of a table's padding row, which bags leave out."""
         return self.paddings[index] if bags and index is not None else None
 
@@ -278,26 +212,26 @@ class LookUp:
         pending: dict[int, Tensor | None],  # the tables, with sums that wait for the step, if any
     ) -> list[Tensor]:
         """Add gradients by row; return the sums [U, D] of these tables."""
-        sums_UD = self._sums_for(pending)
+        sums_UD = self.sums_for(pending)
         padding = None if index is None else self.paddings[index]
         cuda.sum_gradients(grad_ND, self.places_of(index), sums_UD, bags, padding)
-        return [self._sums[table] for table in pending]
+        return [self.sums[table] for table in pending]
 
-    def _sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
+    def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
         """Return the sums of all tables, which are 0 where nothing is pending."""
         if self._buffer_UD is None:
-            self._buffer_UD = self._zeros()
-            self._parts = self._split()
+            self._buffer_UD = self.new_sums()
+            self._parts = self.split_sums()
         sums_UD = self.sums_UD
         for table, sum_UD in pending.items():
-            if table not in self._sums:
-                self._sums[table] = self._parts[table]
-            elif sum_UD is not self._sums[table]:  # it was dropped
-                for begin, end in self._pieces(table):
+            if table not in self.sums:
+                self.sums[table] = self._parts[table]
+            elif sum_UD is not self.sums[table]:  # it was dropped
+                for begin, end in self.pieces(table):
                     sums_UD[begin:end].zero_()
         return sums_UD
 
-    def _pieces(self, index: int) -> list[tuple[int, int]]:
+    def pieces(self, index: int) -> list[tuple[int, int]]:
         """Return where a table's rows begin and end, for each of several ranks."""
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
@@ -306,10 +240,11 @@ class LookUp:
         """The sums of gradients of all tables, once there are some."""
         return self._buffer_UD[: self.rows.shape[0]]
 
-    def _zeros(self) -> Tensor:
+    def new_sums(self) -> Tensor:
+        """Return zeros, at least as many rows as are looked up."""
         return self.group.zeros(self.rows.shape[0])
 
-    def _split(self) -> Sequence[Tensor]:
+    def split_sums(self) -> Sequence[Tensor]:
         """Return the sums of each table."""
         return self.sums_UD.split([end - begin for begin, end in itertools.pairwise(self.begins)])
 
@@ -317,13 +252,13 @@ class LookUp:
         """Whether these gradients, by table, are the sums of all tables."""
         # Gradients are scaled and clipped in place: they are the same tensors.
         tables = range(len(self.spans))
-        return all(grads.get(index) is self._sums.get(index, self) for index in tables)
+        return all(grads.get(index) is self.sums.get(index, self) for index in tables)
 
     def take_sums(self) -> Tensor:
         """Return the memory of the sums, and begin anew."""
         buffer_UD, self._buffer_UD = self._buffer_UD, None
         self._parts = ()
-        self._sums.clear()
+        self.sums.clear()
         return buffer_UD
 
 
@@ -458,6 +393,32 @@ class RowsOfIds(UniqueRows):
         return None if place is None else place - self.look_up.begins[self.index]
 
 
+def outside_inference(function: Function) -> Function:
+    """Return the function, which leaves torch.inference_mode if that is on.
+
+    torch's own decorator takes as long as a kernel's launch where it is off.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **settings: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **settings)
+        with torch.inference_mode(False):
+            return function(*args, **settings)
+
+    return call  # type: ignore[return-value]
+
+
+@outside_inference  # what is made here serves training too
+def look_up(
+    store: Rows, ids: Ids, padding: int | None = None, is_filled: bool = False
+) -> RowsOfIds:
+    """Begin to find the rows of ids."""
+    found = RowsOfIds(store, ids, padding)
+    look_up_together([found], is_ahead=False, is_filled=is_filled)
+    return found
+
+
 def look_up_together(
     rows: Sequence[RowsOfIds],
     is_ahead: bool = True,
@@ -480,53 +441,3 @@ def look_up_together(
 
 
 _spans_of = functools.lru_cache(maxsize=64)(cuda_cache.Spans.of)
-
-
-def _joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return all ids on the GPU: int64 [N]."""
-    flat = [values.flatten() for values in ids]
-    if (whole := _whole(flat)) is not None:
-        return to_device(whole, device).long()
-    if all(values.is_cuda for values in flat):
-        return torch.cat(flat).long()
-    # The others are most likely as the first: the query is slow, and a wrong guess only waits.
-    if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
-        # One copy in place of many.
-        return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
-    ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
-    torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
-    return ids_N
-
-
-def _whole(flat: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie side by side, such as rows, as one; or None."""
-    first, last = flat[0], flat[-1]
-    end = first.data_ptr()
-    for values in flat:
-        if values.data_ptr() != end or values.dtype is not first.dtype:
-            return None
-        end += values.nbytes
-    # Side by side by chance, they would not be in one memory.
-    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    return first.as_strided((sum(map(len, flat)),), (1,))
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; unpinned memory alone would wait for it."""
-    is_sent = device.type == "cuda" and values.device.type == "cpu"
-    if is_sent and not _is_pinned(values):
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
-
-
-def _is_pinned(values: Tensor) -> bool:
-    """Whether CPU memory is pinned, or was when its address was first seen."""
-    address = values.data_ptr()
-    if address in _pinned:  # `is_pinned` takes 30 us
-        return True
-    if len(_pinned) > 4096:
-        _pinned.clear()
-    if is_pinned := values.is_pinned():
-        _pinned.add(address)
-    return is_pinned

@@ -7,27 +7,20 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.api.embedding.look_up import (
-    Ids,
-    LookUp,
-    RowsOfIds,
-    UniqueRows,
-    look_up_together,
-    to_device,
-)
+from w2v.api.embedding.ids import Ids, to_device
+from w2v.api.embedding.look_up import LookUp, UniqueRows, look_up, outside_inference
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
@@ -38,24 +31,6 @@ from w2v.model.table import Init, RowState, SplitTable, Storage, Table
 from w2v.transfer.cache import CachedLink, RowUses
 from w2v.transfer.engine import TransferStats
 from w2v.transfer.links import Link, MappedLink, link_between
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def outside_inference(function: Function) -> Function:
-    """Return the function, which leaves torch.inference_mode if that is on.
-
-    torch's own decorator takes as long as a kernel's launch where it is off.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **settings: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **settings)
-        with torch.inference_mode(False):
-            return function(*args, **settings)
-
-    return call  # type: ignore[return-value]
 
 
 class RowGroup:
@@ -204,6 +179,29 @@ class RowGroup:
         cuda.step_rows(optimizer, counted, seed, view, None, count, grad_UD, lr)
         link.write(part, rows_U, stored_UR)
 
+    @outside_inference
+    def read(self, rows_U: Tensor) -> Tensor:
+        """Return the decoded records [U, R] of unique rows, on the compute device."""
+        parts = []
+        for part, link in self.parts:
+            shape = len(rows_U), part.width
+            stored_UR = torch.empty(shape, dtype=part.records_VR.dtype, device=self.device)
+            link.read(part, rows_U, stored_UR)
+            parts.append(part.decode(stored_UR))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    @outside_inference
+    def write(self, member: Rows, rows_U: Tensor, records_UR: Tensor) -> None:
+        """Write decoded records [U, R] of a member's unique rows."""
+        member.version += 1
+        own_U = rows_U - member.first_row if member.first_row else rows_U
+        start = 0
+        for (part, link), own in zip(self.parts, member.table.parts, strict=True):
+            # Contiguous, as the kernels that copy records to pinned memory need them.
+            part_UR = records_UR[:, start : start + part.width].contiguous()
+            link.write(part, rows_U, own.encode(own_U, part_UR))
+            start += part.width
+
 
 class Rows:
     """Access to the rows of a table, of row stores and paged embeddings.
@@ -239,14 +237,6 @@ class Rows:
         self.cache_bytes = cache_bytes
         self._unchecked: deque[UniqueRows] = deque()
         self._join(table, group or RowGroup(table, device, self.lock), first_rows)
-
-    def _replace_table(self, table: Table) -> None:
-        """Read and write another table from now on, in a group of its own."""
-        self.group.empty_caches()
-        self.group.members.remove(self)
-        self.group.make_caches()
-        alone = (0,) * len(self.first_rows)
-        self._join(table, RowGroup(table, self.device, self.lock), alone)
 
     def _join(self, table: Table, group: RowGroup, first_rows: tuple[int, ...]) -> None:
         self.table, self.group = table, group
@@ -325,7 +315,7 @@ class Rows:
         """
         with self.lock:
             group = self.group
-            found = self._look_up(ids, is_filled=True)  # negative rows are not read
+            found = look_up(self, ids, is_filled=True)  # negative rows are not read
             self.group.empty_caches()
             rows_U = found.look_up.rows_N if group.is_mapped else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
@@ -347,7 +337,7 @@ class Rows:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
             group = self.group
-            found = self._look_up(ids, is_filled=True)  # negative rows are not written
+            found = look_up(self, ids, is_filled=True)  # negative rows are not written
             shape = [*found.shape, self.table.dim]
             if (given := list(values.shape)) != shape:
                 raise ValueError(f"values have shape {given}, but these ids take {shape}")
@@ -363,11 +353,11 @@ class Rows:
             if group.is_exact:
                 group.link.write(group.weights, rows_U, values_NW.contiguous(), last_U)
             else:
-                records_UR = self._read(rows_U)
-                # In the table's dtype already: `_write` has nothing left to round at random.
+                records_UR = group.read(rows_U)
+                # In the table's dtype already: `write` has nothing left to round at random.
                 values_UD = values_NW[last_U, : self.table.dim].to(records_UR.dtype)
                 records_UR[:, self.table.columns["weight"]] = values_UD
-                self._write(rows_U, records_UR)
+                group.write(self, rows_U, records_UR)
             self._check(found, waits=not (non_blocking and is_queued))
 
     def save(self, path: str | Path) -> None:
@@ -408,37 +398,6 @@ class Rows:
         self._unchecked.extend(found)
         while self._unchecked and (waits or self._unchecked[0].look_up.is_known):
             len(self._unchecked.popleft().rows)
-
-    # What is made here serves training too.
-    @outside_inference
-    def _look_up(self, ids: Ids, padding: int | None = None, is_filled: bool = False) -> RowsOfIds:
-        """Begin to find the rows of ids."""
-        found = RowsOfIds(self, ids, padding)
-        look_up_together([found], is_ahead=False, is_filled=is_filled)
-        return found
-
-    @outside_inference
-    def _read(self, rows_U: Tensor) -> Tensor:
-        """Return the decoded records [U, R] of unique rows, on the compute device."""
-        parts = []
-        for part, link in self.group.parts:
-            shape = len(rows_U), part.width
-            stored_UR = torch.empty(shape, dtype=part.records_VR.dtype, device=self.device)
-            link.read(part, rows_U, stored_UR)
-            parts.append(part.decode(stored_UR))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    @outside_inference
-    def _write(self, rows_U: Tensor, records_UR: Tensor) -> None:
-        """Write decoded records [U, R] of unique rows into the table."""
-        self.version += 1
-        own_U = rows_U - self.first_row if self.first_row else rows_U
-        start = 0
-        for (part, link), own in zip(self.group.parts, self.table.parts, strict=True):
-            # Contiguous, as the kernels that copy records to pinned memory need them.
-            part_UR = records_UR[:, start : start + part.width].contiguous()
-            link.write(part, rows_U, own.encode(own_U, part_UR))
-            start += part.width
 
 
 class RowStore(Rows):
@@ -481,6 +440,15 @@ class RowStore(Rows):
         dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
         content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
         return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
+
+
+def replace_table(store: Rows, table: Table) -> None:
+    """Read and write another table from now on, in a group of its own."""
+    store.group.empty_caches()
+    store.group.members.remove(store)
+    store.group.make_caches()
+    alone = (0,) * len(store.first_rows)
+    store._join(table, RowGroup(table, store.device, store.lock), alone)
 
 
 def _last_ids(places_N: Tensor, rows: int) -> Tensor:

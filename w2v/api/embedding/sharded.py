@@ -28,22 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from w2v.api.embedding.look_up import (
-    Ids,
-    LookUp,
-    Readback,
-    RowPage,
-    RowsOfIds,
-    UniqueRows,
-    look_up_together,
-)
+from w2v.api.embedding.ids import Ids, Readback
+from w2v.api.embedding.look_up import LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
 from w2v.kernels import cuda_cache
 from w2v.kernels.cuda import Bags, gather_bags
 from w2v.system.files import one_line
 
 if TYPE_CHECKING:
-    from w2v.api.embedding.modules import PagedEmbedding
+    from w2v.api.embedding.table import PagedTable
 
 GATHER_ROWS = 1 << 16  # of each rank, at a time
 ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one
@@ -72,7 +65,7 @@ class RoutedLookUp(LookUp):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self.tables: list[PagedEmbedding] = []
+        self.tables: list[PagedTable] = []
         self.batch: list[RoutedLookUp] = []
         self.pages: dict[int, RowPage] = {}
         self._weights_UD: Tensor | None = None  # borrowed
@@ -85,7 +78,7 @@ class RoutedLookUp(LookUp):
 
     def receive(self, rows_M: Tensor, received: list[int], is_ahead: bool) -> None:
         """Look up the rows that all ranks request of this one."""
-        self.received, ranks = received, self.tables[0]._ranks
+        self.received, ranks = received, self.tables[0].ranks
         spans = [
             cuda_cache.Span(ranks.shard_rows(span.rows), None, (span.first_rows[ranks.rank],))
             for span in self.spans
@@ -99,15 +92,15 @@ class RoutedLookUp(LookUp):
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
         found = self.owned[0].look_up
-        if all(table._uses_kernels for table in self.tables):
+        if all(table.uses_kernels for table in self.tables):
             self.pages = {rows.index: RowPage(rows.store, rows) for rows in self.owned}
             return found.vectors(None)
         weights = []
         for table, rows in zip(self.tables, self.owned, strict=True):
             if table.store.group is self.group:
-                self.pages[rows.index], weight_LD = table._read(rows)
+                self.pages[rows.index], weight_LD = table.read(rows)
             else:  # it has left the others, and its ids are looked up anew
-                weight_LD = table._parameter.new_zeros(len(rows.rows), table.embedding_dim)
+                weight_LD = table.parameter.new_zeros(len(rows.rows), table.embedding_dim)
             weights.append(weight_LD)
         return torch.cat(weights).index_select(0, found.places_N)
 
@@ -125,7 +118,7 @@ class RoutedLookUp(LookUp):
         self.batch = []  # has this one: memory of a cycle is freed late
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
-        dim, left_out = self._weights_UD.shape[1], self._left_out(index, bags)
+        dim, left_out = self._weights_UD.shape[1], self.left_out(index, bags)
         return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, left_out)
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
@@ -134,32 +127,32 @@ class RoutedLookUp(LookUp):
         places_N = torch.searchsorted(which_U, self.places_of(index))
         if padding is not None:
             padding = sum(
-                min(padding, end) - min(padding, begin) for begin, end in self._pieces(index)
+                min(padding, end) - min(padding, begin) for begin, end in self.pieces(index)
             )
         return self._weights_UD.index_select(0, which_U), places_N, padding
 
     def add_rows(self, index: int, grad_UD: Tensor, pending: Tensor | None) -> Tensor:
         """Add gradients of a table's weights; return what waits to be sent."""
-        self._sums_for({index: pending}).index_add_(0, self._which(index), grad_UD)
-        return self._sums[index]
+        self.sums_for({index: pending}).index_add_(0, self._which(index), grad_UD)
+        return self.sums[index]
 
     def _which(self, index: int) -> Tensor:
         """Return the places of a table's rows."""
         device = self.places_N.device
-        return torch.cat([torch.arange(*piece, device=device) for piece in self._pieces(index)])
+        return torch.cat([torch.arange(*piece, device=device) for piece in self.pieces(index)])
 
-    def _zeros(self) -> Tensor:
+    def new_sums(self) -> Tensor:
         return torch.zeros_like(self._weights_UD)
 
-    def _split(self) -> list[Tensor]:
-        # They are sent as one: `_sums` shows only which tables have some.
+    def split_sums(self) -> list[Tensor]:
+        # They are sent as one: `sums` shows only which tables have some.
         return [self.sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""
-        ranks, found = self.tables[0]._ranks.size, self.owned[0].look_up
-        if self.tables[0]._fused:  # the sums lie side by side, for one step
-            pending = {index: self.tables[index]._grad for index in indices}
+        ranks, found = self.tables[0].ranks.size, self.owned[0].look_up
+        if self.tables[0].fused:  # the sums lie side by side, for one step
+            pending = {index: self.tables[index].grad for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
         sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
@@ -182,11 +175,11 @@ class Requests:
 
     def __init__(
         self,
-        tables: Sequence[PagedEmbedding],  # on ranks of one process group
+        tables: Sequence[PagedTable],  # on ranks of one process group
         look_up: Callable[[], LookedUpBatch],  # what it raises is raised by all ranks
         is_ahead: bool,  # whether the ids are read ahead
     ):
-        self._ranks, self._device = tables[0]._ranks, tables[0].device
+        self._ranks, self._device = tables[0].ranks, tables[0].device
         self._groups = len({table.store.group for table in tables})
         self._is_ahead = is_ahead
         self._error: Exception | None = None
@@ -263,13 +256,13 @@ class Requests:
         return True
 
 
-def look_up_tables(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list[RowsOfIds]:
+def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[RowsOfIds]:
     """Begin to look up ids read ahead, among the rows of all ranks."""
     found = [
         RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
         for table, given in zip(tables, ids, strict=True)
     ]
-    if tables[0]._ranks.size == 1:
+    if tables[0].ranks.size == 1:
         look_up_together(found)
         return found
     look_up_together(found, is_ahead=False, kind=RoutedLookUp)
@@ -278,7 +271,7 @@ def look_up_tables(tables: Sequence[PagedEmbedding], ids: Sequence[Ids]) -> list
     return found
 
 
-def look_up_alone(table: PagedEmbedding, ids: Ids) -> RowsOfIds:
+def look_up_alone(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids that were not sent ahead."""
     requests = Requests(
         [table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])), is_ahead=False
@@ -289,7 +282,7 @@ def look_up_alone(table: PagedEmbedding, ids: Ids) -> RowsOfIds:
 
 
 def sent_ahead(
-    tables: Sequence[PagedEmbedding], batches: Iterator[LookedUpBatch]
+    tables: Sequence[PagedTable], batches: Iterator[LookedUpBatch]
 ) -> Iterator[LookedUpBatch]:
     """Yield batches with their look-ups until a rank has no more."""
     under_way: deque[Requests] = deque()
@@ -310,29 +303,29 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     read = [look_up.read() for look_up in look_ups]
     # Weights go where ids came from, so that sent and received change places.
     counts = [look_up.received for look_up in look_ups], [look_up.sent for look_up in look_ups]
-    weights = look_ups[0].tables[0]._ranks.all_to_all_tensors(read, *counts)
+    weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.keep_borrowed(weight_UD)
 
 
-def reduce(tables: Sequence[PagedEmbedding]) -> None:
+def reduce(tables: Sequence[PagedTable]) -> None:
     """Send gradients to the owners of the rows, which take means over ranks."""
     pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
     for table in tables:
-        for look_up, (page, _) in table._pending.unsent.items():
+        for look_up, (page, _) in table.unsent.items():
             pages.setdefault(look_up, {})[page.requested.index] = page
-        table._pending.unsent.clear()
-        if table._announced.rows:
-            table._announced.rows.look_up.pages.clear()  # as the step changes the weights
+        table.unsent.clear()
+        if table.announced:
+            table.announced.look_up.pages.clear()  # as the step changes the weights
     if not pages:
         return
     sums = [look_up.take_sums() for look_up in pages]
     counts = [look_up.sent for look_up in pages], [look_up.received for look_up in pages]
-    grads = tables[0]._ranks.all_to_all_tensors(sums, *counts)
+    grads = tables[0].ranks.all_to_all_tensors(sums, *counts)
     for (look_up, its_pages), grad_MD in zip(pages.items(), grads, strict=True):
         sums_by_row = look_up.sum_by_row(grad_MD, list(its_pages))
         for (index, page), sum_LD in zip(its_pages.items(), sums_by_row, strict=True):
-            look_up.tables[index]._add_grad(page, sum_LD, is_owned=True)
+            look_up.tables[index].add_grad(page, sum_LD, is_owned=True)
 
 
 def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:

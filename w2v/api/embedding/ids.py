@@ -1,0 +1,133 @@
+"""Ids on their way to the GPU, and numbers on their way back.
+
+Shape: N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from w2v.transfer.streams import current_stream
+
+Ids = Tensor | np.ndarray | Sequence[int]  # int32 or int64, of any shape, on any device
+
+_pinned: set[int] = set()  # addresses of memory that was found to be pinned
+
+
+class Identity:
+    """Recognizes a tensor by its memory, without reading it.
+
+    It keeps the tensor, so that no other one is given its memory.
+    """
+
+    def __init__(self, ids: Any):
+        self._ids = ids
+        self._version = _version(ids)
+
+    def matches(self, ids: Any) -> bool:
+        """Whether these are in the same memory, which was not changed since."""
+        mine = self._ids
+        same = ids is mine or (
+            isinstance(ids, Tensor)
+            and isinstance(mine, Tensor)
+            and ids.shape == mine.shape
+            and ids.stride() == mine.stride()
+            and ids.dtype == mine.dtype
+            and ids.device == mine.device
+        )
+        return same and _version(ids) == self._version
+
+
+def _version(ids: Any) -> Any:
+    """Return the address of a tensor and how often it was changed in place."""
+    if not isinstance(ids, Tensor):
+        return id(ids)
+    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
+
+
+def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return all ids on the GPU: int64 [N]."""
+    flat = [values.flatten() for values in ids]
+    if (values := whole(flat)) is not None:
+        return to_device(values, device).long()
+    if all(values.is_cuda for values in flat):
+        return torch.cat(flat).long()
+    # The others are most likely as the first: the query is slow, and a wrong guess only waits.
+    if not any(values.is_cuda for values in flat) and not _is_pinned(flat[0]):
+        # One copy in place of many.
+        return torch.cat(flat).long().pin_memory().to(device, non_blocking=True)
+    ids_N = torch.empty(sum(map(len, flat)), dtype=torch.int64, device=device)
+    torch._foreach_copy_(ids_N.split([*map(len, flat)]), flat, non_blocking=True)
+    return ids_N
+
+
+def whole(flat: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that lie side by side, such as rows, as one; or None."""
+    first, last = flat[0], flat[-1]
+    end = first.data_ptr()
+    for values in flat:
+        if values.data_ptr() != end or values.dtype is not first.dtype:
+            return None
+        end += values.nbytes
+    # Side by side by chance, they would not be in one memory.
+    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((sum(map(len, flat)),), (1,))
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device; unpinned memory alone would wait for it."""
+    is_sent = device.type == "cuda" and values.device.type == "cpu"
+    if is_sent and not _is_pinned(values):
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def _is_pinned(values: Tensor) -> bool:
+    """Whether CPU memory is pinned, or was when its address was first seen."""
+    address = values.data_ptr()
+    if address in _pinned:  # `is_pinned` takes 30 us
+        return True
+    if len(_pinned) > 4096:
+        _pinned.clear()
+    if is_pinned := values.is_pinned():
+        _pinned.add(address)
+    return is_pinned
+
+
+class Readback:
+    """Numbers that a kernel writes to pinned memory for the CPU.
+
+    Memory and events are reused: allocating them takes as long as launching a kernel.
+    """
+
+    _free: ClassVar[dict[int, list[tuple[Tensor, torch.cuda.Event]]]] = {}
+
+    def __init__(self, count: int):
+        self._pool = self._free.setdefault(count, [])
+        try:
+            self.numbers, self._event = self._pool.pop()
+            self._event.synchronize()  # the last kernel may still write to the memory
+        except IndexError:
+            self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            self._event = torch.cuda.Event()
+
+    def __del__(self) -> None:
+        self._pool.append((self.numbers, self._event))
+
+    def launched(self) -> None:
+        """Note that the kernel was launched on the current stream."""
+        current_stream().record_event(self._event)
+
+    @property
+    def is_known(self) -> bool:
+        return self._event.query()
+
+    def read(self) -> list[int]:
+        self._event.synchronize()
+        return self.numbers.tolist()

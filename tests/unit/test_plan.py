@@ -321,7 +321,7 @@ def test_plan_in_words(tmp_path):
         "4 kept of 4",
         "2 x 4 x 100: weight + exp_avg + exp_avg_sq",
         "Adam, lr 0.4, linear, batches of 2, 5 epochs",
-        "auto      sample 0.25, so that the median word and 40% of the text are kept",
+        "auto      sample 0.25, so that the median word and 100% of the text are kept",
         "; batch_size 2 centers",
         "resident on cpu",
         "compiled by numba, precision float32",

@@ -38,7 +38,8 @@ RATES = {
 SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
 RISING = {*SUMMED, "Adam", "Adamax"}  # optimizers that gain by higher rates in short runs
 SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
-KEPT = 0.4  # share of a text that subsampling keeps, at least; of running text it is about half
+FEW_KEPT = 0.4  # share of a text that subsampling should keep; of running text it is about half
+KEPT = 0.6  # share that it keeps where it would be less
 CENTERS = 80  # of the median word in a run
 DIM = 128  # of the vectors
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
@@ -102,7 +103,8 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
     if model.sample < 0:
         model = replace(model, sample=subsampling(vocab))
         if model.sample > SAMPLE:
-            why = f"so that the median word and {KEPT:.0%} of the text are kept"
+            kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
+            why = f"so that the median word and {kept:.0%} of the text are kept"
             reasons["model.sample"] = f"{model.sample:.2g}, {why}"
     if model.shrink_by == "auto":
         # Pairs of whole windows take time beside the rest only where each center is a step.
@@ -125,8 +127,11 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         why = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
-        short = f" in sentences that fill {use.fill:.2g} of a window" if use.fill < 1 else ""
-        reasons["optimizer.lr"] = why + short
+        if optimizer.name in RISING and use.centers < SHORT:
+            why += f" of {use.centers:,.0f}"
+        if use.fill < 1:
+            why += f" in sentences that fill {use.fill:.2g} of a window"
+        reasons["optimizer.lr"] = why
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")
@@ -167,13 +172,14 @@ def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
 def subsampling(vocab: Vocab) -> float:
     """Return the share of a text above which a word is subsampled.
 
-    The median word is kept, such as a node of a small graph, and so is KEPT of a text in which most
-    words are frequent, such as a log.
+    The median word is kept, such as a node of a small graph. Where most words are frequent, such as
+    in a log, so is KEPT of the text.
     """
     total = vocab.counts.sum()
     share = max(SAMPLE, float(np.median(vocab.counts) / total))
-    while vocab.kept_counts(share).sum() < KEPT * total:
-        share *= 1.05
+    if vocab.kept_counts(share).sum() < FEW_KEPT * total:
+        while vocab.kept_counts(share).sum() < KEPT * total:
+            share *= 1.05
     return share
 
 

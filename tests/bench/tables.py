@@ -259,6 +259,12 @@ TABLES = {
         ALL_SCORES,
         sources=False,
     ),
+    "rise": Table(
+        ["tuning-2026-11-23-6"],
+        {r"(wiki|books):(\.3|\.6|1)@ Adam, rate x (1|1\.2|1\.4)": r"\1 \2 M, rate x \3"},
+        ALL_SCORES,
+        sources=False,
+    ),
     "graphs": Table(
         ["tuning-2026-11-23"],
         {r"graph (\w+) (\d) epochs (.*)": r"\1, epochs: \2, \3"},

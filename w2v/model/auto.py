@@ -126,12 +126,9 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
         steps = None if sequential else use.centers / batch_size(optimizer.name, use)
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
-        why = f"{lr:g}, as the median word is a center {use.median:,.0f} times"
-        if optimizer.name in RISING and use.centers < SHORT:
-            why += f" of {use.centers:,.0f}"
-        if use.fill < 1:
-            why += f" in sentences that fill {use.fill:.2g} of a window"
-        reasons["optimizer.lr"] = why
+        why = f"{lr:g}, as the median word is {use.median:,.0f} of {use.centers:,.0f} centers"
+        short = f" in sentences that fill {use.fill:.2g} of a window" if use.fill < 1 else ""
+        reasons["optimizer.lr"] = why + short
     if optimizer.step == "auto":
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
         counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")

@@ -101,6 +101,9 @@ def test_rates_fall_with_centers_dimensions_and_steps():
         return auto.learning_rate(OptimizerConfig(**optimizer), Use(1e7, median, 0.01), dim, steps)
 
     assert rate(median=80) == auto.RATES["Adam"] > rate()
+    assert rate(median=1) == auto.HIGHEST * auto.RATES["Adam"]
+    sums = pytest.approx(auto.HIGHEST_OF_SUMS * auto.RATES["SGD"])
+    assert rate(median=1, name="SGD") == sums
     assert rate(dim=64) > rate() > rate(dim=256) > 0
     assert rate(steps=100) == rate() > rate(steps=5_000) > 0
     assert rate(name="SGD", occurrence_cap=1_000) == 0.0032  # so that it converges
@@ -141,6 +144,7 @@ def test_rates_of_some_optimizers_rise_in_short_runs_of_rare_words():
         assert rise(name, 4e6) == 1 < rise(name, 1e6) < rise(name, 2e5)
         assert rise(name, 2e5, median=2_000) == pytest.approx(1, abs=0.05)  # two digits are kept
     assert rise("AdamW", 2e5) == rise("RMSprop", 2e5) == 1
+    assert rise("SGD", 1e7, median=10) == 1 < rise("SGD", 1e6, median=10)
     assert rise("Adam", 1) == auto.HIGHEST
 
 

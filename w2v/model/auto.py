@@ -51,6 +51,7 @@ RISE_WHERE_SHORT = 0.2  # the power with which a rate rises as a short run gets 
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
 WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
+HIGHEST_OF_SUMS = 1.5  # times that it is raised for rare words, of optimizers in SUMMED
 SHORT = 4e6  # centers of a short run, at most; SGD on a CPU trains them in seconds
 # Words of a block over window + 3: its edges then cut 2 % of the pairs.
 BLOCK_WINDOWS = 16
@@ -210,11 +211,13 @@ def learning_rate(
     factor = (CENTERS / max(use.median, 1.0)) ** FALL_WITH_CENTERS
     if factor < 1:  # a center in a short sentence has fewer pairs to add up
         factor = min(1.0, factor / use.fill)
+    if use.weighed:
+        factor *= WEIGHED
+    if name in SUMMED:
+        factor = min(factor, HIGHEST_OF_SUMS)
     factor *= (DIM / dim) ** FALL_WITH_DIM
     if use.cbow:
         factor *= CBOW
-    if use.weighed:
-        factor *= WEIGHED
     if name in RISING:
         rare = min(1.0, CENTERS / max(use.median, 1.0))
         factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** (RISE_WHERE_SHORT * rare)

@@ -259,6 +259,15 @@ TABLES = {
         ALL_SCORES,
         sources=False,
     ),
+    "once": Table(
+        ["tuning-2026-11-23-6"],
+        {
+            r"(wiki|books) (gensim alpha=\S+), 1 epochs": r"\1, \2",
+            r"(wiki|books) (Adam|SGD) on two cores, 1 epochs, rate x 1": r"\1, \2",
+        },
+        ALL_SCORES[1:],
+        sources=False,
+    ),
     "rise": Table(
         ["tuning-2026-11-23-6"],
         {r"(wiki|books):(\.3|\.6|1)@ Adam, rate x (1|1\.2|1\.4)": r"\1 \2 M, rate x \3"},

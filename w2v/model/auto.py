@@ -202,13 +202,14 @@ def learning_rate(
     """Return the peak learning rate of an optimizer.
 
     It falls with what adds up: the centers of the median word, the dimensions of a dot product, and
-    the steps, where each is about as long as the rate. `steps` is None for a step per center. In a
-    short run, such as of a book, it is higher, the more so the rarer the median word is.
+    the steps, where each is about as long as the rate. `steps` is None for a step per center. Of
+    optimizers in RISING it is higher in a short run, the more so the rarer the median word is.
     """
     name = optimizer.name
     if name not in RATES:
         raise ConfigError(f"optimizer.lr=auto knows no rate for optimizer.name={name}; set one")
-    factor = (CENTERS / max(use.median, 1.0)) ** FALL_WITH_CENTERS
+    rareness = CENTERS / max(use.median, 1.0)
+    factor = rareness**FALL_WITH_CENTERS
     if factor < 1:  # a center in a short sentence has fewer pairs to add up
         factor = min(1.0, factor / use.fill)
     if use.weighed:
@@ -219,8 +220,8 @@ def learning_rate(
     if use.cbow:
         factor *= CBOW
     if name in RISING:
-        rare = min(1.0, CENTERS / max(use.median, 1.0))
-        factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** (RISE_WHERE_SHORT * rare)
+        power = RISE_WHERE_SHORT * min(1.0, rareness)
+        factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** power
     if steps and name not in SUMMED:
         factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
     rate = RATES[name] * min(factor, HIGHEST)

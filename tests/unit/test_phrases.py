@@ -171,23 +171,3 @@ def test_many_pairs_are_counted_in_parts(tmp_path, monkeypatch):
     many = check(text, tmp_path, 2, 2.0)
     assert many.vocab.words == few.vocab.words and many.phrases == few.phrases != []
     assert len(calls) > 50
-
-
-def test_calls_that_wait_are_few_and_errors_come_in_order():
-    taken, ended = [], []
-
-    def call(number):
-        ended.append(number)
-        if number >= 50:
-            raise ValueError(number)
-
-    def numbers():
-        for number in range(100):
-            taken.append(number)
-            assert len(taken) - len(ended) <= 9  # four a thread, and one that is taken
-            yield (number,)
-
-    found = phrases.map_in_order(2, call, numbers())
-    assert [next(found) for _ in range(50)] == [None] * 50
-    with pytest.raises(ValueError, match="^50$"):
-        next(found)

@@ -125,3 +125,23 @@ def test_commit_is_read_without_a_lock_of_the_clone(monkeypatch, tmp_path):
     assert (tmp_path / ".git" / "index").read_bytes() == index
     (tmp_path / "file").write_text("another text")
     assert git_commit() == f"{head}-dirty"
+
+
+def test_calls_that_wait_are_few_and_errors_come_in_order():
+    taken, ended = [], []
+
+    def call(number):
+        ended.append(number)
+        if number >= 50:
+            raise ValueError(number)
+
+    def numbers():
+        for number in range(100):
+            taken.append(number)
+            assert len(taken) - len(ended) <= 9  # four a thread, and one that is taken
+            yield (number,)
+
+    found = process.map_in_order(2, call, numbers())
+    assert [next(found) for _ in range(50)] == [None] * 50
+    with pytest.raises(ValueError, match="^50$"):
+        next(found)

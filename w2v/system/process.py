@@ -14,8 +14,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,21 @@ def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) ->
         return [*map(function, items)]
     with ThreadPoolExecutor(threads) as pool:
         return [*pool.map(function, items)]
+
+
+def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
+    """Call a function in threads; yield what it returns, in order.
+
+    At most four calls a thread wait, run or have results that wait, which bounds the memory.
+    """
+    pending: deque[Future] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for item in items:
+            pending.append(pool.submit(function, *item))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def _glibc(function: str, *arguments: int) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +15,13 @@ import numpy as np
 
 from w2v.config import Config, ConfigError
 from w2v.system.files import atomic_path, exclusive, naming_file, remove_partial, sealed, unsealed
-from w2v.system.process import cores, limit_heap_fragmentation, on_threads, return_freed_memory
+from w2v.system.process import (
+    cores,
+    limit_heap_fragmentation,
+    map_in_order,
+    on_threads,
+    return_freed_memory,
+)
 from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab
 
@@ -30,7 +34,6 @@ OFFSETS = "offsets.bin"
 WORDS = "words.txt"  # of the vocabulary, joined by line feeds
 COUNTS = "counts.bin"
 FORMAT = 4  # of the files; others are not read
-BLOCKS_AHEAD = 8  # blocks of ids that wait for the thread that writes them
 PIECE_BYTES = 4 << 20  # of a file, for a checksum
 SHOWN_PHRASES = 3  # examples in the plan
 
@@ -79,22 +82,17 @@ class Corpus:
         folder.mkdir(parents=True)
         raw_words = 0
         end = 0  # of the last sentence
-        with (
-            open(folder / IDS, "wb") as ids,
-            open(folder / OFFSETS, "wb") as offsets,
-            ThreadPoolExecutor(1) as thread,
-        ):
+        with open(folder / IDS, "wb") as ids, open(folder / OFFSETS, "wb") as offsets:
+
+            def write_ids(block: EncodedBlock) -> EncodedBlock:
+                ids.write(block.ids)
+                return block
+
             offsets.write(np.zeros(1, np.int64))
-            writing: deque[Future] = deque()
-            for block in blocks:
-                if len(writing) == BLOCKS_AHEAD:
-                    writing.popleft().result()
-                writing.append(thread.submit(ids.write, block.ids))
+            for block in map_in_order(1, write_ids, zip(blocks)):  # while next ones are encoded
                 offsets.write(end + np.cumsum(block.lengths))
                 end += int(block.lengths.sum())
                 raw_words += block.raw_words
-            for written in writing:
-                written.result()
         if not end:
             raise NoKnownWords(raw_words)
         header = {"format": FORMAT, "raw_words": raw_words, "text": files_stamp}

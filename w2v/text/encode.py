@@ -29,8 +29,9 @@ import numpy as np
 from tqdm import tqdm
 
 from w2v.config import CorpusConfig, VocabConfig
+from w2v.system.process import map_in_order
 from w2v.text import tokenize
-from w2v.text.phrases import Block, CodedText, join_phrases, map_in_order
+from w2v.text.phrases import Block, CodedText, join_phrases
 from w2v.text.sources import CorpusError, is_plain, opened
 from w2v.text.tokenize import MergedWords, WordTable
 from w2v.text.vocab import Vocab

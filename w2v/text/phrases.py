@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from w2v.config import CorpusConfig
+from w2v.system.process import map_in_order
 from w2v.text import tokenize
 from w2v.text.tokenize import FACTOR, HALF, LINE_END, MergedWords
 
@@ -106,21 +104,6 @@ def join_phrases(
         found.append(codes)
         text, counts, firsts = _join(text, pairs, codes, merged.codes, workers, folder)
     return text, counts, firsts, np.unique(np.concatenate(found))
-
-
-def map_in_order(workers: int, function: Callable, items: Iterable[tuple]) -> Iterator[Any]:
-    """Call a function in threads; yield what it returns, in order.
-
-    At most four calls a thread wait, run or have results that wait, which bounds the memory.
-    """
-    pending: deque[Future] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            pending.append(pool.submit(function, *item))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def _best_pairs(text: CodedText, counts: np.ndarray, threshold: float, workers: int) -> np.ndarray:

@@ -236,6 +236,13 @@ def test_tables_stay_on_the_gpu_if_they_fit(gib, engine):
     assert f"{gib}.0 GiB" in reason and "100.0 GiB free" in reason
 
 
+@pytest.mark.parametrize("room, engine", [("50%", "mapped"), ("0", "mapped"), ("1GiB", "resident")])
+def test_tables_that_exceed_the_memory_given_are_paged(room, engine):
+    given = configured(f"transfer.gpu_bytes={room}")
+    assert engine_of(given, WITH_GPU, GPU, 2**30)[0] == engine
+    assert engine_of(given, CPU_ONLY, CPU, 2**30)[0] == "resident"
+
+
 def test_configured_engine():
     mapped, resident = (configured(f"transfer.engine={name}") for name in ("mapped", "resident"))
     assert engine_of(mapped, WITH_GPU, GPU, 1)[0] == "mapped"

@@ -400,8 +400,11 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
         return wanted, "as configured"
     free = format_bytes(machine.gpu_free_bytes)
     fit = f"tables of {format_bytes(task.table_bytes)}, {free} free on the GPU"
-    if wanted == "auto" and "gpu" not in budget.lacking(task):
-        return "resident", f"{fit}; force paging with transfer.engine=mapped"
+    room = task.cache_bytes
+    if room is not None and room < task.table_bytes:
+        fit = f"tables of {format_bytes(task.table_bytes)}, {format_bytes(room)} for rows on the GPU"
+    elif wanted == "auto" and "gpu" not in budget.lacking(task):
+        return "resident", f"{fit}; force paging with transfer.gpu_bytes=50%"
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
     if "locked" in budget.lacking(replace(task, engine="mapped")):

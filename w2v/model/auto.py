@@ -45,7 +45,7 @@ DIM = 128  # of the vectors
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
 # Powers with which a rate falls as its cause grows.
 FALL_WITH_CENTERS = 0.55
-FALL_WITH_DIM = 0.4
+FALL_WITH_DIM = 0.25
 FALL_WITH_STEPS = 0.25
 RISE_WHERE_SHORT = 0.2  # the power with which a rate rises as a short run gets shorter
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center

@@ -222,23 +222,24 @@ TABLES = {
         ],
     ),
     "gensim": Table(
-        ["tuning-2026-11-23"],
+        ["tuning-2026-11-23-7"],
         {
-            r"(wiki|books) (gensim alpha=\S+)": r"\1, \2",
-            r"(wiki|books) auto SGD": r"\1, SGD, 10,000 steps",
-            r"(wiki|books) auto (\w+.*)": r"\1, \2",
+            r"(wiki|books) (gensim alpha=[\d.]+)": r"\1, \2",
+            r"(wiki|books) (\w+(?:, room for 50 %)?)": r"\1, \2",
         },
         ALL_SCORES,
         sources=False,
     ),
-    "sgd": Table(
-        ["tuning-2026-11-23-3"],
-        {
-            r"(wiki|books) (gensim alpha=\S+).*": r"\1, \2",
-            r"(wiki|books) SGD, batch x 2(, chunks.*)?, H200": r"\1, SGD, 5,000 steps",
-            r"(wiki|books) (A?SGD), batch x 4, H200": r"\1, \2, 2,500 steps",
-        },
+    "sizes": Table(
+        ["tuning-2026-11-23-7"],
+        {r"(wiki|books) (gensim alpha=[\d.]+|Adam), dim (50|300)": r"\1, dim \3, \2"},
         ALL_SCORES,
+        sources=False,
+    ),
+    "baskets": Table(
+        ["tuning-2026-11-23-7"],
+        {r"baskets:24000 (gensim alpha=[\d.]+|Adam), dim (\d+)": r"dim \2, \1"},
+        [ALL_SCORES[0], NEAR],
         sources=False,
     ),
     "places": Table(

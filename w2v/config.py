@@ -168,7 +168,7 @@ class OptimizerConfig(Section):
     name: str = key("Adam", "Row-separable class of torch.optim: Adam, Adamax, RMSprop, ...")
     lr: float = key(0.0, "Peak learning rate (auto: as the text needs).", auto=0, above=0)
     args: dict[str, Any] = key(
-        {}, "Its other arguments, such as {betas: [0.5, 0.99]} (empty, with lr auto: as shipped)."
+        {}, "Other arguments, such as {betas: [0.5, 0.99]} (unset, or {} with lr auto: as shipped)."
     )
     step: Literal["table", "row", "auto"] = key(
         "table",
@@ -325,7 +325,8 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
 
     A later value of a key replaces the earlier one as a whole; `optimizer.args.<name>=value` sets
     one entry of `optimizer.args`. Another `optimizer.name` takes the settings of that optimizer in
-    configs/optimizers, which what is set beside it overrides.
+    configs/optimizers, which what is set beside it overrides. Settings without a name are those of
+    the default optimizer, beside its others.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is wrong.
@@ -335,6 +336,8 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     optimizer = None
     for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
         given = dict(entries)
+        if optimizer is None and any(key_name.startswith("optimizer.") for key_name in given):
+            given.setdefault("optimizer.name", OptimizerConfig.name)
         name = given.get("optimizer.name", optimizer)
         if name != optimizer and isinstance(name, str):
             entries = [*_shipped(name, given), *entries]

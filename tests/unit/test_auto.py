@@ -243,6 +243,19 @@ def test_what_is_set_by_hand_is_kept():
 
 
 @pytest.mark.parametrize(
+    "name, setting, value",
+    [("SGD", "occurrence_cap", 0), ("ASGD", "step", "row"), (None, "step", "table")],
+)
+@pytest.mark.parametrize("kernels", ["cuda", "cpu"])
+def test_settings_by_hand_are_kept_where_the_rate_is_auto(kernels, name, setting, value):
+    named = [f"optimizer.name={name}"] if name else []
+    config = load_config([], [*named, f"optimizer.{setting}={value}"])
+    chosen = auto.choose(config, vocab_of([50] * 40), kernels).config.optimizer
+    assert getattr(chosen, setting) == value
+    assert chosen.lr > 0
+
+
+@pytest.mark.parametrize(
     "kernels, precision, step",
     [("cuda", "float32", "row"), ("cuda", "bf16", "table"), ("reference", "float32", "table")],
 )

@@ -387,6 +387,17 @@ def test_optimizer_name_takes_its_shipped_settings_and_not_the_last_ones(write):
     assert load_config([own], ["optimizer.name=AdamW"]).optimizer.args == {}
 
 
+@pytest.mark.parametrize("setting", "lr=0.2 args.eps=0.5 args={} step=table warmup=0.1".split())
+def test_a_setting_without_a_name_is_beside_those_of_the_default_optimizer(write, setting):
+    alone = load_config([], [f"optimizer.{setting}"])
+    named = load_config([], ["optimizer.name=Adam", f"optimizer.{setting}"])
+    assert alone == named != load_config(["adam"])
+    file = write("optimizer: {lr: 0.5, args: {eps: 0.5}}\n")
+    assert load_config([file, "adam"]).optimizer.lr == 0.5
+    rmsprop = load_config(["rmsprop"])
+    assert load_config([file, "rmsprop"]) == rmsprop  # the rate was of another optimizer
+
+
 def test_a_class_of_ones_own_needs_a_rate():
     assert "set optimizer.lr too" in config_error("optimizer.name=mine.Adam")
     config = load_config(["adamw"], ["optimizer.name=mine.Adam", "optimizer.lr=0.1"])

@@ -326,8 +326,9 @@ def test_plan_in_words(tmp_path):
     for part in (
         "200 words in 50 sentences",
         "4 kept of 4",
-        "2 x 4 x 100: weight + exp_avg + exp_avg_sq",
-        "Adam, lr 0.4, linear, batches of 2, 5 epochs",
+        "2 x 4 x 100: weight + exp_avg_sq + step",
+        "Adam, lr 0.4, linear, betas [0.0, 0.99], eps 1.0, weight_decay 0.05",
+        ", batches of 2, 5 epochs",
         "auto      sample 0.25, so that the median word and 100% of the text are kept",
         "; batch_size 2 centers",
         "resident on cpu",

@@ -158,13 +158,9 @@ def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
     if optimizer.args or not file.exists():
         return optimizer
     ours = load_config([file]).optimizer
-    return replace(
-        optimizer,
-        args=ours.args,
-        step=ours.step,
-        occurrence_cap=optimizer.occurrence_cap or ours.occurrence_cap,
-        warmup=optimizer.warmup or ours.warmup,
-    )
+    # Other settings are as shipped already, or as the user has set them; see `load_config`.
+    step = ours.step if optimizer.step == "table" else optimizer.step
+    return replace(optimizer, args=ours.args, step=step)
 
 
 def subsampling(vocab: Vocab) -> float:

@@ -399,10 +399,11 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
     if wanted in ("resident", "staged"):
         return wanted, "as configured"
     free = format_bytes(machine.gpu_free_bytes)
-    fit = f"tables of {format_bytes(task.table_bytes)}, {free} free on the GPU"
+    tables = f"tables of {format_bytes(task.table_bytes)}"
+    fit = f"{tables}, {free} free on the GPU"
     room = task.cache_bytes
     if room is not None and room < task.table_bytes:
-        fit = f"tables of {format_bytes(task.table_bytes)}, {format_bytes(room)} for rows on the GPU"
+        fit = f"{tables}, {format_bytes(room)} for rows on the GPU"
     elif wanted == "auto" and "gpu" not in budget.lacking(task):
         return "resident", f"{fit}; force paging with transfer.gpu_bytes=50%"
     if not machine.cuda_cupy:

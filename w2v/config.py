@@ -129,7 +129,8 @@ class ModelConfig(Section):
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Give near words more weight, as windows of 1 to window do.")
     shrink_by: Literal["draw", "weigh", "auto"] = key(
-        "auto", "Draw each window, or weigh the words of whole ones (auto: draw for SGD on a CPU)."
+        "auto",
+        "Draw windows, or weigh words of whole ones (auto: draw for CBOW, long SGD runs on a CPU).",
     )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
@@ -229,7 +230,8 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
-        "float32", "16-bit products (amp), or tables too (bf16, fp16): half the transfer."
+        "float32",
+        "16-bit products of plain torch (amp), or tables (bf16, fp16): half the transfer.",
     )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.", at_least=0, below=2**63)
     held_out_words: int = key(0, "Words held out to measure the loss on (0: none).", at_least=0)

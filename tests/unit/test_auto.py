@@ -170,6 +170,9 @@ def test_the_cap_of_sgd_follows_its_rate():
         # The pairs of whole windows of 5 weigh .6 in the mean.
         stable = 3.2 / 0.6 if shrink_by == "weigh" else 3.2
         assert chosen.config.optimizer.occurrence_cap == int(stable / chosen.config.optimizer.lr)
+    # Without shrinking all weigh 1, whatever shrink_by is.
+    whole = replace(given, model=replace(given.model, shrink_windows=False))
+    assert auto.choose(whole, vocab_of([50] * 40)).config.optimizer.occurrence_cap == 320
 
 
 @pytest.mark.parametrize(
@@ -180,6 +183,7 @@ def test_the_cap_of_sgd_follows_its_rate():
         ("sequential", [], 10**6, "draw"),
         ("sequential", [], 500, "weigh"),
         ("cpu", ["model.architecture=cbow"], 500, "draw"),
+        ("cpu", ["model.shrink_windows=false"], 500, "draw"),
     ],
 )
 def test_windows_are_weighed_where_there_is_time(kernels, settings, count, shrink_by):
@@ -270,6 +274,8 @@ def test_negatives_are_shared_where_rows_are_paged():
     shared = auto.share_negatives(config, True)
     assert shared.config.model.negative_pool == auto.SHARED_POOL
     assert shared.config.model.negative_pool_steps == 8 and shared.reasons
+    tree_alone = load_config([], ["model.hs=true", "model.negative=0"])
+    assert auto.share_negatives(tree_alone, True) == auto.share_negatives(tree_alone, False)
     for pool in (0, 100):
         given = replace(config, model=replace(config.model, negative_pool=pool))
         assert auto.share_negatives(given, True) == (given, {})

@@ -316,6 +316,27 @@ def test_eps_too_small_for_float16_is_warned_of(precision, settings, warned, cap
     assert re.search(warned, caplog.text) if warned else not caplog.text
 
 
+@pytest.mark.parametrize("kernels, warned", [("cuda", True), ("reference", False)])
+def test_16_bit_products_that_no_kernel_makes_are_warned_of(kernels, warned, caplog):
+    task = task_on_gpu("train.precision=amp", "train.batch_size=1000", centers=1e9)
+    task.kernels = kernels
+    plan.warn_of_settings(task, batch_is_given=True)
+    assert ("train.precision=amp" in caplog.text) == ("precision=bf16" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("given", ["20", "0.5", "0.001%"])
+def test_a_cache_without_room_for_a_row_is_refused_unless_it_is_0(given, monkeypatch):
+    monkeypatch.setattr(Machine, "here", lambda ranks: WITH_GPU)
+    text, settings = zipf_text(100, 10_000), ("vocab.min_count=1", "transfer.engine=staged")
+    with pytest.raises(ConfigError, match=f"gpu_bytes={given} .*room for a row.*such as 20GiB"):
+        make_plan(configured(*settings, f"transfer.gpu_bytes={given}"), text)
+    for zero in ("0", "0%"):
+        assert not make_plan(configured(*settings, f"transfer.gpu_bytes={zero}"), text).slots
+    make_plan(
+        configured("vocab.min_count=1", f"transfer.gpu_bytes={given}", "train.device=cpu"), text
+    )
+
+
 def test_plan_in_words(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one two three four\n" * 50)

@@ -81,7 +81,7 @@ class Use(NamedTuple):
         fill = 1.0
         if model.architecture == "skipgram":  # a center of CBOW has one prediction in any sentence
             fill = min(1.0, kept / max(sentences, 1) / (2 * model.window))
-        weighed = model.shrink_by == "weigh"
+        weighed = model.shrink_windows and model.shrink_by == "weigh"
         return cls(kept * epochs, median, repeat, cbow, weighed, fill)
 
 
@@ -110,7 +110,7 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
     if model.shrink_by == "auto":
         # Pairs of whole windows take time beside the rest only where each center is a step.
         has_time = not sequential or vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
-        weighs = model.architecture == "skipgram" and has_time
+        weighs = model.architecture == "skipgram" and model.shrink_windows and has_time
         model = replace(model, shrink_by="weigh" if weighs else "draw")
         if weighs:
             reasons["model.shrink_by"] = "weigh, as there is time for whole windows"
@@ -234,7 +234,7 @@ def share_negatives(config: Config, is_paged: bool) -> Choice:
     model = config.model
     if model.negative_pool >= 0:
         return Choice(config, {})
-    if not is_paged:
+    if not (is_paged and model.negative):
         return Choice(replace(config, model=replace(model, negative_pool=0)), {})
     steps = model.negative_pool_steps if model.negative_pool_steps > 1 else SHARED_STEPS
     model = replace(model, negative_pool=SHARED_POOL, negative_pool_steps=steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -267,6 +268,7 @@ def make_plan(
     )
     check_rows(task)
     plan = plan_task(task, run)
+    check_cache(plan)
     while plan.is_paged and plan.slots:
         size = plan.config.train.batch_size
         fits = fitting_batch_size(plan, ranks.size * plan.slots)
@@ -360,6 +362,17 @@ def check_rows(task: Task) -> None:
         raise ConfigError(f"{few}, of which each holds some; start fewer")
 
 
+def check_cache(plan: Plan) -> None:
+    """Raise `ConfigError` if the GPU memory for rows has no room for one."""
+    gpu_bytes = plan.config.transfer.gpu_bytes
+    if plan.is_hosted and not plan.slots and re.search("[1-9]", gpu_bytes):
+        row = format_bytes(plan.record_bytes)
+        remedy = "give 0, or a size with its unit such as 20GiB or 50%"
+        raise ConfigError(
+            f"transfer.gpu_bytes={gpu_bytes} has no room for a row of {row}; {remedy}"
+        )
+
+
 def make_budget(task: Task, run: Path | None) -> Budget:
     """Return what the run needs, and what is free for it."""
     machine = task.machine
@@ -448,6 +461,9 @@ def warn_of_settings(task: Task, batch_is_given: bool) -> None:
             f"{task.config.optimizer.name} then divides by its eps, {eps:g}; set "
             f"optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
+    if task.kernels == "cuda" and train.precision == "amp":
+        unused = "train.precision=amp changes nothing, as the fused kernels have no matrix products"
+        log.warning(f"{unused}; leave it out, or set train.precision=bf16")
     if not task.on_gpu and train.precision != "float32":
         slow = f"train.precision={train.precision} on a CPU is plain torch's"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")

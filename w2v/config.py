@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +31,7 @@ OPTIMIZERS = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop 
 NOT_ROWWISE = "Adafactor LBFGS Muon SparseAdam".split()
 # Keys that go back to their defaults with another optimizer, before its own settings are taken.
 PER_OPTIMIZER = [f"optimizer.{name}" for name in ("lr", "args", "step", "occurrence_cap", "warmup")]
+FOLDERS = "run.dir", "transfer.table_dir"  # others are expanded where they are opened
 SHOWN_CHARACTERS = 60  # of a value in a message
 
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -508,6 +510,8 @@ def _set(merged: dict[str, Any], name: str, value: Any, source: str) -> None:
             raise ValueError
         if value == "auto" and name in AUTO:
             value = AUTO[name]["auto"]
+        if name in FOLDERS:  # shells expand ~ at the beginning of a word alone
+            value = os.path.expanduser(str(value))
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
         section, _, its_key = name.partition(".")
         if section not in merged:

@@ -86,6 +86,13 @@ def test_text_on_the_command_line_is_not_parsed(text):
     assert load_config([], [f"run.name={text}"]).run.name == text
 
 
+@pytest.mark.parametrize("key", ["run.dir", "transfer.table_dir"])
+def test_home_is_expanded_in_folders(key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/one")
+    assert flat_config(load_config([], [f"{key}=~/x"]))[key] == "/home/one/x"
+    assert flat_config(load_config([], [f"{key}=x~"]))[key] == "x~"
+
+
 def test_values_are_converted_to_the_type_of_the_key():
     config = load_config(
         [],

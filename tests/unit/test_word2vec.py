@@ -186,6 +186,22 @@ def test_batch_size_and_alpha_are_those_given_or_suit_the_text(monkeypatch):
     assert configs[3].optimizer.lr == 0.123
 
 
+def test_a_rate_that_is_given_to_train_is_kept_also_if_it_is_the_default_one(monkeypatch):
+    model = Word2Vec(sentences(), optimizer="Adam", epochs=1, **SMALL)
+    rates = []
+    make_plan = plan.make_plan
+
+    def planned(config, *args):
+        rates.append(config.optimizer.lr)
+        return make_plan(config, *args)
+
+    monkeypatch.setattr(plan, "make_plan", planned)
+    for rate in ({}, {"start_alpha": model.alpha}, {"start_alpha": float("0.1")}, {}):
+        model.train(sentences(), total_examples=400, epochs=1, **rate)
+    assert auto.RATES["Adam"] == 0.1
+    assert rates == [0.0, 0.0, 0.1, 0.1]  # 0: auto
+
+
 @pytest.mark.parametrize(
     "arguments", [{"alpha": 0.025, "optimizer": "Adamax"}, {"alpha": 0.025}, {}]
 )

@@ -81,7 +81,8 @@ class Word2Vec(word2vec.Word2Vec):
         hashfxn: Has no effect, as in gensim 4.
         optimizer: Row-separable optimizer: a class, or the name of one in torch.optim. The default
             is Adam, or SGD if `alpha` is given, as gensim's rates are for SGD.
-        optimizer_args: Arguments of that class; by default those in configs/optimizers/.
+        optimizer_args: Arguments of that class; by default, or if empty without `alpha`, those in
+            configs/optimizers/.
         batch_size: Centers per step; by default it suits the text.
         device: Where to train, as train.device.
         settings: More settings as `section.key=value`, such as "train.precision=bf16".
@@ -203,14 +204,17 @@ class Word2Vec(word2vec.Word2Vec):
         self._lock_factors()  # refuses what it cannot use
         alpha = start_alpha or self.alpha
         min_alpha = end_alpha or self.min_alpha
-        # The learning rate suits the text unless the user has chosen one, here or before.
-        chosen = None if alpha == self._default_alpha else alpha
+        # The learning rate suits the text unless the user has chosen one, here or before. gensim's
+        # constructor gives its own as `start_alpha`.
+        is_given = bool(start_alpha) and start_alpha is not self.alpha
+        chosen = None if alpha == self._default_alpha and not is_given else alpha
         seed = None if self.seed is None else self.seed + self.train_count
         # As in gensim, words that were added to `wv` after `build_vocab` are not trained.
         size = self._trained_words
         words = self.wv.index_to_key[:size]
         counts = self.wv.expandos["count"][:size].astype(np.int64)
         config = self._config(vars(self), epochs, seed, chosen, min_alpha, counts.sum())
+        self._default_alpha = self._default_alpha if chosen is None else None
         self.alpha = alpha
         self.min_alpha = min_alpha
         self.epochs = epochs

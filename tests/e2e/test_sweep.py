@@ -49,6 +49,12 @@ def test_the_grid_has_every_combination(common):
     assert (low, high) == (float(f"{0.6 * usual:.2g}"), float(f"{1.6 * usual:.2g}"))
 
 
+def test_arguments_that_are_given_as_a_whole_are_not_searched(common):
+    settings = ["optimizer.lr=0.01", "train.batch_size=64", "optimizer.args={eps: 0.5}"]
+    (config,) = grid(common, *settings).values()
+    assert config.optimizer.args == {"eps": 0.5}
+
+
 def test_all_settings_get_one_seed_and_the_best_gets_all(common, trained, tmp_path):
     configs = grid(common, "optimizer.lr=0.001,0.01", "train.batch_size=64,128", BETAS)
     best = sweep.sweep(configs, [1, 2, 3], tmp_path)

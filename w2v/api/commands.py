@@ -10,7 +10,7 @@ from pathlib import Path
 
 from w2v.system.files import naming_file, printable
 from w2v.vectors import export, plots, query, report
-from w2v.vectors.datasets import EvaluationError
+from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
 from w2v.vectors.runs import find_all, picture_path, read
 
@@ -20,10 +20,11 @@ Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and the
 
 def score(options: Namespace) -> None:
     """Print the scores on analogies and word similarity, as a table or JSON."""
+    further = Further(options.questions, options.pairs)
+    further.check()
     kv = load_words(options.run)
     from w2v.vectors import evaluate  # only now, as it imports torch
 
-    further = options.questions, options.pairs
     scores = evaluate.scores(kv.index_to_key, kv.vectors, *further, options.restrict_vocab)
     if options.json:
         print(json.dumps(evaluate.as_dict(scores), indent=1))

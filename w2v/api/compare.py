@@ -20,6 +20,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
+from w2v.api.cli import make_parser
 from w2v.api.train import sort_settings
 from w2v.config import Config, ConfigError, CorpusConfig, VocabConfig, load_config, save_config
 from w2v.distributed.ranks import SINGLE
@@ -181,6 +182,30 @@ def with_seed(config: Config, seed: int = 1) -> Config:
     return replace(config, train=replace(config.train, seed=seed))
 
 
+def check_settings(assignments: Sequence[str], corpora: Sequence[str]) -> None:
+    """Raise `ConfigError` at settings that options or names would replace."""
+    for setting in assignments:
+        key, _, value = setting.partition("=")
+        if key == "train.seed":
+            seeds = value.replace(",", " ")
+            raise ConfigError(f"{setting} would be replaced; write --seeds {seeds}, as last option")
+        if key == "run.name":
+            named = "would be replaced, as runs are named after configs"
+            raise ConfigError(f"{setting} {named}; name their folder with --to")
+        if key == "corpus.path" and corpora:
+            raise ConfigError(f"{setting} would be replaced; give all texts to --corpora")
+
+
+def check_not_trained(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` at options that finished runs have no use for."""
+    default = make_parser("compare").get_default
+    names = "base", "seeds", "corpora", "questions", "pairs"
+    unused = [f"--{name}" for name in names if getattr(options, name) != default(name)]
+    if unused:
+        without = "has no effect on runs, which are not trained again"
+        raise ConfigError(f"{' '.join(unused)} {without}; leave it out, or name configs")
+
+
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the setting of each corpus by the suffix of its runs' names."""
     corpora = by_name(options.corpora).items()
@@ -225,10 +250,12 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
     if any(Path(name).is_dir() or name == "latest" for name in options.settings):
+        check_not_trained(options)
         print(report(options.settings, options.to))
         return
     console.log_to_console()
     files, assignments = sort_settings(options.settings)
+    check_settings(assignments, options.corpora)
     if not files:
         given = " ".join(options.settings)
         remedy = "name the configs to compare, such as adam adamw"

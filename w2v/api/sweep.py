@@ -73,7 +73,11 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     """
     files = [options.base, path]
     corpora = compare.by_corpus(options)
-    axes = AXES.get(load_config(files).optimizer.name, {}) | parse_axes(assignments)
+    given_axes = parse_axes(assignments)
+    axes = AXES.get(load_config(files).optimizer.name, {})
+    if "optimizer.args" in given_axes:  # which would replace those of the points
+        axes = {key: axes[key] for key in axes if not key.startswith("optimizer.args.")}
+    axes = axes | given_axes
     first = [f"{key}={json.dumps(values[0])}" for key, values in axes.items()]
     first_corpus = next(iter(corpora.values()))
     center = compare.planned_config(files, [*first, *first_corpus], path.stem)
@@ -135,6 +139,7 @@ def run(options: argparse.Namespace) -> None:
     console.log_to_console()
     further = Further(options.questions, options.pairs)
     files, assignments = sort_settings(options.settings)
+    compare.check_settings(assignments, options.corpora)
     if not files:
         given = " ".join(options.settings)
         remedy = "name the optimizers to search settings of, such as adam"

@@ -26,7 +26,14 @@ class Further(NamedTuple):
     pairs: Sequence[str | Path] = ()
 
     def check(self) -> None:
-        """Raise `EvaluationError` if a file cannot be read."""
+        """Raise `EvaluationError` at files that cannot be read or told apart."""
+        for paths in (self.questions, [*PAIR_SETS, *self.pairs]):
+            named: dict[str, str | Path] = {}
+            for path in paths:
+                if other := named.get(set_name(path)):
+                    same = f"{other} and {path} have the same name"
+                    raise EvaluationError(f"{same}, by which scores are known; rename one")
+                named[set_name(path)] = path
         for path in self.questions:
             read_questions(path)
         for path in self.pairs:

@@ -170,6 +170,9 @@ def test_the_cap_of_sgd_follows_its_rate():
         # The pairs of whole windows of 5 weigh .6 in the mean.
         stable = 3.2 / 0.6 if shrink_by == "weigh" else 3.2
         assert chosen.config.optimizer.occurrence_cap == int(stable / chosen.config.optimizer.lr)
+    for kernels, is_capped in (("sequential", False), ("reference", True)):
+        chosen = auto.choose(load_config(["cpu"]), vocab_of([50] * 40), kernels)
+        assert (chosen.config.optimizer.occurrence_cap > 0) == is_capped
     # Without shrinking all weigh 1, whatever shrink_by is.
     whole = replace(given, model=replace(given.model, shrink_windows=False))
     assert auto.choose(whole, vocab_of([50] * 40)).config.optimizer.occurrence_cap == 320

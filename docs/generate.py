@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -96,7 +97,7 @@ def fence(intro: str) -> str:
     """Return text whose indented examples are blocks of code."""
 
     def block(found: re.Match) -> str:
-        return f"```python\n{inspect.cleandoc(found[0])}\n```\n"
+        return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
 
     return re.sub(r"(?:^ {4}.*\n?)+", block, intro, flags=re.M)
 

@@ -207,12 +207,13 @@ def test_pages_with_the_same_rows_and_two_pages_a_step(device):
     assert torch.equal(weights(cached[0]), weights(plain[0]))
 
 
-def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew():
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
     plain, cached = cached_pair()
-    for pair, pages in (plain, ids_of([1, 2], [3, 4])), (cached, None):
-        pages = pages or cached[1].pages(ids_of([1, 2], [3, 4]), "ids")
-        for batch in pages:
-            batch["ids"] += 7
+    for pair in (plain, cached):
+        batches = [{"ids": kind([1, 2])}, {"ids": kind([3, 4])}]
+        for batch in cached[1].pages(batches, "ids") if pair is cached else batches:
+            batch["ids"][0] += 7
             train_on(pair, [batch])
     assert torch.equal(weights(cached[0]), weights(plain[0]))
 

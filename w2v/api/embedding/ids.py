@@ -22,7 +22,7 @@ _pinned: set[int] = set()  # addresses of memory that was found to be pinned
 class Identity:
     """Recognizes a tensor by its memory, without reading it.
 
-    It keeps the tensor, so that no other one is given its memory.
+    It keeps the tensor, so that no other one is given its memory. Arrays and lists are read.
     """
 
     def __init__(self, ids: Any):
@@ -44,9 +44,12 @@ class Identity:
 
 
 def _version(ids: Any) -> Any:
-    """Return the address of a tensor and how often it was changed in place."""
-    if not isinstance(ids, Tensor):
-        return id(ids)
+    """Return the address of a tensor and how often torch changed it in place.
+
+    Of other ids, return the values.
+    """
+    if not isinstance(ids, Tensor):  # it does not count its changes
+        return None if ids is None else np.asarray(ids).tobytes()
     return ids.data_ptr(), 0 if ids.is_inference() else ids._version
 
 

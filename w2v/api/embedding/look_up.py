@@ -341,8 +341,8 @@ class RowsOfIds(UniqueRows):
         rows: int | None = None,  # of all ranks; by default those of the store
     ):
         super().__init__(store)
-        self._identity = Identity(given)
         self.ids = torch.as_tensor(given)
+        self._identity = Identity(given)
         if not self.ids.numel():
             self.ids = self.ids.long()  # an empty list has become float32
         if self.ids.dtype not in (torch.int32, torch.int64) or self.ids.is_meta:

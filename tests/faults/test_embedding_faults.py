@@ -322,6 +322,46 @@ def test_what_the_table_cannot_become_is_refused(tmp_path):
         table.grow(ROWS - 1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
+def test_gradients_of_gradients_are_refused(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
+    before = weights(table)
+    with pytest.raises(RuntimeError, match="create_graph=True: gradients of rows have no gradient"):
+        table([1]).square().sum().backward(create_graph=True)
+    optimizer.step()
+    assert torch.equal(weights(table), before)
+    vectors = table([1])  # that of the vectors is not the table's
+    (slope,) = torch.autograd.grad(vectors.pow(3).sum(), vectors, create_graph=True)
+    slope.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weights(table)[1], before[1] - 6 * before[1])
+
+
+def test_weights_that_are_replaced_are_refused(tmp_path):
+    table = embedding(tmp_path)
+    before = weights(table)
+    for value in (nn.Parameter(torch.ones(ROWS, DIM)), torch.ones(ROWS, DIM)):
+        with pytest.raises(
+            ValueError, match=r"weight cannot be replaced; .*weight.copy_\(values\)"
+        ):
+            table.weight = value
+    for use in (lambda: table([1]), table.state_dict, lambda: table.grow(ROWS + 1)):
+        table.weight.data = torch.ones(ROWS, DIM)
+        with pytest.raises(ValueError, match="weight.data was replaced, and the table was not"):
+            use()
+    assert torch.equal(weights(table), before)
+    table.weight.data.copy_(torch.ones(ROWS, DIM))
+    assert table([1]).tolist() == [[1] * DIM]
+
+
+def test_bad_offsets_are_refused(tmp_path):
+    bags = embedding(tmp_path, kind=PagedEmbeddingBag)
+    factors = torch.rand(3)  # in place of offsets
+    for offsets, kind in ((factors, "torch.float32"), ([0, 2], "list"), (np.zeros(1), "float64")):
+        with pytest.raises(ValueError, match=f"offsets are {kind}; give a tensor of int32"):
+            bags(torch.tensor([1, 2, 2]), offsets)
+
+
 def test_checkpoints_of_other_tables_are_refused(tmp_path):
     table, optimizer = trainable(tmp_path, optimizer="Adam")
     before, state = weights(table), optimizer_state(table)

@@ -160,11 +160,14 @@ class PagedEmbedding(nn.Module):
     def weight(self) -> Tensor:
         """View [V, D] of the weights where they are stored; may be written.
 
-        Of several ranks, each has its own rows: row j is row j * N + rank of the whole table.
+        Write into it, as by `weight.copy_(values)`: other data or another parameter is refused. Of
+        several ranks, each has its own rows: row j is row j * N + rank of the whole table.
         """
-        self.store.flush()
-        self.store.version += 1  # rows read before may be out of date when this is written
-        return self.store.table["weight"]
+        return self._table.weight
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self.register_parameter("weight", value)  # which refuses it
 
     @torch.compiler.disable
     def forward(self, ids: Ids) -> Tensor:
@@ -214,6 +217,11 @@ class PagedEmbedding(nn.Module):
         return f"{shown}, storage={self.storage!r}, device={str(self.device)!r}"
 
     # What nn.Module calls.
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":  # it was assigned to
+            raise ValueError("weight cannot be replaced; write into it: table.weight.copy_(values)")
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PagedEmbedding:
         """Move the device of forward passes; the table stays where it is stored."""
@@ -299,6 +307,9 @@ class PagedEmbeddingBag(PagedEmbedding):
             IndexError: An id is not a row; nothing has changed.
         """
         table = self._table
+        kind = getattr(offsets, "dtype", type(offsets).__name__)
+        if offsets is not None and kind not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
             return fused_vectors(table, ids, offsets)
         weight_UD, places, padding = table.fetch(ids)

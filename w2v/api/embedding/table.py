@@ -72,6 +72,7 @@ class PagedTable:
         computes_in = torch.float64 if self.dtype == torch.float64 else torch.float32
         empty = torch.empty(0, self.embedding_dim, dtype=computes_in, device=self.device)
         self.parameter = nn.Parameter(empty)
+        self._view: tuple[Tensor, int] | None = None  # that was given out last, and its address
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
         # Pages with gradients that are to be sent to the ranks that own the rows.
@@ -84,6 +85,7 @@ class PagedTable:
         """Return what copies and pickles hold: the table, without gradients."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
+        self._check_view()
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
         return dict(vars(self), _store=self.store, unsent={}, together=[], **gone)
@@ -94,6 +96,24 @@ class PagedTable:
         if self._store is None:
             self.open(None)  # a PagedOptimizer may come later
         return self._store
+
+    @property
+    def weight(self) -> Tensor:
+        """View [V, D] of this rank's weights, which may be written."""
+        self._check_view()
+        self.store.flush()
+        self.store.version += 1  # rows read before may be out of date when this is written
+        view_VD = self.store.table["weight"]
+        self._view = view_VD, view_VD.data_ptr()
+        return view_VD
+
+    def _check_view(self) -> None:
+        """Raise `ValueError` if `weight.data` was replaced: that writes nothing."""
+        if self._view is not None:
+            (view_VD, address), self._view = self._view, None
+            if view_VD.data_ptr() != address:
+                remedy = "write into the weights: table.weight.copy_(values)"
+                raise ValueError(f"weight.data was replaced, and the table was not; {remedy}")
 
     # Forward pass: look up ids, fetch their rows.
 
@@ -109,6 +129,7 @@ class PagedTable:
 
     def find(self, ids: Ids) -> RowsOfIds:
         """Look up ids, and begin to bring their rows."""
+        self._check_view()
         if self.trains and self.ranks.size == 1:
             _refuse_ranks()
         found = self.announced  # whose rows are there, unless other uses have evicted them
@@ -188,6 +209,9 @@ class PagedTable:
 
         Of several ranks, those of rows of other ranks wait to be sent.
         """
+        if torch.is_grad_enabled():
+            remedy = "leave it out, or take torch.autograd.grad of the other parameters"
+            raise RuntimeError(f"create_graph=True: gradients of rows have no gradient; {remedy}")
         if self._layout is None:
             unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
             warnings.warn(unused, stacklevel=2)
@@ -338,6 +362,7 @@ class PagedTable:
 
     def _copy_table(self, rows: int, layout: Layout | None, fields: Iterable[str]) -> Table:
         """Return a table with these fields of the present rows."""
+        self._check_view()
         self._store.flush()
         old = self._store.table
         new = self._new_table(rows, layout)

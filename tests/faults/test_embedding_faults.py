@@ -368,6 +368,8 @@ def test_checkpoints_of_other_tables_are_refused(tmp_path):
     for found, words in [
         ({"weight": torch.ones(ROWS + 1, DIM)}, r"size mismatch for weight: \(10, 6\)"),
         ({}, "Missing key.* weight"),
+        ({"weight": np.ones((ROWS, DIM))}, "weight is no tensor with values, but a ndarray"),
+        ({"weight": torch.ones(ROWS, DIM, device="meta")}, "weight is no tensor with values"),
         ({"weight": torch.ones(ROWS, DIM), "bias": torch.ones(1)}, "Unexpected key.* bias"),
     ]:
         with pytest.raises(RuntimeError, match=words.replace(" ", r"(?s:.)*")):
@@ -392,7 +394,10 @@ def test_checkpoints_of_other_tables_are_refused(tmp_path):
 BAD_SETTINGS = [
     ({"optimizer": "adamax"}, "optimizer.name=adamax .*did you mean Adamax"),
     ({"optimizer": "Muon"}, "optimizer.name=Muon mixes rows"),
-    ({"lr": -1.0}, "optimizer.lr=-1.0"),
+    ({"lr": -1.0}, "lr=-1.0 is no learning rate"),
+    ({"lr": "0.1"}, "lr='0.1' is no learning rate; it must be a number"),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is a SGD and no class; give a"),
+    ({"rows": 1e6}, "1000000.0 rows and 6 dimensions are no whole numbers; use int"),
     ({"step": "rows"}, "step='rows' is unknown; choose 'table' or 'row'"),
     ({"device": "gpu"}, "device='gpu' cannot be used; choose from cpu"),
     ({"device": "meta"}, "device='meta' cannot be used"),
@@ -409,6 +414,13 @@ def test_bad_settings_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words) as error:
         trainable(tmp_path, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_no_matrix_are_refused():
+    with pytest.raises(ValueError, match=r"embeddings have shape \[6\]; give weights \[V, D\]"):
+        PagedEmbedding.from_pretrained(torch.ones(DIM))
+    with pytest.raises(ValueError, match=r"init is a Tensor; give a function of row ids, or put"):
+        RowStore(ROWS, DIM, init=torch.ones(ROWS, DIM))
 
 
 def test_a_padding_row_outside_the_table_is_refused():

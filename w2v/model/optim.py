@@ -263,6 +263,9 @@ def optimizer_name(optimizer: str | type[Optimizer]) -> str:
     """Return `optimizer.name` of a class; a name is returned as it is."""
     if isinstance(optimizer, str):
         return optimizer
+    if not inspect.isclass(optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(f"optimizer is a {kind} and no class; give a class, or its name")
     if getattr(torch.optim, optimizer.__name__, None) is optimizer:
         return optimizer.__name__
     return f"{optimizer.__module__}.{optimizer.__name__}"

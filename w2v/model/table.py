@@ -12,6 +12,7 @@ import mmap
 import resource
 import weakref
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -305,7 +306,9 @@ def check_table(
     dtypes = [torch.bfloat16, *NPY_TYPES]
     counter = next((key for key, state in states.items() if state.counts), None)
     reason = None
-    if min(rows, dim) < 1:
+    if not (isinstance(rows, Integral) and isinstance(dim, Integral)):
+        reason = f"{rows!r} rows and {dim!r} dimensions are no whole numbers; use int()"
+    elif min(rows, dim) < 1:
         reason = f"a table needs at least 1 row and 1 dimension; it has {rows} and {dim}"
     elif storage not in get_args(Storage):
         reason = f"storage={storage!r} is unknown; choose from {' '.join(get_args(Storage))}"

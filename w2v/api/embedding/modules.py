@@ -148,6 +148,8 @@ class PagedEmbedding(nn.Module):
     ) -> PagedEmbedding:
         """Return a module with these weights [V, D]; `settings` as for the class."""
         weights_VD = torch.as_tensor(embeddings)
+        if weights_VD.dim() != 2:
+            raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
         settings = {"dtype": weights_VD.dtype} | settings
         return cls(*weights_VD.shape, init=weights_VD, **settings).requires_grad_(not freeze)
 
@@ -249,6 +251,8 @@ class PagedEmbedding(nn.Module):
         shape = torch.Size([self.num_embeddings, self.embedding_dim])
         if key not in state_dict:
             missing += [key] if strict else []
+        elif not isinstance(state_dict[key], Tensor) or state_dict[key].is_meta:
+            errors.append(f"{key} is no tensor with values, but a {type(state_dict[key]).__name__}")
         elif state_dict[key].shape != shape:
             sizes = f"{tuple(state_dict[key].shape)} in the checkpoint, {tuple(shape)} here"
             errors.append(f"size mismatch for {key}: {sizes}")

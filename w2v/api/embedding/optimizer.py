@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._counts = step
         self._tables: dict[nn.Parameter, PagedTable] = {}
         self._row_optimizers: dict[int, tuple[dict[str, Any], RowOptimizer]] = {}  # by group
-        defaults = RowOptimizer(OptimizerConfig(name=self._name, lr=lr, args=args)).arguments
+        config = OptimizerConfig(name=self._name, lr=_rate(lr), args=args)
+        defaults = RowOptimizer(config).arguments
         defaults["lr"] = lr  # to the `OptimizerConfig` 0 means auto
         groups = [tables] if isinstance(tables, nn.Module) else list(tables)
         if not groups:  # a PagedEmbedding has no parameters
@@ -121,9 +123,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         steps = []
         for number, group in enumerate(self.param_groups):
-            lr = float(group["lr"])
-            if not (math.isfinite(lr) and lr >= 0):
-                raise ValueError(f"lr={lr} is no learning rate; it must be a number from 0 up")
+            lr = _rate(group["lr"])
             optimizer = self._row_optimizer(number, group)
             tables = [self._tables[parameter] for parameter in group["params"]]
             for table in tables:
@@ -295,10 +295,18 @@ class PagedOptimizer(torch.optim.Optimizer):
         args = {name: group[name] for name in names}
         known_args, _ = self._row_optimizers.get(number, (None, None))
         if known_args != args:
-            config = OptimizerConfig(self._name, float(group["lr"]), args=args, step=self._counts)
+            config = OptimizerConfig(self._name, _rate(group["lr"]), args=args, step=self._counts)
             self._row_optimizers[number] = args, RowOptimizer(config, may_change=True)
         _, optimizer = self._row_optimizers[number]
         return optimizer
+
+
+def _rate(lr: Any) -> float:
+    """Return a learning rate; raise `ValueError` for what is none."""
+    is_number = isinstance(lr, (Real, torch.Tensor))
+    if not (is_number and math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr={lr!r} is no learning rate; it must be a number from 0 up")
+    return float(lr)
 
 
 def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOfIds]:

@@ -427,7 +427,10 @@ class RowStore(Rows):
         table = Table("rows", num_rows, dim, {}, {}, storage, dtype, path)
         super().__init__(table, open_device(device, storage))
         if not table.continued:
-            if init:
+            if init is not None:
+                if not callable(init):
+                    kind = type(init).__name__
+                    raise ValueError(f"init is a {kind}; give a function of row ids, or put() rows")
                 table.initialise(init)
             self.flush()
 

@@ -326,7 +326,7 @@ class PagedTable:
         needed = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
         if (wanted := _names(needed)) != (found := _names(self._layout)):
             reason = f"a step now needs the state {wanted}, but the table has {found}"
-            raise ValueError(f"{reason}; make a new PagedOptimizer")
+            raise ValueError(f"{reason}; make a new PagedOptimizer with the arguments it has now")
         self.checked = optimizer
 
     def grow(self, num_embeddings: int, init: Init | None) -> None:

@@ -292,6 +292,50 @@ def test_a_copy_trains_on_by_itself(tmp_path, duplicate, state_storage):
     assert not torch.equal(weights(pair[0]), weights(untouched))
 
 
+def test_a_table_that_is_made_in_inference_mode_trains(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    with torch.inference_mode():
+        pair = copy.deepcopy((table, optimizer))
+        table.grow(ROWS + 1)
+        used = embedding(tmp_path)
+        used([1])
+        two = embedding(tmp_path), embedding(tmp_path)
+        steps = PagedOptimizer(used, "Adam", lr=0.1), PagedOptimizer(two, "Adam", lr=0.1)
+    (ids, target), *_ = batches(1)
+    for each in (table, optimizer), pair, (used, steps[0]), (two[1], steps[1]):
+        before = weights(each[0])
+        train_step(*each, ids, target)
+        assert not torch.equal(weights(each[0]), before)
+
+
+def test_a_model_may_be_made_within_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(PagedEmbedding(ROWS, DIM), nn.Linear(DIM, 1))
+    model[1].to_empty(device="cpu")
+    assert model([1]).shape == (1, 1)
+
+
+def test_a_checkpoint_has_what_schedulers_change(tmp_path):
+    def made():
+        table, optimizer = trainable(tmp_path, optimizer="NAdam")
+        return table, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9)
+
+    def train(table, optimizer, schedule, batches):
+        for batch in batches:
+            train_step(table, optimizer, *batch)
+            schedule.step()
+
+    first = made()
+    train(*first, list(batches())[:2])
+    first[1].save(tmp_path / "saved", step=2)
+    resumed = made()
+    resumed[1].load(tmp_path / "saved")
+    resumed[2].load_state_dict(first[2].state_dict())
+    for run in (first, resumed):
+        train(*run, list(batches())[2:])
+    assert torch.equal(weights(first[0]), weights(resumed[0]))
+
+
 def test_a_state_dict_has_the_weight_alone():
     model = nn.Sequential(PagedEmbedding(ROWS, DIM), nn.Linear(DIM, 1))
     PagedOptimizer(model, "Adam", lr=0.1)

@@ -121,7 +121,9 @@ class PagedEmbedding(nn.Module):
             raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
-        seed = int(torch.randint(1 << 62, ())) if seed is None else operator.index(seed)
+        if seed is None:
+            # On the CPU also where modules are made within torch.device("meta").
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
         first = _initialiser(init, num_embeddings, embedding_dim)
         self._table = PagedTable(
             num_embeddings=num_embeddings,
@@ -137,7 +139,7 @@ class PagedEmbedding(nn.Module):
             state_storage=state_storage,
             cache_size=cache_size,
             ranks=ranks,
-            seed=ranks.all_gather(seed)[0],
+            seed=ranks.all_gather(operator.index(seed))[0],
             init=first,
             has_zero_padding=padding_idx is not None and first is init,
         )

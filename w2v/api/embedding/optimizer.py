@@ -28,6 +28,8 @@ from w2v.model.optim import RowOptimizer, optimizer_name
 from w2v.model.table import Table
 from w2v.training.checkpoint import Checkpoints, latest
 
+SCHEDULED = "lr", "betas", "momentum"  # what schedulers of torch change
+
 
 class PagedOptimizer(torch.optim.Optimizer):
     """One optimizer for all paged embeddings of a model.
@@ -240,7 +242,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 state[name].copy_(table.own_rows(value))
 
     def save(self, folder: str | Path, step: int) -> None:
-        """Write weights and states of all tables to a folder.
+        """Write weights and states of all tables, and learning rates, to a folder.
 
         The folder keeps the last two steps. Each rank writes its rows, without a copy in memory;
         they load into any number of ranks. Several machines need storage that they share.
@@ -251,8 +253,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             saved = f"{folder} has step {last.state['step']}, and step={step} is not later"
             raise ValueError(f"{saved}; give another folder")
         saver = Checkpoints(Path(folder), self._parts(), 0, self._ranks)
-        rates = [float(group["lr"]) for group in self.param_groups]
-        saver.save({"step": step, "lr": rates}, copied=False)
+        groups = [
+            {key: group[key] for key in SCHEDULED if key in group} | {"lr": _rate(group["lr"])}
+            for group in self.param_groups
+        ]
+        saver.save({"step": step, "groups": groups}, copied=False)
         saver.wait()
 
     def load(self, folder: str | Path) -> int:
@@ -263,9 +268,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if (saved := latest(Path(folder), self._ranks)) is None:
             raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
+        if (found := len(saved.state["groups"])) != (own := len(self.param_groups)):
+            counts = f"{folder} has {found} groups of tables, and the optimizer {own}"
+            raise ValueError(f"{counts}; make it with the same groups")
         saved.load(self._parts(), self._ranks)
-        for group, lr in zip(self.param_groups, saved.state["lr"], strict=True):
-            group["lr"] = lr
+        for group, values in zip(self.param_groups, saved.state["groups"], strict=True):
+            group.update(values)
         return saved.state["step"]
 
     @property

@@ -265,6 +265,7 @@ class Rows:
         opened = self.device, self.cache_bytes
         return {"table": made_by, "fields": fields, "scalars": scalars, "opened": opened}
 
+    @outside_inference  # the copy is trained later
     def __setstate__(self, state: dict[str, Any]) -> None:
         kind, layout = state["table"]
         table = kind(*layout)

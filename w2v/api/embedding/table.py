@@ -297,6 +297,7 @@ class PagedTable:
         store.is_shard = self.ranks.size > 1
         share_cache([self])
 
+    @outside_inference
     def attach(self, optimizer: RowOptimizer) -> None:
         """Give each row the state of an optimizer; an earlier one's is lost."""
         layout = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
@@ -329,6 +330,7 @@ class PagedTable:
             raise ValueError(f"{reason}; make a new PagedOptimizer with the arguments it has now")
         self.checked = optimizer
 
+    @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:
         """Append rows."""
         old = self.store.table
@@ -340,6 +342,7 @@ class PagedTable:
             replace_table(self.store, new)
             self.num_embeddings = num_embeddings
 
+    @outside_inference
     def move(self, empty: Tensor) -> None:
         """Bring rows to the device of an empty tensor from now on."""
         if self.grad is not None or self.unsent:
@@ -403,6 +406,7 @@ class PagedTable:
         return values[self.ranks.rank :: self.ranks.size] if values.dim() else values
 
 
+@outside_inference
 def open_together(tables: Sequence[PagedTable], optimizer: RowOptimizer) -> set[PagedTable]:
     """Open tables of one kind side by side.
 
@@ -435,6 +439,7 @@ def open_together(tables: Sequence[PagedTable], optimizer: RowOptimizer) -> set[
     return opened
 
 
+@outside_inference
 def share_cache(tables: Sequence[PagedTable]) -> None:
     """Give tables caches of one size, and less to those that need less."""
     sizes = [table.cache_size.gpu_bytes_of(table.store.paged_bytes) for table in tables]

@@ -155,8 +155,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Give the forward pass the ids as they are in the batch: for others, rows are looked up anew.
         With gpu_bytes, rows of the next batch come while this one computes, and rows of the batches
-        after it stay. Results are those of the loader itself, bit for bit. An error of the loader,
-        or an id that is not a row, is raised once the batches before it are used.
+        after it stay. Results are those of the loader itself, bit for bit, unless both it and the
+        loop draw from one random generator. An error of the loader, or an id that is not a row, is
+        raised once the batches before it are used.
 
         Args:
             loader: Batches, such as those of a DataLoader.

@@ -318,6 +318,8 @@ def test_what_the_table_cannot_become_is_refused(tmp_path):
     optimizer.zero_grad()
     with pytest.raises(ValueError, match="device='meta' cannot be used"):
         model.to("meta")
+    with pytest.raises(ValueError, match="cannot share a table by share_memory.*use process_group"):
+        model.share_memory()
     with pytest.raises(ValueError, match="8 rows are fewer than the present 9"):
         table.grow(ROWS - 1)
 

@@ -234,6 +234,8 @@ class PagedEmbedding(nn.Module):
         if empty.dtype != parameter.dtype:
             reason = f"vectors are {parameter.dtype} and cannot become {empty.dtype}"
             raise ValueError(f"{reason}; use torch.autocast, or PagedEmbedding(dtype=...)")
+        if empty.device.type == "cpu" and empty.is_shared():
+            raise ValueError("processes cannot share a table by share_memory(); use process_group")
         if empty.device != self.device:
             self._table.move(empty)
         return super()._apply(fn, recurse)

@@ -315,6 +315,32 @@ def test_a_model_may_be_made_within_the_meta_device():
     assert model([1]).shape == (1, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_and_ids_are_not_on_the_default_device(tmp_path, dtype):
+    """The meta device stands for the GPU of torch.set_default_device."""
+
+    def trained(name):
+        table, optimizer = trainable(tmp_path, "cpu cached", optimizer="NAdam", dtype=dtype)
+        every = torch.arange(ROWS, device="cpu")
+        for (ids,) in optimizer.pages([[every], [every[2:5]]], 0):
+            (table(ids).sum() + table([1]).sum()).backward()
+            table(ids).square().sum().backward()
+            optimizer.step()
+        table.store.put([4], np.ones((1, DIM)))
+        table.store.save(tmp_path / f"{name}.npy")
+        table.grow(ROWS + 1)
+        optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
+        return copy.deepcopy(table)
+
+    plain = trained("plain")
+    with torch.device("meta"):
+        other = trained("other")
+        assert PagedEmbedding.from_pretrained(np.ones((2, 2)))([1]).device.type == "cpu"
+        assert PagedEmbedding(ROWS, DIM, init=np.ones((ROWS, DIM)))([1]).device.type == "cpu"
+    assert torch.equal(plain.weight, other.weight)
+    assert np.array_equal(np.load(tmp_path / "plain.npy"), np.load(tmp_path / "other.npy"))
+
+
 def test_a_checkpoint_has_what_schedulers_change(tmp_path):
     def made():
         table, optimizer = trainable(tmp_path, optimizer="NAdam")

@@ -79,7 +79,7 @@ class MovePlanner:
         numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
         none = slot_of_TV.view(-1)[:0]
         self.moves = [Moves(none, none, none, its) for its in numbers]
-        self._notices = torch.zeros(2, 2, dtype=torch.int64, pin_memory=True).unbind()
+        self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
     def plan(
@@ -171,7 +171,7 @@ class Spans(NamedTuple):
                 # A rank without rows has a word, so that the kernels find its place.
                 words += max(1, -(-(span.rows - rank) // (32 * ranks)))
         # Without waiting for the GPU, as copies from unpinned memory would.
-        pinned = torch.tensor(numbers, dtype=torch.int64).pin_memory()
+        pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu").pin_memory()
         return cls(pinned.to(device, non_blocking=True), words, len(spans), ranks)
 
 

@@ -48,12 +48,13 @@ class RowOptimizer:
         self.formula, self._hyper = _fused_formula(found, self._args)
         given = f"optimizer.name={config.name} with optimizer.args={config.args}"
         remedy = f"choose one of {' '.join(OPTIMIZERS)}"
-        with refused(ConfigError, f"{given} is not row-separable", remedy):
-            first = _find_state(self._class, self._args, rowwise=bool(self.formula))
         # A state that begins as the learning rate is stored as 0 until the first step of its row,
         # and then set to that step's rate.
         other = self._args | {"lr": 2 * self._args["lr"]}
-        doubled = first if self.formula else _first_state(self._class, other)
+        with torch.device("cpu"):  # whatever torch.set_default_device says
+            with refused(ConfigError, f"{given} is not row-separable", remedy):
+                first = _find_state(self._class, self._args, rowwise=bool(self.formula))
+            doubled = first if self.formula else _first_state(self._class, other)
         self._lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
         first |= {key: torch.zeros_like(first[key]) for key in self._lr_states}
         # States as wide as the weight, and scalars; with their first values.

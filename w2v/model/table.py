@@ -82,7 +82,7 @@ class Table:
         self.width = record_width(dim, states, dtype.itemsize, alignment)
         self.scalars = {key: value.clone() for key, value in scalars.items()}
         if dtype == torch.bfloat16:  # the number of writes seeds the stochastic rounding
-            self.scalars["writes"] = torch.zeros((), dtype=torch.int64)
+            self.scalars["writes"] = torch.zeros((), dtype=torch.int64, device="cpu")
         self._file = None
         if storage == "mmap":
             self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)

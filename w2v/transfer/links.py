@@ -118,10 +118,7 @@ class StagedLink(Link):
     ) -> Iterator[tuple[Tensor, slice, Tensor, torch.cuda.Event]]:
         """Yield rows, their part of `rows_U`, a free buffer, and its event."""
         if not self._ring:
-            self._ring = [
-                (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-                for _ in range(RING)
-            ]
+            self._ring = [(_pinned(BUFFER_BYTES), torch.cuda.Event()) for _ in range(RING)]
         dtype, width = table.records_VR.dtype, table.records_VR.shape[1]
         record_bytes = width * dtype.itemsize
         part_rows = max(1, BUFFER_BYTES // record_bytes)
@@ -129,7 +126,7 @@ class StagedLink(Link):
             raw, copied = self._ring[number % RING]
             copied.synchronize()  # until the buffer is free
             if record_bytes > len(raw):
-                raw = torch.empty(record_bytes, dtype=torch.uint8, pin_memory=True)
+                raw = _pinned(record_bytes)
             buffer = raw[: len(rows) * record_bytes].view(dtype).view(len(rows), width)
             start = number * part_rows
             yield rows, slice(start, start + len(rows)), buffer, copied
@@ -142,10 +139,15 @@ def link_between(table: Table, device: torch.device) -> Link:
     return MappedLink() if table.storage == "pinned" else StagedLink()
 
 
+def _pinned(*shape: int) -> Tensor:
+    """Return pinned memory, whatever torch.set_default_device says."""
+    return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
 def measure_copy_rate(device: torch.device) -> float:
     """Return the bytes/s of copies in both directions: the link's roofline."""
     on_gpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, device=device)
-    on_cpu = torch.empty(2, MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_cpu = _pinned(2, MOVED_BYTES)
     ways = (on_gpu[0], on_cpu[0], torch.cuda.Stream()), (on_cpu[1], on_gpu[1], torch.cuda.Stream())
     calls = 0
     start = 0.0

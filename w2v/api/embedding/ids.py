@@ -53,6 +53,14 @@ def _version(ids: Any) -> Any:
     return ids.data_ptr(), 0 if ids.is_inference() else ids._version
 
 
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor as it is, and other values as one in CPU memory.
+
+    torch.as_tensor would copy them to the device of torch.set_default_device.
+    """
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
 def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all ids on the GPU: int64 [N]."""
     flat = [values.flatten() for values in ids]
@@ -117,7 +125,7 @@ class Readback:
             self.numbers, self._event = self._pool.pop()
             self._event.synchronize()  # the last kernel may still write to the memory
         except IndexError:
-            self.numbers = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            self.numbers = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.cuda.Event()
 
     def __del__(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from w2v.api.embedding.ids import Identity, Ids, Readback, joined
+from w2v.api.embedding.ids import Identity, Ids, Readback, as_tensor, joined
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.cuda import Bags
 from w2v.transfer.cache import RowUses
@@ -341,7 +341,7 @@ class RowsOfIds(UniqueRows):
         rows: int | None = None,  # of all ranks; by default those of the store
     ):
         super().__init__(store)
-        self.ids = torch.as_tensor(given)
+        self.ids = as_tensor(given)
         self._identity = Identity(given)
         if not self.ids.numel():
             self.ids = self.ids.long()  # an empty list has become float32

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from w2v.api.embedding import sharded
 from w2v.api.embedding.fused import fused_vectors
-from w2v.api.embedding.ids import Ids
+from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.row_store import Rows, open_device
 from w2v.api.embedding.table import PagedTable
 from w2v.config import TransferConfig
@@ -149,7 +149,7 @@ class PagedEmbedding(nn.Module):
         cls, embeddings: Tensor | np.ndarray, freeze: bool = True, **settings: Any
     ) -> PagedEmbedding:
         """Return a module with these weights [V, D]; `settings` as for the class."""
-        weights_VD = torch.as_tensor(embeddings)
+        weights_VD = as_tensor(embeddings)
         if weights_VD.dim() != 2:
             raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
         settings = {"dtype": weights_VD.dtype} | settings
@@ -347,7 +347,7 @@ def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init |
     """Return `init`, or a function for given weights [V, D]."""
     if init is None or callable(init):
         return init
-    weights_VD = torch.as_tensor(init).detach()
+    weights_VD = as_tensor(init).detach()
     if (given := list(weights_VD.shape)) != list(shape):
         raise ValueError(f"init has shape {given}, but the table is {list(shape)}")
     return lambda rows_n: weights_VD[rows_n.to(weights_VD.device)]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from w2v.api.embedding.ids import Ids, to_device
+from w2v.api.embedding.ids import Ids, as_tensor, to_device
 from w2v.api.embedding.look_up import LookUp, UniqueRows, look_up, outside_inference
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.batch import View
@@ -333,7 +333,7 @@ class Rows:
         Values have any floating-point dtype. The last of equal ids wins. The optimizer state stays.
         `non_blocking` as for `get`; nothing is written if an id is not a row.
         """
-        values = torch.as_tensor(values).detach()
+        values = as_tensor(values).detach()
         if not values.is_floating_point() or values.is_meta:
             raise ValueError(f"values are {values.dtype} on {values.device}; give floating-point")
         with self.lock:
@@ -460,7 +460,7 @@ def _last_ids(places_N: Tensor, rows: int) -> Tensor:
     if places_N.is_cuda:
         return cuda_cache.last_ids(places_N, rows)
     last_U = places_N.new_zeros(rows)
-    order_N = torch.arange(len(places_N))
+    order_N = torch.arange(len(places_N), device=places_N.device)
     return last_U.scatter_reduce_(0, places_N, order_N, "amax")
 
 

@@ -207,7 +207,7 @@ class Requests:
         if self._error:
             status = ENDED if isinstance(self._error, StopIteration) else FAILED
             sent_NC = [[status] * len(of_rank) for of_rank in sent_NC]
-        counts_NC = torch.tensor(sent_NC)
+        counts_NC = torch.tensor(sent_NC, device="cpu")
         if self._device.type == "cuda":
             self._readback = Readback(counts_NC.numel())
             pinned = self._readback.numbers.copy_(counts_NC.flatten())
@@ -333,7 +333,8 @@ def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> T
 
     They are sent by way of `device`.
     """
-    whole_VX = torch.empty(0 if ranks.rank else rows, *shard_vX.shape[1:], dtype=shard_vX.dtype)
+    shape = 0 if ranks.rank else rows, *shard_vX.shape[1:]
+    whole_VX = torch.empty(shape, dtype=shard_vX.dtype, device="cpu")
     counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
     for first in range(0, counts[0], GATHER_ROWS):
         part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()

@@ -23,6 +23,7 @@ from tests.support.embeddings import (
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.model.table import normal
+from w2v.training.checkpoint import Checkpoints
 
 BAD_IDS = [
     ([0, ROWS], IndexError, f"id {ROWS} is not a row; rows are 0 to {ROWS - 1}"),
@@ -391,6 +392,24 @@ def test_checkpoints_of_other_tables_are_refused(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.1
     for name, value in optimizer_state(table).items():
         assert torch.equal(value, state[name])
+
+
+def test_checkpoints_of_other_groups_are_refused(tmp_path, monkeypatch):
+    table, optimizer = trainable(tmp_path)
+    optimizer.save(tmp_path / "saved", step=1)
+    groups = [{"params": embedding(tmp_path)} for _ in range(2)]
+    two = PagedOptimizer(groups, "Adamax", lr=0.5)
+    with pytest.raises(ValueError, match="saved has 1 groups of tables, and the optimizer 2; make"):
+        two.load(tmp_path / "saved")
+    save = Checkpoints.save
+    monkeypatch.setattr(  # as an earlier version
+        Checkpoints, "save", lambda its, _, **how: save(its, {"step": 2, "lr": [0.1]}, **how)
+    )
+    optimizer.save(tmp_path / "saved", step=2)
+    other, optimizer = trainable(tmp_path, lr=0.5, seed=2)
+    assert optimizer.load(tmp_path / "saved") == 2
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(weights(other), weights(table))
 
 
 BAD_SETTINGS = [

@@ -269,11 +269,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if (saved := latest(Path(folder), self._ranks)) is None:
             raise ValueError(f"{folder} holds no checkpoint; give a folder of PagedOptimizer.save")
-        if (found := len(saved.state["groups"])) != (own := len(self.param_groups)):
-            counts = f"{folder} has {found} groups of tables, and the optimizer {own}"
-            raise ValueError(f"{counts}; make it with the same groups")
+        # Earlier versions have saved the rates alone, and a run of `w2v train` has neither.
+        groups = saved.state.get("groups", [{"lr": lr} for lr in saved.state.get("lr", [])])
+        if len(groups) != len(self.param_groups):
+            counts = f"{len(groups)} groups of tables, and the optimizer {len(self.param_groups)}"
+            raise ValueError(f"{folder} has {counts}; make it with the same groups")
         saved.load(self._parts(), self._ranks)
-        for group, values in zip(self.param_groups, saved.state["groups"], strict=True):
+        for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
         return saved.state["step"]
 

@@ -17,10 +17,11 @@ from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, host_memory, pinning_is_limited
 from w2v.text.vocab import keep_probabilities
+from w2v.training import memory
 from w2v.training.memory import Budget, DoesNotFit, Machine, Task
 
 GIB = 1 << 30
-PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk"], 1000 * GIB)
+PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk", "files"], 1000 * GIB)
 RECORD = 3 * 128 * 4  # bytes of a row of 128 floats with Adam's two states
 SLOT = RECORD + 24 + RECORD // 256  # bytes of a row in the cache
 
@@ -105,6 +106,20 @@ def test_needs_of_each_engine():
     staged = make_task(device="cuda", engine="staged").needs()
     assert staged["host"]["tables"] == tables
     assert staged["locked"] == {"tables": 0, "buffers": 48 << 20}
+
+
+def test_tables_in_files_on_a_disk_of_their_own_are_counted_there(tmp_path, monkeypatch):
+    setting = f"transfer.table_dir={tmp_path}/tables"
+    tables = 2 * 1_000_000 * RECORD
+    monkeypatch.setattr(memory, "same_disk", lambda *folders: True)
+    needs = make_task(setting).needs()
+    assert needs["disk"]["tables"] == tables and not needs["files"]["tables"]
+    monkeypatch.setattr(memory, "same_disk", lambda *folders: False)
+    needs = make_task(setting).needs()
+    assert needs["files"]["tables"] == tables and not needs["disk"]["tables"]
+    make_budget(setting, free={"disk": 10 * GIB}).check()
+    with pytest.raises(DoesNotFit, match="^disk of transfer.table_dir would .*table_dir=FOLDER"):
+        make_budget(setting, free={"files": GIB}).check()
 
 
 def test_needs_of_several_ranks_are_those_of_the_largest():

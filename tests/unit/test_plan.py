@@ -224,7 +224,7 @@ def engine_of(config, machine, device, table_bytes):
         device=device,
         kernels="cuda",
     )
-    free = {"host": HUGE, "disk": HUGE, "locked": machine.lockable_bytes}
+    free = {"host": HUGE, "disk": HUGE, "files": HUGE, "locked": machine.lockable_bytes}
     budget = Budget(task, free | {"gpu": machine.gpu_free_bytes})
     return choose_engine(budget)
 

@@ -2,10 +2,17 @@
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 
-from w2v.system.resources import format_bytes, free_disk_bytes, free_host_bytes, lockable_bytes
+from w2v.system.resources import (
+    format_bytes,
+    free_disk_bytes,
+    free_host_bytes,
+    lockable_bytes,
+    same_disk,
+)
 
 GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 GROUP_V2 = ("memory.max", "memory.current", "memory.stat")
@@ -63,6 +70,11 @@ def test_free_disk_is_that_of_the_nearest_existing_folder(tmp_path):
     there = os.statvfs(tmp_path)
     free = free_disk_bytes(tmp_path / "not" / "yet")
     assert free == pytest.approx(there.f_bavail * there.f_frsize, rel=0.1)
+
+
+def test_folders_are_on_one_disk_or_on_two(tmp_path):
+    assert same_disk(tmp_path, tmp_path / "not" / "yet")
+    assert not same_disk(tmp_path / "not" / "yet", Path("/proc/not/yet"))
 
 
 @pytest.mark.parametrize(

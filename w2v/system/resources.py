@@ -36,9 +36,18 @@ def lockable_bytes() -> int:
 
 def free_disk_bytes(folder: Path) -> int:
     """Return the free bytes of the disk where the folder is, or will be."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def same_disk(folder: Path, other: Path) -> bool:
+    """Return whether two folders are, or will be, on one disk."""
+    return _existing(folder).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def format_bytes(count: float) -> str:

@@ -35,7 +35,7 @@ from w2v.model.table import (
 )
 from w2v.system.files import one_line
 from w2v.system.process import cores
-from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes
+from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes, same_disk
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab, keep_probabilities
 from w2v.training.paging import MOST_STEPS
@@ -72,7 +72,13 @@ PAGES = 3  # pages whose batches are in memory: planned, computing, and the one 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
 SHORT = 0.9  # share of what is needed that is taken to be free where an allocation has failed
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
-PLACES = {"host": "CPU memory", "locked": "locked CPU memory", "gpu": "GPU memory", "disk": "disk"}
+PLACES = {
+    "host": "CPU memory",
+    "locked": "locked CPU memory",
+    "gpu": "GPU memory",
+    "disk": "disk",
+    "files": "disk of transfer.table_dir",  # if it is another one
+}
 LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
 IDS_SHARE = 16  # ids of the text are on a GPU that has this many times their bytes free
 # Type of rows by precision, float32 where it is not named.
@@ -235,7 +241,9 @@ class Task:
         """Return the bytes by place and purpose."""
         # The oldest checkpoint is removed when the third is whole.
         checkpoints = 3 if self.config.run.checkpoint_minutes else 1
-        in_files = bool(self.config.transfer.table_dir)
+        run_dir, table_dir = self.config.run.dir, self.config.transfer.table_dir
+        in_files = self.ranks.size * self.table_bytes * bool(table_dir)
+        is_one_disk = same_disk(Path(run_dir), Path(table_dir))
         unpadded = self._record_bytes(alignment=self.shape.dtype.itemsize)
         return {
             "host": self._host_needs(),
@@ -247,8 +255,9 @@ class Task:
             "disk": {
                 "checkpoints": checkpoints * 2 * self.rows * unpadded,
                 "vectors": (2 * 4 * self.shape.dim + 32) * self.words,  # as .kv and .bin
-                "tables": self.ranks.size * self.table_bytes * in_files,
+                "tables": in_files * is_one_disk,
             },
+            "files": {"tables": in_files * (not is_one_disk)},
         }
 
     def _host_needs(self) -> dict[str, int]:
@@ -469,6 +478,8 @@ class Budget:
             if fits("run.checkpoint_minutes", 0.0):
                 changes.append("run.checkpoint_minutes=0")
             changes.append("run.dir=FOLDER on a larger disk")
+        if lacking == ["files"]:
+            changes.append("transfer.table_dir=FOLDER on a larger disk")
         return changes
 
     @property
@@ -543,7 +554,9 @@ class Budget:
     def _total(self, place: str, needs: Mapping[str, int]) -> str:
         free = self.free[place]
         of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
-        where = f" in {self.task.config.run.dir}" if place == "disk" else ""
+        config = self.task.config
+        folder = {"disk": config.run.dir, "files": config.transfer.table_dir}.get(place)
+        where = f" in {folder}" if folder else ""
         return f"{format_bytes(sum(needs.values()))}{of}{where}"
 
     def _explain(self, problem: str, changes: list[str]) -> str:

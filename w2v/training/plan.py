@@ -384,6 +384,7 @@ def make_budget(task: Task, run: Path | None) -> Budget:
         "locked": machine.lockable_bytes,
         "gpu": machine.gpu_free_bytes,
         "disk": free_disk_bytes(Path(task.config.run.dir)) + old_bytes,
+        "files": free_disk_bytes(Path(task.config.transfer.table_dir)),
     }
     return Budget(task, free)
 

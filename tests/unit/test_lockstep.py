@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.rank_threads import checked, together
-from w2v.distributed.lockstep import TOGETHER, Decision, Lockstep
+from w2v.distributed.lockstep import BATCHES_PER_VOTE, Decision, Lockstep
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch
 
@@ -42,7 +42,13 @@ def run_epochs(ranks, counts_EN, votes_N):
 
 @pytest.mark.parametrize(
     "count_N",
-    [(3, 3), (5, 2, 9), (0, 1), (1, TOGETHER, 3 * TOGETHER + 1), (0, 2 * TOGETHER)],
+    [
+        (3, 3),
+        (5, 2, 9),
+        (0, 1),
+        (1, BATCHES_PER_VOTE, 3 * BATCHES_PER_VOTE + 1),
+        (0, 2 * BATCHES_PER_VOTE),
+    ],
     ids=str,
 )
 def test_all_ranks_make_as_many_steps_as_the_one_with_the_most_batches(count_N):
@@ -62,20 +68,20 @@ def test_all_ranks_make_as_many_steps_as_the_one_with_the_most_batches(count_N):
 def test_all_ranks_stop_and_save_after_the_same_step():
     # Any rank's status counts, the highest one; of the wishes to save, only that of rank 0.
     votes_N = [{1: Decision(0, 1)}, {0: Decision(0, 7), 2: Decision(130, 0)}, {2: Decision(143, 0)}]
-    steps_N = checked(together(3, run_epochs, [(9, 3, 3 * TOGETHER - 1)], votes_N))
-    expected = [Decision(0, 0)] * TOGETHER
-    expected += [Decision(0, 1)] * TOGETHER
-    expected += [Decision(143, 0)] * (TOGETHER - 1)
+    steps_N = checked(together(3, run_epochs, [(9, 3, 3 * BATCHES_PER_VOTE - 1)], votes_N))
+    expected = [Decision(0, 0)] * BATCHES_PER_VOTE
+    expected += [Decision(0, 1)] * BATCHES_PER_VOTE
+    expected += [Decision(143, 0)] * (BATCHES_PER_VOTE - 1)
     for steps in steps_N:
         assert [decision for _, decision in steps[0]] == expected
 
 
 def test_rank_without_batches_left_can_still_stop_the_others():
     votes_N = [{}, {1: Decision(130, 0)}]
-    steps_N = checked(together(2, run_epochs, [(TOGETHER + 2, 2)], votes_N))
+    steps_N = checked(together(2, run_epochs, [(BATCHES_PER_VOTE + 2, 2)], votes_N))
     for steps in steps_N:
         statuses = [decision.status for _, decision in steps[0]]
-        assert statuses == [0] * TOGETHER + [130] * 2
+        assert statuses == [0] * BATCHES_PER_VOTE + [130] * 2
 
 
 def test_batches_of_the_ranks_own_text_are_given_unchanged():

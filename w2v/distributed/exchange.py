@@ -6,7 +6,7 @@ travels. With one process, both are the identity.
 
 The rows of a batch are listed on the planning stream, two pages ahead:
 
-    list page n + 1     its rows by owner, and how many ids go to each rank (`look_further`)
+    list page n + 1     its rows by owner, and how many ids go to each rank (`list_following`)
     send ids of page n  with headers that say how many ids page n + 1 will send (`next_page`)
     page n computes     weights come from the owners, gradients go to them (`borrow`, `reduce`)
 
@@ -59,7 +59,7 @@ class Exchange:
     batches_per_page: int
 
     def start(self, batches: Iterator[Batch]) -> None:
-        """Prepare the first pages of an epoch, on the planning stream."""
+        """List the rows of the first pages of an epoch, on the planning stream."""
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         """Return the next page's batches; an empty list at the end."""
@@ -68,11 +68,11 @@ class Exchange:
             return [PlannedBatch(batch) for batch in page]
         return [PlannedBatch(batch, self.kernels.unique_rows(batch)) for batch in page]
 
-    def look_further(self, batches: Iterator[Batch]) -> None:
-        """Prepare the page after the next one, once the next one is prefetched."""
+    def list_following(self, batches: Iterator[Batch]) -> None:
+        """List the rows of the page after the one that `next_page` returned."""
 
     def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
-        """Set the marks of this rank's rows that the page needs."""
+        """Set the marks of this rank's rows that the page touches on any rank."""
         for batch, rows in page:
             if rows is None:
                 self.kernels.mark(batch, marks_TV)
@@ -81,7 +81,7 @@ class Exchange:
                 marks_V.index_fill_(0, grads.rows_U.long(), True)
 
     def borrow(self, rows: Any, page: Page) -> tuple[Any, Page]:
-        """Return the batch's rows, and a page with their weights."""
+        """Return zero gradients of the rows, and a page with their weights."""
         return rows, page
 
     def reduce(self, grads: Grads) -> Grads:
@@ -129,8 +129,8 @@ class RankExchange(Exchange):
     planning: torch.cuda.Stream | None  # on which pages are planned; None without a GPU
 
     def __post_init__(self) -> None:
-        # Counts of the next page, for the CPU, which reads them before it gets those of the page
-        # after it. `_counts_known` is when they have arrived.
+        # Counts of the next page in CPU memory, which have arrived after the event `_counts_known`.
+        # They are read before those of the page after it replace them.
         size = self.batches_per_page, 2, self.ranks.size
         on_gpu = self.planning is not None
         self._host_K2N = torch.empty(size, dtype=torch.int32, pin_memory=on_gpu)
@@ -142,7 +142,7 @@ class RankExchange(Exchange):
         self._owned: Grads | None = None  # this rank's rows that are requested for it
 
     def start(self, batches: Iterator[Batch]) -> None:
-        # First a page without rows, whose ids have headers with the counts of the first real one.
+        # An empty page comes first: the headers of its ids carry the counts of the first real page.
         headers = self.shape.header_rows
         self._host_K2N.fill_(headers)
         self._counts_known = None
@@ -153,10 +153,9 @@ class RankExchange(Exchange):
             ListedBatch(None, no_rows_U, no_rows_U.int(), Counts(counts_N, counts_N))
             for _ in range(self.batches_per_page)
         ]
-        # Two pages must be listed before the counts of the first of them can be sent.
-        self.look_further(batches)
-        self.next_page(batches)
-        self.look_further(batches)
+        self.list_following(batches)
+        self.next_page(batches)  # sends these headers
+        self.list_following(batches)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         page = self._page
@@ -165,25 +164,26 @@ class RankExchange(Exchange):
         if self._counts_known:
             self._counts_known.synchronize()
         send_KN, recv_KN = zip(*self._host_K2N[: len(page)].tolist(), strict=True)
-        # The lists are longer than their content, whose size the CPU only knows now.
+        # Lists have room for more rows; only now does the CPU know how many they have.
         ids_KU = [listed.ids_U[: sum(send)] for listed, send in zip(page, send_KN, strict=True)]
-        # In a group of its own, so that ids do not wait for the rows of steps on another stream.
+        # A process group of its own: ids need not wait for the weights and gradients of steps.
         requested = self.ranks.all_to_all_tensors(ids_KU, send_KN, recv_KN, group="prefetch")
         routes = [
             Route(listed.rows_U[: sum(send)], send, ids_M, recv, listed.counts)
             for listed, send, ids_M, recv in zip(page, send_KN, requested, recv_KN, strict=True)
         ]
-        # The headers of these ids have the counts of the page after this one, which may be shorter.
+        # The headers of these ids carry the counts of the page after this one. The last page of an
+        # epoch may have fewer batches.
         for route, listed, host_2N in zip(routes, self._page_after, self._host_K2N, strict=False):
             self.kernels.read_counts(route.received, listed.counts, host_2N)
         self._counts_known = self.planning.record_event() if self.planning else None
         self._page = self._page_after
         return [PlannedBatch(batch, route) for (batch, *_), route in zip(page, routes, strict=True)]
 
-    def look_further(self, batches: Iterator[Batch]) -> None:
+    def list_following(self, batches: Iterator[Batch]) -> None:
         drawn = list(islice(batches, self.batches_per_page))
         self._page_after = []
-        # The last page may be shorter than the one before it.
+        # The last page of an epoch may have fewer batches.
         for batch, listed in zip(drawn, self._page, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
             before = Requests(listed.ids_U, listed.counts.send_N)
@@ -198,7 +198,7 @@ class RankExchange(Exchange):
         self._route = rows
         self._owned = self.kernels.own(rows.ids_M)
         weights_MD = self.kernels.gather_weights(rows.ids_M, page)
-        # Weights go where ids came from, so that recv and send change places.
+        # Weights go back to where ids came from: send and recv are exchanged.
         weights_UD = self.ranks.all_to_all(weights_MD, rows.recv, rows.send)
         return self.kernels.borrow(rows.rows_U, weights_UD, self._owned)
 

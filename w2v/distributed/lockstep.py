@@ -1,6 +1,6 @@
 """Ranks in lockstep: equally many steps, and the same step to stop at.
 
-What ranks vote for is exchanged several batches ahead, so that no step waits for the network.
+Votes to save or stop are exchanged several batches ahead, so no step waits for the network.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from w2v.distributed.ranks import Ranks
 from w2v.kernels.batch import Batch
 
-TOGETHER = 8  # batches that are voted on at once: each vote takes the CPU 60 us
-VOTES_AHEAD = 2  # votes that are under way at once
+BATCHES_PER_VOTE = 8  # a vote takes the CPU 60 us
+VOTES_AHEAD = 2  # votes in flight
 
 
 class Decision(NamedTuple):
@@ -27,8 +27,8 @@ class Decision(NamedTuple):
 class Lockstep:
     """Keeps ranks at the same step.
 
-    `vote` is called when batches are drawn. The highest status of all ranks, and rank 0's vote to
-    save, decide, as soon as the first of these batches is trained on.
+    `vote` is called when a group of batches is drawn. The decision holds for every step of that
+    group: the highest status of all ranks, and rank 0's vote to save.
     """
 
     def __init__(self, ranks: Ranks, vote: Callable[[], Decision]):
@@ -41,25 +41,25 @@ class Lockstep:
         if self._ranks.size == 1:
             yield from drawn
             return
-        voting: deque[tuple[list[Batch], Callable[[], list[list[float]]]]] = deque()
-        steps = float("inf")
-        while steps >= TOGETHER:
-            while len(voting) < VOTES_AHEAD:
-                group = list(islice(drawn, TOGETHER))
-                done = [batch.epochs_done for batch in group]
-                done += [end.epochs_done] * (TOGETHER - len(group))
-                votes = self._ranks.all_gather_async(len(group), *self._vote(), *done)
-                voting.append((group, votes))
-            group, votes = voting.popleft()
-            counts, status, save, *done_of_steps = zip(*votes(), strict=True)
-            steps = max(counts)
+        in_flight: deque[tuple[list[Batch], Callable[[], list[list[float]]]]] = deque()
+        steps = BATCHES_PER_VOTE
+        while steps == BATCHES_PER_VOTE:  # with fewer, the text of all ranks has ended
+            while len(in_flight) < VOTES_AHEAD:
+                group = list(islice(drawn, BATCHES_PER_VOTE))
+                epochs = [batch.epochs_done for batch in group]
+                epochs += [end.epochs_done] * (BATCHES_PER_VOTE - len(group))
+                votes = self._ranks.all_gather_async(len(group), *self._vote(), *epochs)
+                in_flight.append((group, votes))
+            group, votes = in_flight.popleft()
+            counts, status, save, *epochs_by_step = zip(*votes(), strict=True)
+            steps = int(max(counts))
             decision = Decision(int(max(status)), int(save[0]))
-            # A rank's text may end within the group.
-            group += [end] * (int(steps) - len(group))
-            for batch, done_of_ranks in zip(group, done_of_steps, strict=False):
+            # The text of this rank may end before that of others.
+            group += [end] * (steps - len(group))
+            for batch, epochs_of_ranks in zip(group, epochs_by_step, strict=False):
                 self._decisions.append(decision)
-                yield batch._replace(epochs_done=sum(done_of_ranks) / len(done_of_ranks))
-        for _, votes in voting:  # every collective call must be completed
+                yield batch._replace(epochs_done=sum(epochs_of_ranks) / len(epochs_of_ranks))
+        for _, votes in in_flight:  # every collective call must be completed
             votes()
 
     def decision(self) -> Decision:

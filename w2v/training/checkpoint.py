@@ -49,8 +49,9 @@ class SaveTimer:
     """
 
     def __init__(self, minutes: float):
-        self.saves = 0  # checkpoints that were due: made, or left out
-        self._minutes, self._last = minutes, time.monotonic()
+        self.saves = 0  # checkpoints that were due: made or skipped
+        self._minutes = minutes
+        self._last = time.monotonic()
         self._waited = 0.0  # seconds for the last save, if that was long
 
     @property
@@ -65,8 +66,8 @@ class SaveTimer:
         pause = min(60 * self._minutes, EPOCH_SECONDS)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 
-    def leave_out(self) -> None:
-        """Leave out a checkpoint that is due; wait for the next interval."""
+    def skip(self) -> None:
+        """Skip a checkpoint that is due; wait for the next interval."""
         self.saves += 1
         self._last = time.monotonic()
 

@@ -29,7 +29,7 @@ from w2v.transfer.streams import current_stream, on_stream
 class StepResult(NamedTuple):
     """Batch, loss and pairs of a step; the numbers stay on the device."""
 
-    batch: Batch  # the sampler is further on, as pages are drawn ahead
+    batch: Batch  # of this step; the sampler may be pages ahead
     loss: Tensor  # float64, summed over the positive pairs and their negatives
     pairs: Tensor  # int64, number of positive pairs
 
@@ -49,11 +49,11 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         self.tables = self.inputs, self.outputs
-        # One event for each of the last two pages: its steps are computed.
+        # For each of the last two pages, an event after its steps.
         self._computed: deque[torch.cuda.Event] = deque(maxlen=2)
-        # The planning stream may reuse the memory of its tensors once they are freed. So they are
-        # kept for three pages: the one just planned, the one that computes and the one before.
-        self._in_use: deque[list[PlannedBatch]] = deque(maxlen=3)
+        # The planning stream reuses the memory of a tensor as soon as Python frees it, even while a
+        # step reads it. So three pages are kept: planned, computing, and the one before.
+        self._kept: deque[list[PlannedBatch]] = deque(maxlen=3)
         if self.planning:
             torch.cuda.reset_peak_memory_stats(self.state.device)
 
@@ -68,13 +68,13 @@ class TrainingStep:
         self.state.step += 1
         # Find the rows that this batch touches, unless that was done when its page was planned.
         rows = planned.rows if planned.rows is not None else self.kernels.unique_rows(batch)
-        # Get their weights, also those that other ranks own, and a zero gradient for each.
+        # Get their weights, some of them from other ranks, and a zero gradient for each.
         grads, page = self.exchange.borrow(rows, self.engine.page())
         # Add loss and gradients.
         grads = self.kernels.gradients(batch, page, grads, lr)
-        # Sum over all ranks the gradients of the rows that this rank owns.
+        # Replace them by the rows that this rank owns, with gradients summed over all ranks.
         grads = self.exchange.reduce(grads)
-        # Update these rows, not the borrowed ones.
+        # Update these rows.
         update = Update(self.optimizer, self.tables, lr)
         self.kernels.optimizer_step(update, self.engine.page(), grads, self.state)
         return StepResult(batch, grads.loss, grads.pairs)
@@ -87,7 +87,7 @@ class TrainingStep:
         planned = self._next_page(batches)
         while planned:
             yield from planned
-            # The steps of these batches are launched but not computed: the CPU is ahead of the GPU.
+            # A GPU still computes these steps while the next page is planned.
             planned = self._next_page(batches)
 
     @property
@@ -112,17 +112,15 @@ class TrainingStep:
                 marks_TV = torch.zeros(size, dtype=torch.bool, device=self.state.device)
                 self.exchange.mark(planned, marks_TV)
             if self.planning:
-                # The last page computes now. From here on the one before it is done: the engine may
-                # evict its rows. The first page has none before it, and nothing to wait for.
-                page_before_last = self._computed[0]
-                self.planning.wait_event(page_before_last)
+                # Wait for the page before the one that computes: the engine may evict its rows.
+                self.planning.wait_event(self._computed[0])
             if marks_TV is not None:
-                window = planned[-1].batch.lookahead
-                self.engine.prefetch(marks_TV, None if window is None else window.soon_V)
+                lookahead = planned[-1].batch.lookahead
+                self.engine.prefetch(marks_TV, lookahead.soon_V if lookahead else None)
         if self.planning:
             current_stream().wait_stream(self.planning)
-            self._in_use.append(planned)
+            self._kept.append(planned)
         with on_stream(self.planning):
-            # Several ranks list the rows of the page after it: only now, so that moves begin first.
-            self.exchange.look_further(batches)
+            # Only now, so that the moves of this page begin first.
+            self.exchange.list_following(batches)
         return planned

@@ -141,9 +141,8 @@ class Trainer:
         sampler = self.loop.sampler
         with self.timeline.phase("training"), self.metrics.bar, self.signals.recorded():
             for epoch in range(sampler.position.epoch, epochs):
-                # As many batches on this rank as on any.
+                # All ranks make equally many steps: one whose text is over gets empty batches.
                 batches = self._lockstep.batches(sampler.epoch(), sampler.empty_batch(epoch))
-                # Steps, and between them what is due once in a while.
                 for done in self.loop.epoch(batches):
                     words = round(self.loop.epochs_done * self.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
@@ -151,19 +150,19 @@ class Trainer:
                         self.checkpoints.allocate()  # for copies; a short run never needs them
                         self._check()
                         self.metrics.log(self.loop.lr)
-                    # All ranks do the same after this step: go on, save, or save and stop.
+                    # All ranks decide alike: go on, save, or save and stop.
                     decision = self._lockstep.decision()
                     if decision.status:
                         self._stop(done.batch.after, decision.status)
-                    # Votes travel several batches ahead, so that several ask for the same save;
-                    # its number shows which are repeats.
+                    # Votes are cast several batches ahead, so several may ask for the same
+                    # checkpoint; its number shows whether it was already made.
                     if decision.save > self._save_timer.saves:
                         self._save(done.batch.after)
                 # Between two epochs.
                 self.metrics.end_epoch(epoch + 1)
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
-                    # All go by the clock of rank 0.
+                    # The clock of rank 0 decides for all ranks.
                     if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
                         self._save(sampler.position)
             # The end of the run.
@@ -171,7 +170,7 @@ class Trainer:
             self._check()
             self.metrics.log(self.loop.lr)
             self._final = self._state(sampler.position)
-            # A signal that came after the last vote is in no decision.
+            # A signal after the last vote has not been acted on yet.
             if status := max(self.ranks.all_gather(self.signals.status)):
                 self._stop(sampler.position, status)
         self._summarize()
@@ -243,7 +242,7 @@ class Trainer:
     def _save(self, position: Position) -> None:
         """Write a checkpoint, unless the last one is still being written."""
         if any(self.ranks.all_gather(self.checkpoints.busy)):
-            self._save_timer.leave_out()  # or each step would ask all ranks until it is written
+            self._save_timer.skip()  # or each step would ask all ranks until it is written
             return
         with self.timeline.phase("saving"), self._save_timer.saving():
             self._step.engine.flush()
@@ -314,18 +313,18 @@ class Trainer:
 
     def _row_counts(self) -> list[int]:
         """Return rows used, read, written and updated, resumed runs included."""
-        used, read, written, _ = self._step.engine.stats
-        counts = used, read, written, int(self._step.state.rows_updated)
+        stats = self._step.engine.stats
+        counts = *stats[:3], int(self._step.state.rows_updated)
         return [a + b for a, b in zip(self._rows_before, counts, strict=True)]
 
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
-        _, read, written, wait_seconds = self._step.engine.stats
-        table = self._step.inputs
-        return LinkUse((read + written) * table.width * table.dtype.itemsize, wait_seconds)
+        stats, table = self._step.engine.stats, self._step.inputs
+        rows = stats.rows_read + stats.rows_written
+        return LinkUse(rows * table.width * table.dtype.itemsize, stats.wait_seconds)
 
     def _accuracy(self) -> float:
-        """Return the share of analogies that is right, found by rank 0 for all."""
+        """Return the share of correct analogies, on rank 0; 0 on the others."""
         weights_ND = self._scored_vectors()
         with self.ranks.reraise():
             if self.ranks.rank:
@@ -360,7 +359,7 @@ class Trainer:
     def _save_without_vectors(self, weights: Weights) -> None:
         """Complete the last checkpoint, as the vectors could not be written.
 
-        It cannot link their file, or the disk was full: vectors that failed have made room by now.
+        It needed their file, or the disk was full; what was written of them is removed by now.
         """
         if weights and not weights.done():
             weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
@@ -480,9 +479,9 @@ class Trainer:
 
 
 def estimate_time(loop: TrainingLoop, raw_words: int) -> str:
-    """Train for some seconds; return how long the whole run would take.
+    """Train for some seconds; return an estimate of the whole run's time.
 
-    What was trained is to be thrown away.
+    The loop cannot be used afterwards.
     """
     steps = 0
     for steps, done in enumerate(loop.epoch(), start=1):

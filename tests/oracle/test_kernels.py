@@ -305,7 +305,7 @@ def test_buffers_have_room_for_the_rows_of_any_batch(seed, centers, negative, ro
     rows = weights_TVD.shape[1]
     reference = ReferenceKernels(StepShape(rows, 1, torch.float32, torch.device("cpu")))
     touched = [len(its.rows_U) for its in reference.unique_rows(batch)[:2]]
-    most = [min(rows, number) for number in cuda.most_rows(batch)]
+    most = [min(rows, number) for number in cuda.max_batch_rows(batch)]
     assert touched[0] <= most[0] and touched[1] <= most[1]
 
 

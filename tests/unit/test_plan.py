@@ -386,7 +386,7 @@ def test_plan_says_how_fast_two_gpus_are_beside_one(monkeypatch, batch, gpu_byte
     made = make_plan(configured(*settings), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
     assert resident in made.describe()
     assert ("enough" in made.describe()) == ("enough" in resident)
-    assert paged in replace(made, engine="mapped", slots=10)._gain_in_words()
+    assert paged in replace(made, engine="mapped", slots=10)._describe_gain()
 
 
 def test_automatic_arguments_have_an_eps_for_float16(caplog):

@@ -38,13 +38,14 @@ class Position(NamedTuple):
 class Pool(NamedTuple):
     """Words that negatives are picked from.
 
-    Without any, of size 0, each negative is drawn by itself.
+    Without a pool, each negative is drawn independently. The distribution of words is cut into
+    `parts`, one for each rank.
     """
 
-    size: int = 0
-    key: int = 0  # 64 random bits, unsigned: batches with the same ones share a pool
-    own: int = 0  # the first words are of one part of the distribution, the others of all of it
-    fresh: bool = False  # whether a word of that part is drawn anew each time it is picked
+    size: int = 0  # 0: no pool
+    key: int = 0  # 64 random bits, unsigned: batches with the same key share a pool
+    own: int = 0  # how many words, the first ones, are drawn from `part` alone
+    fresh: bool = False  # whether these are drawn anew each time they are picked
     part: int = 0
     parts: int = 1
 
@@ -139,23 +140,24 @@ class Batch(NamedTuple):
     objective: Objective = SKIPGRAM
 
 
-def rows_at_most(
+def max_rows(
     centers: int, negatives: int, window: int, depth: int = 0, words: int = 0
 ) -> tuple[int, int]:
     """Return the most rows of each table that a batch may touch.
 
-    negatives: the most of all centers that differ; depth, words: of the tree, if there is one.
+    negatives: distinct ones of all centers; depth, words: of the tree, if there is one.
     """
     targets = centers + negatives if negatives or not depth else 0
     return centers + 2 * window, targets + min(centers * depth, words - 1 if depth else 0)
 
 
-def most_rows(batch: Batch, parts: int = 1) -> tuple[int, int]:
+def max_batch_rows(batch: Batch, parts: int = 1) -> tuple[int, int]:
     """Return the most rows that one of `parts` parts of a batch touches."""
     centers = -(-batch.windows_B.shape[0] // parts)
-    drawn, tree = centers * batch.negatives_BK.shape[1], batch.objective.tree
+    drawn = centers * batch.negatives_BK.shape[1]
+    tree = batch.objective.tree
     depth, words = (tree.depth, tree.begin_V.shape[0] - 1) if tree else (0, 0)
-    return rows_at_most(centers, min(drawn, batch.pool or drawn), batch.window, depth, words)
+    return max_rows(centers, min(drawn, batch.pool or drawn), batch.window, depth, words)
 
 
 class Pairs(NamedTuple):
@@ -284,12 +286,15 @@ class StepState:
         self.rows_updated = torch.zeros((), dtype=torch.int64, device=device)
 
     def mark_fault(self, bit: int, is_sound: Tensor) -> None:
-        """Note a fault of this step unless `is_sound` or one is known."""
+        """Record a fault of this step, unless `is_sound` or there was one before."""
         fault = torch.full_like(self.fault, (self.step << FAULT_BITS) + bit)
         self.fault.copy_(torch.where((self.fault == 0) & ~is_sound, fault, self.fault))
 
     def first_fault(self) -> tuple[int, list[str]]:
-        """Return the first step with a fault, or 0, and its faults; wait."""
+        """Return the first step with a fault, or 0, and its faults.
+
+        Waits for the device.
+        """
         fault = int(self.fault)
         return fault >> FAULT_BITS, [name for bit, name in enumerate(FAULTS) if fault >> bit & 1]
 

@@ -30,7 +30,7 @@ from w2v.kernels.batch import (
     TableLike,
     Update,
     View,
-    most_rows,
+    max_batch_rows,
 )
 from w2v.kernels.reference import ReferenceKernels
 from w2v.system.simd import AT_ONCE, LANES
@@ -186,7 +186,7 @@ class CpuKernels:
 
     def unique_rows(self, batch: Batch) -> Any:
         """Return room for the rows, which `gradients` finds in its own pass."""
-        most = most_rows(batch, parts=self.threads.count)
+        most = max_batch_rows(batch, parts=self.threads.count)
         if not (self._rows and all(map(ThreadGrads.has_room, self._rows, most))):
             rows, dim = self.shape.rows, self.shape.dim
             self._rows = [ThreadGrads(rows, n, dim, self.threads.count) for n in most]

@@ -27,7 +27,7 @@ from w2v.kernels.batch import (
     StepState,
     TableGrads,
     Update,
-    most_rows,
+    max_batch_rows,
     zeros_by_step,
 )
 from w2v.kernels.launch import blocks_for, launch
@@ -72,7 +72,7 @@ class CudaKernels(Kernels):
         launch("unique.cu", "mark", _macros(batch), _blocks(batch), *_text(batch), *marks)
 
     def unique_rows(self, batch: Batch) -> Grads:
-        self._rows = with_room(self._rows, most_rows(batch), self.shape.rows, self.shape)
+        self._rows = with_room(self._rows, max_batch_rows(batch), self.shape.rows, self.shape)
         rows = with_sums(self._rows, next(self._sums))
         find_unique_rows(batch, rows[:2])
         return rows

@@ -30,7 +30,7 @@ from w2v.kernels.cuda import (
     SUMS,
     CudaKernels,
     find_unique_rows,
-    most_rows,
+    max_batch_rows,
     with_room,
     with_sums,
 )
@@ -74,7 +74,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
     ) -> tuple[Tensor, Tensor]:
         shape = self.shape
         # Room for numbers alone: these rows get no gradients.
-        self._listed = with_room(self._listed, most_rows(batch), shape.rows, shape, dim=0)
+        self._listed = with_room(self._listed, max_batch_rows(batch), shape.rows, shape, dim=0)
         unique = with_sums(self._listed, next(self._listed_sums))
         find_unique_rows(batch, unique[:2])
         room = unique.inputs.rows_U.shape[0] + unique.outputs.rows_U.shape[0]
@@ -286,7 +286,7 @@ class CudaPeerKernels(RankKernels):
         return self._owned_now._replace(loss=grads.loss, pairs=grads.pairs)
 
     def _list(self, batch: Batch, marks_NTV: Tensor | None) -> int:
-        for its, most in zip(most_rows(batch), self._most, strict=True):
+        for its, most in zip(max_batch_rows(batch), self._most, strict=True):
             assert min(its, self.shape.rows) <= most, "a larger batch than planned"
         slot = self._listed % len(self._lists)
         self._listed += 1

@@ -26,7 +26,6 @@ from w2v.system.random import mix, shift_right, splitmix64
 
 ALIGNMENT = 128  # bytes that a GPU reads from host memory at a time
 CPU_ALIGNMENT = 64  # bytes of a cache line, and of the widest vectors
-FILE_BYTES = 1 << 30  # records in one file of a checkpoint, at most
 # Elements initialised at a time: many on a GPU, for few launches; few on a CPU, to stay in cache.
 INIT_CHUNK = {"cuda": 1 << 21, "cpu": 1 << 15}
 TOUCH_BYTES = 64 << 20  # memory that one thread allocates at a time

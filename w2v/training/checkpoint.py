@@ -29,12 +29,12 @@ from w2v.system.files import link, sealed, sync, unsealed, write_synced
 from w2v.training import checkpoint_files
 
 log = logging.getLogger("w2v")
-FORMAT = 6
+FORMAT = 6  # of the manifest; others are not read
 KEPT = 2
-EPOCH_SECONDS = 60.0  # after the last checkpoint, the end of an epoch is worth one
+EPOCH_SECONDS = 60.0  # at the end of an epoch, save if the last checkpoint is older
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
 MOST_SHARE = 0.1  # of wall time that longer waits may take
-# Path and CRC-32 of an .npy file that will be written, with the weights of the first table.
+# Path and CRC-32 of the .npy file of the first table's weights, once it is written.
 Weights = Future[tuple[Path, int]] | None
 
 
@@ -95,21 +95,24 @@ class Checkpoints:
     training changes every row within seconds. An error in the thread, or in that of another rank,
     is raised by the next call.
 
-    room: bytes of CPU memory for copies; as many of the files are copied as it holds.
+    copy_bytes: CPU memory for copies; as many of the files are copied as fit.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[Table], room: int, ranks: Ranks = SINGLE):
-        self.folder, self._tables, self._ranks = folder, tables, ranks
+    def __init__(
+        self, folder: Path, tables: Sequence[Table], copy_bytes: int, ranks: Ranks = SINGLE
+    ):
+        self.folder = folder
+        self._tables = tables
+        self._ranks = ranks
         folder.mkdir(exist_ok=True)
-        self._leads = ranks.rank == 0
         files = self._files()
         own_bytes = sum(records_nR.nbytes for records_nR in files.values())
         self._bytes = sum(ranks.all_gather(own_bytes))
-        self._copied: list[str] = []  # files of which `room` holds copies
+        self._copied: list[str] = []  # names of files that are copied
         for name, records_nR in files.items():
-            if records_nR.nbytes <= room:
+            if records_nR.nbytes <= copy_bytes:
                 self._copied.append(name)
-                room -= records_nR.nbytes
+                copy_bytes -= records_nR.nbytes
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._memory: Future | None = None  # for copies
         self._writing: Future | None = None
@@ -137,7 +140,7 @@ class Checkpoints:
             return
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
         manifest["tables"] = _describe(self._tables, self._ranks)
-        files = self._files(apart=weights is not None)
+        files = self._files(weights_apart=weights is not None)
         entries: checkpoint_files.Entries = {}
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
@@ -168,20 +171,24 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _files(self, apart: bool = False) -> dict[str, Tensor]:
-        """Return the files by name; `apart` from the weights of the first table."""
+    def _files(self, weights_apart: bool = False) -> dict[str, Tensor]:
+        """Return the records of each file, by its name.
+
+        With `weights_apart`, the weights of the first table are left to another file.
+        """
         first, *others = self._tables
-        parts = _parts(first, apart)
-        parts.pop(_weights_file(first), None)
-        parts |= {table.name: table.saved_VR for table in others}
-        return checkpoint_files.files(parts, self._ranks)
+        records = _records(first, weights_apart)
+        records.pop(_weights_file(first), None)
+        records |= {table.name: table.saved_VR for table in others}
+        return checkpoint_files.files(records, self._ranks)
 
     def _allocate(self) -> dict[str, Tensor]:
         files = self._files()
         return {name: host_memory(files[name].nbytes) for name in self._copied}
 
     def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        memory, copies = self._memory.result(), {}
+        memory = self._memory.result()
+        copies = {}
         for name, records_nR in files.items():
             copies[name] = copy_nR = memory[name].view(records_nR.dtype).view(records_nR.shape)
             for to, part in zip(*map(checkpoint_files.chunks, (copy_nR, records_nR)), strict=True):
@@ -197,7 +204,8 @@ class Checkpoints:
         weights: Weights,
     ) -> None:
         """Write the files and, when all ranks are done, the manifest."""
-        partial, ranks = _partial(path), self._ranks
+        partial = _partial(path)
+        ranks = self._ranks
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
                 entries = {**entries, **checkpoint_files.write(partial, files)}
@@ -210,7 +218,7 @@ class Checkpoints:
             of_ranks = ranks.all_gather(entries, group="background")
             # The manifest is written last: a folder with a manifest is complete.
             with ranks.reraise(group="background"):
-                if self._leads:
+                if ranks.rank == 0:
                     files = {name: entry for part in of_ranks for name, entry in part.items()}
                     text = sealed(manifest | {"files": files})
                     write_synced(partial / "manifest.json", [text.encode()])
@@ -220,7 +228,7 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        for old in _saved(self.folder)[:-KEPT] if self._leads else []:
+        for old in _saved(self.folder)[:-KEPT] if self._ranks.rank == 0 else []:
             # A folder with the name of a checkpoint is complete, even while another is removed.
             removed = Path(f"{old}.old.partial")
             os.replace(old, removed)
@@ -232,7 +240,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            if self._leads:
+            if self._ranks.rank == 0:
                 shutil.rmtree(_partial(path), ignore_errors=True)
             error.strerror = (
                 f"{error.strerror or error}, so that a checkpoint of {self._bytes:,} bytes cannot "
@@ -287,7 +295,7 @@ class Checkpoint:
             records = {
                 name: (wanted[table.name]["rows"], records_VR)
                 for table in tables
-                for name, records_VR in _parts(table, _weights_file(table) in self._files).items()
+                for name, records_VR in _records(table, _weights_file(table) in self._files).items()
             }
             try:
                 checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
@@ -331,9 +339,9 @@ def _weights_file(table: Table) -> str:
     return f"{table.name}.npy"
 
 
-def _parts(table: Table, apart: bool) -> dict[str, Tensor]:
-    """Return what is saved of a table: all, or weights and states apart."""
-    if not apart:
+def _records(table: Table, weights_apart: bool) -> dict[str, Tensor]:
+    """Return the saved records of a table: whole, or weights and states apart."""
+    if not weights_apart:
         return {table.name: table.saved_VR}
     parts = {_weights_file(table): table["weight"], table.name: table.saved_VR[:, table.dim :]}
     return {name: part_VR for name, part_VR in parts.items() if part_VR.shape[1]}

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import Ranks
-from w2v.model.table import FILE_BYTES
 from w2v.system.files import write_synced
 
+FILE_BYTES = 1 << 30  # records of one file, at most
 CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a time
 THREADS = 8  # files written or read at once
 # Names in safetensors.
@@ -60,7 +60,7 @@ def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def write(folder: Path, files: Mapping[str, Tensor]) -> Entries:
-    """Write and sync the records [n, R] of each file, but not their names."""
+    """Write and sync the records [n, R] of each file, not the folder."""
     with ThreadPoolExecutor(THREADS) as pool:
         entries = pool.map(lambda name: _write_file(folder / name, files[name]), files)
         return dict(zip(files, entries, strict=True))
@@ -98,7 +98,7 @@ def read(
     with ThreadPoolExecutor(THREADS) as pool:
         reads = []
         for name, (rows, records_VR) in tables.items():
-            # The shards of other ranks have no row in common with ours.
+            # Other saved shards have no row in common with ours.
             for rank in range(ranks.rank % common, saved, common):
                 shard_rows = -(-(rows - rank) // saved)
                 for part in _parts(name, shard_rows, records_VR, rank, saved):

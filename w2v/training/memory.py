@@ -1,4 +1,4 @@
-"""Will it fit? Bytes that a run takes, and what this machine has.
+"""Estimate the bytes that a run takes, and find what this machine has.
 
 `Task.needs` is the one count of bytes, by place and purpose: the check before a run starts, the
 choice of the engine and the capacity of the GPU cache are all derived from it.
@@ -22,22 +22,16 @@ import torch
 
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
-from w2v.kernels.batch import StepShape, chunk_words, rows_at_most, table_rows
+from w2v.kernels.batch import StepShape, chunk_words, max_rows, table_rows
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
-from w2v.model.table import (
-    ALIGNMENT,
-    CPU_ALIGNMENT,
-    FILE_BYTES,
-    padded,
-    pinning_is_limited,
-    record_width,
-)
+from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, padded, pinning_is_limited, record_width
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes, same_disk
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab, keep_probabilities
+from w2v.training.checkpoint_files import FILE_BYTES
 from w2v.training.paging import MOST_STEPS
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
@@ -50,7 +44,7 @@ PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
 RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
 
-# Memory of a batch, wherever it is computed: bytes that stay, and those of its drawing.
+# Memory of a batch on the compute device: bytes that stay, and those needed while it is drawn.
 CHUNK_WORD_BYTES, CHUNK_DRAW_BYTES = 8, 24  # a word of a chunk of the text
 NEGATIVE_BYTES, NEGATIVE_DRAW_BYTES = 4, 8  # a negative
 POOL_BYTES, POOL_DRAW_BYTES = 4, 32  # a word of the pool, which only torch keeps in memory
@@ -58,7 +52,7 @@ SAMPLED = 100_000  # words of a vocabulary, at most, from which the rows of a ba
 
 # GPU memory besides the rows of the tables and batches.
 GPU_RESERVE = 512 << 20  # CUDA's modules, scores, and what torch's allocator cannot use
-DRAW_BYTES = 12  # a vocabulary word: its place in the noise distribution, how often it is kept
+DRAW_BYTES = 12  # a vocabulary word: its share of the negatives, and how often it is kept
 INDEX_BYTES = 4  # a table row: its index among the unique rows of a step
 ROUTE_BYTES = 20  # a vocabulary word, where several ranks exchange rows: indices and marks
 MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
@@ -66,11 +60,11 @@ SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache i
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take one byte for this many of pinned tables
 UNUSED_PART = 256  # the allocator leaves one byte unused for this many of the cache
-DEVIATIONS = 4  # standard deviations of a page's rows for which the cache leaves room
+DEVIATIONS = 4  # a cache must hold a page's expected rows and this many standard deviations
 PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
 
 LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
-SHORT = 0.9  # share of what is needed that is taken to be free where an allocation has failed
+SHORT = 0.9  # after a failed allocation, assume that this share of the needs is free
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
 PLACES = {
     "host": "CPU memory",
@@ -280,12 +274,13 @@ class Task:
             "tables": tables,
             "vocabulary": WORD_BYTES * self.words + self._tree_bytes,
             "vectors": vectors,
-            # They are gone when vectors are exported.
+            # Freed before vectors are exported, so only the larger of the two counts.
             "batches": 0 if self.on_gpu else max(0, self._batch_bytes() - vectors),
         }
 
     def _gpu_needs(self) -> dict[str, int]:
-        several, rows = self.ranks.size > 1, 2 * self.shape.stride
+        several = self.ranks.size > 1
+        rows = 2 * self.shape.stride
         needs = {
             # Ranks have buffers to exchange rows.
             "program": GPU_RESERVE * (4 if several else 1)
@@ -298,7 +293,7 @@ class Task:
         }
         if not self.is_hosted:
             return needs | {"tables": self.table_bytes}
-        # An automatic cache takes what is left, so it needs no more than to be set up.
+        # An automatic cache takes what is left; it only needs the memory to be set up.
         slots = min(rows, (self.cache_bytes or 0) // self.record_bytes)
         cache = max(self.slot_bytes * slots, SORT_BYTES * rows)
         return needs | {"cache maps": MAP_BYTES * rows, "cache": cache}
@@ -310,10 +305,14 @@ class Task:
         return PATH_BYTES * int(self.path_lengths.sum()) + 8 * self.words
 
     def _batch_bytes(self) -> int:
-        """Return the bytes of batches and gradients on the compute device."""
-        config, model, shape, kernels = self.config, self.config.model, self.shape, self.kernels
-        dim, has_formula = shape.dim, bool(self.optimizer.formula)
-        batch_size = -(-config.train.batch_size // shape.world_size)
+        """Return the bytes of batches and gradients on the compute device.
+
+        What stays between steps, and the larger of what drawing a batch and a step take meanwhile.
+        """
+        model, shape, kernels = self.config.model, self.shape, self.kernels
+        dim = shape.dim
+        has_formula = bool(self.optimizer.formula)
+        batch_size = -(-self.config.train.batch_size // shape.world_size)
         centers = min(batch_size, int(self.centers))
         drawn = centers * model.negative
         chunk = min(chunk_words(batch_size), len(self.corpus.ids))
@@ -329,7 +328,7 @@ class Task:
             # Buffers for the most rows that a batch may touch; larger ones are allocated beside
             # them. The batches of several pages are under way.
             distinct = model.distinct_negatives(centers)
-            most = rows_at_most(centers, distinct, window, depth, self.words)
+            most = max_rows(centers, distinct, window, depth, self.words)
             stay += PAGES * MOST_STEPS * 4 * (centers + drawn)
             stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
         elif kernels == "cpu":
@@ -354,22 +353,23 @@ class Task:
 
     def touched(self, centers: int) -> tuple[int, int]:
         """Return the expected unique rows of that many centers, in each table."""
-        model, total = self.config.model, self.vocab.counts[: self.words].sum()
+        model = self.config.model
+        total = self.vocab.counts[: self.words].sum()
         every = -(-self.words // SAMPLED)
-        # Each stands for the words around it.
+        # A sample of the words: each stands for `every` words around it.
         counts_V = self.vocab.counts[every // 2 : self.words : every].astype(np.float64)
         kept_V = counts_V * keep_probabilities(counts_V, total, model.sample)
         uses_V = (centers + 2 * reach(model.window, self.corpus.offsets)) * kept_V / kept_V.sum()
 
-        def different(uses_V: np.ndarray) -> int:
+        def unique(uses_V: np.ndarray) -> int:  # expected, each word being drawn independently
             return int(every * -np.expm1(-uses_V / every).sum())
 
-        inputs = different(uses_V)
+        inputs = unique(uses_V)
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)
             drawn_V = expected_negatives(model, centers, self.shape.world_size) * prob_V
-            outputs = different(uses_V + drawn_V)
+            outputs = unique(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
             outputs += int(min(self.words, inputs * (1 + max(0, math.log2(self.words / inputs)))))
@@ -379,7 +379,7 @@ class Task:
 def fitting_batch_size(task: Task, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
-    Expected rows are those of words in no order; a text repeats words, so its pages have fewer.
+    Rows are estimated for words in random order. A text repeats words, so its pages have fewer.
     `slots` is the capacity of the cache on all ranks.
     """
     size, steps = task.config.train.batch_size, max(1, task.config.transfer.steps_per_page)
@@ -442,19 +442,23 @@ class Budget:
 
     def changes(self) -> list[str]:
         """Return the smallest single changes that would make the task fit."""
-        task, config, lacking = self.task, self.task.config, self.lacking(self.task)
+        task, config = self.task, self.task.config
+        lacking = self.lacking(task)
         changes = []
 
         def fits(key: str, value: Any) -> bool:
             return not self.lacking(replace(task, config=_with(config, key, value)))
 
         def find(key: str, below: int, spelled: Callable[[int], Any] = lambda n: n) -> None:
+            """Add the largest value of a key in [2, below) that fits, if any."""
+
             def too_large(number: int) -> bool:
                 return not fits(key, spelled(number))
 
-            if count := bisect.bisect_left(range(2, below), True, key=too_large):
-                unit = 10 ** max(0, len(str(count + 1)) - 3)  # 3 digits are enough
-                changes.append(f"{key}={spelled((count + 1) // unit * unit)}")
+            largest = 1 + bisect.bisect_left(range(2, below), True, key=too_large)
+            if largest > 1:
+                unit = 10 ** max(0, len(str(largest)) - 3)  # 3 digits are enough
+                changes.append(f"{key}={spelled(largest // unit * unit)}")
 
         find("vocab.max_final_vocab", task.words)
         find("model.vector_size", config.model.vector_size)
@@ -511,12 +515,12 @@ class Budget:
     def copies(self) -> int:
         """Bytes of CPU memory for copies of the tables.
 
-        They are written while training goes on: as many files as there is room for.
+        Copied files are written while training goes on: as many are copied as fit.
         """
         tables, config = self.task.table_bytes, self.task.config
         if not config.run.checkpoint_minutes or self._small:
             return 0
-        # Tables in files are quick where the file cache has room for them.
+        # Tables in files need the file cache to be fast, so it is not used for copies.
         cached = tables if config.transfer.table_dir else 0
         needs = sum(self.task.needs()["host"].values()) + cached
         room = self.free["host"] * (1 - SPARE) - needs

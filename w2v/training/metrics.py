@@ -88,7 +88,8 @@ class Metrics(contextlib.AbstractContextManager):
         self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
         self.loss: float = state.get("mean_loss", math.nan)  # mean, at the last report
         self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
-        self._total_words, self._log_seconds = total_words, log_seconds
+        self._total_words = total_words
+        self._log_seconds = log_seconds
 
         # Sums since the last line, and of the epoch so far.
         self._line_loss = Total(state.get("loss", 0))
@@ -99,7 +100,9 @@ class Metrics(contextlib.AbstractContextManager):
 
         # What the next line is measured from.
         self._logged_words = int(state.get("logged_words", 0))
-        self._link, self._link_rate, self._logged_link = link, link_rate, link()
+        self._link = link
+        self._link_rate = link_rate
+        self._logged_link = link()
         self._link_values: dict[str, float] = {}
 
         # Points in time.
@@ -139,7 +142,7 @@ class Metrics(contextlib.AbstractContextManager):
 
     def end_epoch(self, epoch: int) -> None:
         """Note that an epoch is over; its mean loss is read with the next line."""
-        # To wait for the device now would leave it idle until the next page is planned.
+        # Waiting for the device now would leave it idle until the next page is planned.
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
         self._ended.append((line, self._epoch_loss, self._epoch_pairs))
@@ -167,14 +170,17 @@ class Metrics(contextlib.AbstractContextManager):
             **self._link_values,
         )
         if self.bar.disable:
-            share, left = self.words / self._total_words, ""
+            share = self.words / self._total_words
+            left = ""
             if self._logged_words:  # the first step may have waited for compilation
                 left = f"  {(self._total_words - self.words) / rate:.0f} s left"
             log.info(
                 f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
             )
         self._line_loss, self._line_pairs = Total(), Total()
-        self._logged, self._logged_words, self._logged_link = now, self.words, self._link()
+        self._logged = now
+        self._logged_words = self.words
+        self._logged_link = self._link()
 
     def state(self, lr: float) -> dict[str, float]:
         """Return where the curve stands, with all lines so far on disk."""

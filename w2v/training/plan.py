@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels
-from w2v.kernels.batch import StepState, chunk_words, rows_at_most
+from w2v.kernels.batch import StepState, chunk_words, max_rows
 from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
@@ -109,10 +109,10 @@ class Plan(Task):
             "machine": str(self.machine),
             "corpus": "; ".join(filter(None, text)),
             "tables": f"{size}: {record}: {format_bytes(self.table_bytes)}",
-            "ranks": f"{shards}{self._gain_in_words()}" if self.ranks.size > 1 else "",
+            "ranks": f"{shards}{self._describe_gain()}" if self.ranks.size > 1 else "",
             "optimizer": ", ".join(step),
             "kernels": ", ".join(filter(None, kernels)),
-            "engine": f"{self.engine} on {self.device}: {self.reason}{self._paging_in_words()}",
+            "engine": f"{self.engine} on {self.device}: {self.reason}{self._describe_paging()}",
             "memory": self.budget.totals,
             "auto": "; ".join(f"{key.split('.')[1]} {why}" for key, why in self.chosen.items()),
         }
@@ -162,8 +162,8 @@ class Plan(Task):
         """Steps that share a page, and the lookahead window."""
         transfer = self.config.transfer
         if not self.is_paged or not self.slots:
-            # Where all rows are on the GPU, long pages cost nothing and save the CPU time. But
-            # plain torch has the gradients of all batches of a page at once.
+            # With all rows on the GPU, long pages cost nothing and save CPU time. But plain torch
+            # keeps the gradients of all batches of a page.
             is_long = self.slots > 0 and self.kernels != "reference"
             return Paging(transfer.steps_per_page or (MOST_STEPS if is_long else 1))
         # Batches of all ranks are drawn, to count how many of them find room in the caches.
@@ -182,7 +182,7 @@ class Plan(Task):
         chunks = choose_lookahead(self.ids, words, marks_TV, self.slots)
         return paging._replace(lookahead=chunks)
 
-    def _gain_in_words(self) -> str:
+    def _describe_gain(self) -> str:
         """Return how fast several GPUs are beside one, as measured with two."""
         if self.kernels != "cuda":
             return ""
@@ -194,19 +194,20 @@ class Plan(Task):
             return "; one GPU would have to page rows"
         sizes, gains = zip(*TWO_OVER_ONE[: 2 if self.is_paged else None], strict=True)
         gain = np.interp(math.log2(batch), np.log2(sizes), gains)
-        words = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
+        text = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
         if gain < 1:
-            words += f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
-        return words
+            text += f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
+        return text
 
-    def _paging_in_words(self) -> str:
+    def _describe_paging(self) -> str:
+        """Return the size of the cache, of a page and of the lookahead window."""
         if not self.is_hosted:
             return ""
-        words = f"; cache of {self.slots:,} rows there, steps_per_page={self.paging.steps}"
+        text = f"; cache of {self.slots:,} rows there, steps_per_page={self.paging.steps}"
         if self.paging.lookahead:
             window = self.paging.lookahead * chunk_words(self.config.train.batch_size)
-            words += f", lookahead window of {window:,} words"
-        return words
+            text += f", lookahead window of {window:,} words"
+        return text
 
 
 # Before the plan: ranks, text, and what they must have in common.
@@ -249,8 +250,9 @@ def make_plan(
 ) -> Plan:
     """Decide where and how to train.
 
-    `opened` is the corpus, if it is open; `run` the folder of a run that is resumed, whose old
-    checkpoints will make room. Raises `ConfigError` if this machine cannot do what is asked for.
+    `opened` is the corpus, if it is open. `run` is the folder of a run that is resumed: the disk
+    space of its old checkpoints counts as free. Raises `ConfigError` if this machine cannot do what
+    is asked for.
     """
     machine = Machine.here(ranks)
     # This refuses what cannot be paged or computed, before anything is read.
@@ -279,7 +281,7 @@ def make_plan(
         # Planned again, so that automatic settings suit the smaller batch.
         smaller = replace(config, train=replace(config.train, batch_size=fits))
         plan = plan_task(replace(task, config=smaller), run)
-    # Only now, so that a plan that is made again warns once.
+    # Not before the plan is final, or a warning would be repeated.
     warn_of_machine(plan)
     warn_of_settings(plan, batch_is_given=config.train.batch_size > 0)
     return plan
@@ -296,10 +298,9 @@ def plan_task(task: Task, run: Path | None) -> Plan:
     engine, reason = choose_engine(budget)
     task = replace(task, engine=engine)
     budget = replace(budget, task=task)
-    # All ranks page alike, with the least room that any has.
+    # All ranks page alike, with the smallest cache that any can have.
     slots = min(task.ranks.all_gather(budget.slots))
-    of_task = {field.name: getattr(task, field.name) for field in fields(task)}
-    plan = Plan(**of_task, reason=reason, slots=slots, budget=budget, chosen=chosen)
+    plan = Plan(**vars(task), reason=reason, slots=slots, budget=budget, chosen=chosen)
     config, shared = auto.share_negatives(config, plan.is_paged)
     return replace(plan, config=config, chosen=chosen | shared)
 
@@ -557,7 +558,7 @@ def make_kernels(plan: Plan, peers: PeerMemory | None = None) -> Kernels:
         centers = -(-plan.config.train.batch_size // plan.ranks.size)
         depth = plan.text.tree.depth if plan.text.tree else 0
         negatives = model.distinct_negatives(centers)
-        most = rows_at_most(centers, negatives, model.window, depth, plan.words)
+        most = max_rows(centers, negatives, model.window, depth, plan.words)
         return CudaPeerKernels(plan.shape, most, plan.paging.steps, plan.is_hosted)
     if plan.kernels == "cuda":
         return CudaShardKernels(plan.shape) if plan.ranks.size > 1 else CudaKernels(plan.shape)

@@ -209,7 +209,7 @@ def moved(batch, device):
 def sorted_grads(grads):
     """Return a table's unique rows, sorted, their gradients and pairs."""
     if isinstance(grads, ThreadGrads):
-        return grads.take()[1:4]
+        return grads.merged()[1:4]
     count = len(grads.rows_U) if grads.row_count is None else int(grads.row_count)
     assert not grads.grad_UD[count:].any()
     rows_U, order_U = grads.rows_U[:count].long().sort()

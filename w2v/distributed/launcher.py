@@ -42,9 +42,9 @@ def number(name: str) -> int:
 def fork_ranks(count: int) -> int | None:
     """Fork the ranks of a job on this host, and wait for them.
 
-    Ranks import torch side by side, where torchrun imports it before it starts them. Signals go to
-    all ranks; one that fails ends the others. Returns None in each rank, and the exit status in the
-    process that has started them.
+    Ranks import torch in parallel; torchrun imports it before it starts them. Signals are forwarded
+    to all ranks; one that fails ends the others. Returns None in each rank, and the exit status in
+    the process that has started them.
     """
     global listener
     parent = os.getpid()
@@ -52,14 +52,14 @@ def fork_ranks(count: int) -> int | None:
     failed = 0  # exit status of the first one that failed
     signaled = False
 
-    def send(number: int) -> None:
+    def send(signum: int) -> None:
         for process in running:
-            os.kill(process, number)
+            os.kill(process, signum)
 
-    def forward(number: int, frame: object) -> None:
+    def forward(signum: int, frame: object) -> None:
         nonlocal signaled
         signaled = True
-        send(number)
+        send(signum)
 
     os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -74,10 +74,9 @@ def fork_ranks(count: int) -> int | None:
                 listener = server.dup() if rank == 0 else None
                 return None
             running.add(process)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, forward)
-    signal.signal(signal.SIGALRM, lambda number, frame: send(signal.SIGKILL))
+    for signum in _signals_to_handle():
+        signal.signal(signum, forward)
+    signal.signal(signal.SIGALRM, lambda signum, frame: send(signal.SIGKILL))
     while running:
         process, status = os.wait()
         running.discard(process)
@@ -128,15 +127,19 @@ def on_all_ranks() -> Iterator[None]:
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
     """Let signals end the process at once while it has nothing to save."""
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    # With nohup, or in the background of a script, signals stay ignored.
-    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in heeded}
+    handlers = {signum: signal.signal(signum, signal.SIG_DFL) for signum in _signals_to_handle()}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def _signals_to_handle() -> list[signal.Signals]:
+    """Return the signals that end a run, without those that are ignored."""
+    # With nohup, or in the background of a script, signals stay ignored.
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    return [signum for signum in ending if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def report_error(error: Exception, message: str) -> None:

@@ -32,6 +32,7 @@ from w2v.kernels.batch import (
     View,
     max_batch_rows,
 )
+from w2v.kernels.cpu_loops import padded
 from w2v.kernels.reference import ReferenceKernels
 from w2v.system.simd import AT_ONCE, LANES
 
@@ -51,11 +52,6 @@ class Threads:
         if self.count == 1:
             return [function(0)]
         return list(self._pool.map(function, range(self.count)))
-
-
-def padded(dim: int) -> int:
-    """Return a number of dimensions rounded up to whole vectors."""
-    return -(-dim // LANES) * LANES
 
 
 def share(part: int, parts: int, count: int) -> tuple[int, int]:
@@ -95,8 +91,8 @@ class ThreadGrads:
     def has_room(self, rows: int) -> bool:
         return self.of_all.rows_U.shape[1] >= min(len(self.first_V), rows)
 
-    def take(self) -> TableGrads:
-        """Return the sorted unique rows, with the gradients of all threads."""
+    def merged(self) -> TableGrads:
+        """Return the sorted unique rows, with gradients summed over all threads."""
 
         def all_threads(array_nU: np.ndarray) -> Tensor:
             parts = zip(array_nU, self.of_all.count_1[:, 0], strict=True)
@@ -117,8 +113,8 @@ class CpuKernels:
     """
 
     plans_rows = False
-    steps_at_centers = False  # whether each center's gradients are at once subtracted, times lr
-    input_factors = np.ones(1, np.float32)  # of such updates of input rows, [V], or [1] for all
+    in_place = False  # whether gradients, times lr, are subtracted from rows after each center
+    input_factors = np.ones(1, np.float32)  # then, of gradients of input rows: [V], or [1] for all
 
     def __init__(self, shape: StepShape, threads: int):
         self.shape = shape
@@ -194,20 +190,21 @@ class CpuKernels:
         return Grads(inputs, outputs, NOTHING, NOTHING)
 
     def gradients(self, batch: Batch, page: Page, rows: Any, lr: float) -> Any:
-        """Run the compiled loop, a part of the centers on each thread at a time."""
-        (cbow, mean, tree, _), is_sgd = batch.objective, self.steps_at_centers
+        """Run the compiled loop over the centers, on all threads."""
+        cbow, mean, tree, _ = batch.objective
+        in_place = self.in_place
         dim, threads = self.shape.dim, self.threads
         records = page.inputs.records_SR.numpy(), page.outputs.records_SR.numpy()
-        if is_sgd and records[0].shape[1] == padded(dim):
+        if in_place and records[0].shape[1] == padded(dim):
             dim = padded(dim)  # the padding is zero and stays so; vectors of fewer lanes are slow
         drawn = batch.windows_B.numpy(), batch.negatives_BK.numpy()
         path = tuple(part.numpy() for part in tree[:3]) if tree else NO_PATH
         nodes = tree.depth if tree else 0
         centers, targets = drawn[0].shape[0], 1 + drawn[1].shape[1] + nodes
         most = AT_ONCE if tree else min(targets, AT_ONCE)
-        kernel = cpu_loops.compile_gradients(most, is_sgd, cbow)
+        kernel = cpu_loops.compile_gradients(most, in_place, cbow)
         text = batch.words_n.numpy(), batch.sentences_n.numpy(), batch.first
-        weight_d = batch.objective.weights(batch.window) * (lr if is_sgd else 1)
+        weight_d = batch.objective.weights(batch.window) * (lr if in_place else 1)
         factors = mean, weight_d.astype(np.float32), self.input_factors
         arrays = *text, *drawn, batch.window, *path, *records, dim, *factors
         shape = dim, batch.window, targets, cbow
@@ -215,21 +212,21 @@ class CpuKernels:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
         buffers = self._buffers[shape]
         places: list[tuple] = [share(n, threads.count, centers) for n in range(threads.count)]
-        if is_sgd:  # a thread that is done early takes centers of others
+        if in_place:  # a thread that is done early takes centers of others
             begins_n, ends_n = np.array(places).T
-            # In cache lines of their own.
+            # Each in a cache line of its own, as all threads write to them.
             taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]
             taken_n[:] = begins_n
             places = [(n, (taken_n, ends_n)) for n in range(threads.count)]
 
         def run_share(thread: int) -> tuple[float, int]:
-            unique = (table.of_thread[0 if is_sgd else thread] for table in rows[:2])
+            unique = (table.of_thread[0 if in_place else thread] for table in rows[:2])
             return kernel(*places[thread], arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.
-        sums = (torch.from_numpy(np.array(sum(its))) for its in (losses, pairs))
-        return Grads(*rows[:2], *sums)
+        loss, count = (torch.from_numpy(np.array(sum(parts))) for parts in (losses, pairs))
+        return Grads(rows.inputs, rows.outputs, loss, count)
 
     def optimizer_step(self, update: Update, page: Page, grads: Any, state: StepState) -> None:
         note_fault(state, 1, math.isfinite(grads.loss))
@@ -237,7 +234,7 @@ class CpuKernels:
             return
         optimizer, tables, lr = update
         if not optimizer.formula:  # only the torch.optim class has it
-            grads = grads._replace(inputs=grads.inputs.take(), outputs=grads.outputs.take())
+            grads = grads._replace(inputs=grads.inputs.merged(), outputs=grads.outputs.merged())
             ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
             return
         parts = zip(tables, page, grads[:2], strict=True)
@@ -258,7 +255,7 @@ class SequentialSgdKernels(CpuKernels):
     they are not finite.
     """
 
-    steps_at_centers = True
+    in_place = True
 
     def unique_rows(self, batch: Batch) -> Any:
         no_rows: Any = ThreadGrads(0, 0, self.shape.dim, 1)
@@ -269,9 +266,9 @@ class SequentialSgdKernels(CpuKernels):
 
 
 def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
-    """Note a fault, if there is one.
+    """Record a fault of this step, unless `is_sound`.
 
-    To find that there is none takes torch longer than to check a Python number.
+    Sound steps call no torch operation, which would merged longer than this check.
     """
     if not is_sound:
         state.mark_fault(bit, torch.tensor(False))

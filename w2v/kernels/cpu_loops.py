@@ -156,19 +156,24 @@ class Buffers(NamedTuple):
     ring_pairs_C: np.ndarray  # int64, how many pairs a row of the ring sums, or -1 for no word
 
 
+def padded(dim: int) -> int:
+    """Return a number of dimensions rounded up to whole vectors."""
+    return -(-dim // LANES) * LANES
+
+
 def make_buffers(dim: int, window: int, targets: int, cbow: bool) -> tuple[np.ndarray, ...]:
     """Return the `Buffers` of a thread.
 
     Each begins at a cache line, as torch has it: vectors that lie in two lines take two loads, and
     threads that write to the same line wait for each other.
     """
-    contexts, places = 1 if cbow else 2 * window, 2 * window + 1
-    padded = (dim + LANES - 1) // LANES * LANES
+    contexts = 1 if cbow else 2 * window
+    places = 2 * window + 1  # of the ring
 
     def filled(*shape: int, value: float = 0) -> np.ndarray:
         return torch.full(shape, value, dtype=torch.float32).numpy()
 
-    matrices = (filled(height, padded) for height in (contexts, contexts, targets, places))
+    matrices = (filled(height, padded(dim)) for height in (contexts, contexts, targets, places))
     of_targets = *(filled(targets) for _ in range(3)), filled(targets, value=1)
     logits_N, errors_N, factors_N = (filled(contexts * targets + LANES) for _ in range(3))
     of_pairs = logits_N, errors_N, factors_N, factors_N.view(np.int32)

@@ -138,9 +138,9 @@ def move_records(
 ) -> None:
     """Copy records[slots[u]] = table[rows[u]], or back.
 
-    Without slots, u is the slot.
-    The table may be in pinned CPU memory. Rows and slots are int64 on the GPU, inside their bounds;
-    rows are unique, and best sorted; negative ones are skipped. A record is a multiple of 16 bytes.
+    Without slots, u is the slot. The table may be in pinned CPU memory. Rows and slots are int64 on
+    the GPU, inside their bounds; rows are unique, and best sorted; negative ones are skipped. A
+    record is a multiple of 16 bytes.
     """
     assert table_VR.shape[1] == records_SR.shape[1] and table_VR.dtype == records_SR.dtype
     assert table_VR.stride(1) == 1 and records_SR.is_contiguous()

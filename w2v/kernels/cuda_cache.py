@@ -78,7 +78,7 @@ class MovePlanner:
         self.counters = torch.zeros(5, dtype=torch.int64, device=device)
         numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
         none = slot_of_TV.view(-1)[:0]
-        self.moves = [Moves(none, none, none, its) for its in numbers]
+        self.moves = [Moves(none, none, none, of_plan) for of_plan in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
@@ -110,10 +110,10 @@ class MovePlanner:
         order = self._order_N, self._rows
         *lists, numbers = self.moves[number % 2]
         found = self._done, self.counters, numbers, self._notices[number % 2]
-        room = self._slots, is_final
         blocks = -(-32 * self._warps // THREADS)
         counts = self._counts
-        launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *room, *found)
+        capacity = self._slots, is_final
+        launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *capacity, *found)
         slots = self._order_N, self._slot_of_TV
         launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists, next_W)
 
@@ -176,7 +176,7 @@ class Spans(NamedTuple):
 
 
 def numbers_of(spans: int) -> int:
-    """Return how many numbers `find_rows` tells of so many spans."""
+    """Return how many numbers `find_rows` reports of so many spans."""
     return 2 + 4 * spans
 
 
@@ -187,15 +187,15 @@ def find_rows(
     uses_V: Tensor | None,  # int16, counts the look-ups of each row
     page_of_V: Tensor | None,  # int16, becomes `page` for these rows
     page: int,
-    told: Tensor,
+    readback: Tensor,
     is_filled: bool = False,  # whether -1 stands behind the rows, and alone if an id is no row
     are_rows: bool = False,  # whether ids are rows of one rank, of all tables in any order
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the unique rows of ids without sorting.
 
-    `told` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each table
-    of each rank the rows before it, the least and the greatest id that is no row (0: none), and 1 +
-    the place of its padding row (0: it is not there).
+    `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
+    table of each rank the rows before it, the least and the greatest id that is no row (0: none),
+    and 1 + the place of its padding row (0: it is not there).
 
     Returns the place of each id among the rows; the rows, by rank and then sorted, in a buffer as
     long as the ids, and in 32 bits; and their number, first of some on the GPU.
@@ -213,14 +213,14 @@ def find_rows(
     places_N = torch.empty_like(ids_N)
     rows_N = torch.empty_like(ids_N)
     given = ids_N, ids
-    its = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
+    tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
     blocks, survey_blocks = blocks_for(ids), -(-32 * stretches // THREADS)
-    launch("cache.cu", "mark_ids", {}, blocks, *given, *its, bits)
+    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
     launch("cache.cu", "count_ids", {}, survey_blocks, bits, counts, stretches, done, zeros)
     listed = before, rows_N, scratch, uses_V, page_of_V, page
-    placed = before, places_N, told, rows_N if is_filled else None
-    launch("cache.cu", "list_ids", {}, survey_blocks, bits, counts, stretches, *its, *listed)
-    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *its, *placed)
+    placed = before, places_N, readback, rows_N if is_filled else None
+    launch("cache.cu", "list_ids", {}, survey_blocks, bits, counts, stretches, *tables, *listed)
+    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
     return places_N, rows_N, scratch[:ids], zeros
 
 

@@ -95,7 +95,9 @@ class CudaShardKernels(RankKernels, ShardKernels):
         self._launch("mark_requested", len(ids_M), *self._requests(ids_M), *marks_TV.unbind())
 
     def own(self, ids_M: Tensor) -> Grads:
-        owned = self._unlisted(ids_M)
+        room = -(-ids_M.shape[0] // ROOM) * ROOM
+        self._owned = with_room(self._owned, (room, room), self.shape.stride, self.shape)
+        owned = with_sums(self._owned, next(self._sums))
         rows = *owned.inputs, *owned.outputs
         self._launch("own", len(ids_M), *self._requests(ids_M), *rows)
         return owned
@@ -137,12 +139,6 @@ class CudaShardKernels(RankKernels, ShardKernels):
         added = recv_N, *grads, *owned.inputs, *owned.outputs
         facts = self.shape.dim, owned.loss, owned.pairs, fault
         self._launch("collect", 32 * len(ids_M), *self._requests(ids_M), *added, *facts)
-
-    def _unlisted(self, ids_M: Tensor) -> Grads:
-        """Return buffers for the unique rows of `ids_M`, with zero gradients."""
-        room = -(-ids_M.shape[0] // ROOM) * ROOM
-        self._owned = with_room(self._owned, (room, room), self.shape.stride, self.shape)
-        return with_sums(self._owned, next(self._sums))
 
     def _requests(self, ids_M: Tensor) -> tuple[Tensor, int, int]:
         """Return the parameters REQUESTS of shard.cu."""
@@ -208,7 +204,7 @@ class CudaPeerKernels(RankKernels):
         # Of the batch at hand: gradients, weights of other ranks' rows, and where a row has both.
         number_in, number_out = torch.empty(2, shape.rows, dtype=torch.int32, device=device)
         self._numbers = number_in, number_out
-        self._weights = tuple(its.grad_UD.to(shape.dtype, copy=True) for its in (inputs, outputs))
+        self._weights = tuple(rows.grad_UD.to(shape.dtype, copy=True) for rows in (inputs, outputs))
         self._grads = (
             TableGrads(number_in, None, inputs.grad_UD, inputs.pairs_U, None),
             TableGrads(number_out, None, outputs.grad_UD, outputs.pairs_U, None),
@@ -286,8 +282,8 @@ class CudaPeerKernels(RankKernels):
         return self._owned_now._replace(loss=grads.loss, pairs=grads.pairs)
 
     def _list(self, batch: Batch, marks_NTV: Tensor | None) -> int:
-        for its, most in zip(max_batch_rows(batch), self._most, strict=True):
-            assert min(its, self.shape.rows) <= most, "a larger batch than planned"
+        for rows, most in zip(max_batch_rows(batch), self._most, strict=True):
+            assert min(rows, self.shape.rows) <= most, "a larger batch than planned"
         slot = self._listed % len(self._lists)
         self._listed += 1
         inputs, outputs = self._lists[slot]

@@ -154,9 +154,9 @@ def _path(centers_B1: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
 
 def marks(ids: Tensor, mask: Tensor, rows: int) -> Tensor:
     """Return whether each of `rows` rows is an id under the mask: bool [V]."""
-    marks = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
-    # Masked ids mark the row behind the last, which is cut off: no wait for the number of ids.
-    return marks.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
+    marks_V = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+    # Other ids mark one more row, which is cut off: to select ids would wait for their number.
+    return marks_V.index_fill_(0, torch.where(mask, ids, rows).flatten(), True)[:rows]
 
 
 def unique_rows(ids: Tensor, mask: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -394,7 +394,7 @@ class ReferenceKernels(ShardKernels):
         fault.copy_(reduce(torch.bitwise_or, (fact[2] for fact in facts)))
 
     def _by_table(self, ids_M: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Give for each table which ids are its rows, and these rows of the shard."""
+        """Yield for each table which ids are its rows, and the rows of the shard."""
         stride = self.shape.stride
         for number, is_here_M in enumerate(((ids_M >= 0) & (ids_M < stride), ids_M >= stride)):
             yield is_here_M, ids_M[is_here_M].long() - number * stride

@@ -43,11 +43,11 @@ KEPT = 0.6  # share that it keeps where it would be less
 CENTERS = 80  # of the median word in a run
 DIM = 128  # of the vectors
 STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
-# Powers with which a rate falls as its cause grows.
+# Exponents with which a rate falls as these grow.
 FALL_WITH_CENTERS = 0.55
 FALL_WITH_DIM = 0.25
 FALL_WITH_STEPS = 0.25
-RISE_WHERE_SHORT = 0.2  # the power with which a rate rises as a short run gets shorter
+RISE_WHERE_SHORT = 0.2  # exponent with which a rate rises as a short run gets shorter
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
 WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
@@ -187,8 +187,8 @@ def batch_size(name: str, use: Use, sequential: bool = False) -> int:
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
     else:
-        once = REPEATS / use.repeat if use.repeat else math.inf
-        size = min(use.centers / MORE_STEPS.get(name, STEPS), once, LARGEST)
+        most = REPEATS / use.repeat if use.repeat else math.inf
+        size = min(use.centers / MORE_STEPS.get(name, STEPS), most, LARGEST)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 

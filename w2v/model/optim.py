@@ -34,8 +34,8 @@ class RowOptimizer:
     the steps of that row.
 
     `formula` names the formula in the fused kernels (cu/optim.cu, cpu_loops.py) that makes the same
-    step; it is empty where only torch has it. Unless the arguments may change, a mean of gradients
-    with beta1 = 0, which each step overwrites unread, is not kept.
+    step; it is empty where only torch has it. With beta1 = 0, `exp_avg` is the last gradient, which
+    no step reads: it is not kept unless arguments `may_change`.
 
     Raises:
         ConfigError: The class does not exist, refuses its arguments, or is not row-separable.
@@ -88,9 +88,9 @@ class RowOptimizer:
         return Hyper(float(lr), *self._hyper[1:])
 
     def count_step(self, table: TableLike) -> tuple[float, int]:
-        """Count a step of the table; return its number, and a column.
+        """Count a step; return the table's number of steps, and a column.
 
-        In that column, rows count their own steps; it is -1 if they do not.
+        The column has the number of each row's own steps; it is -1 if rows do not count them.
         """
         number = 0.0
         if (step := table.scalars.get("step")) is not None:
@@ -295,7 +295,8 @@ def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
 
 def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     """Return the constructor's arguments, with defaults, checked by a call."""
-    accepted = {key: its.default for key, its in inspect.signature(cls).parameters.items()}
+    parameters = inspect.signature(cls).parameters
+    accepted = {key: parameter.default for key, parameter in parameters.items()}
     own = set(accepted) - {"params", "lr"}
     for key in config.args:
         if key not in own:

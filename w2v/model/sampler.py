@@ -6,11 +6,10 @@ that a word that one place repeats is in several steps. Draws are seeded by (see
 chunk, batch), and a pool of negatives by the number of batches before it in the epoch, so a
 `Position` of four numbers is the whole state.
 
-Ranks share the text: each reads sentences with about equally many words, others in each epoch.
-They share the negatives too: each draws half of them or less from the rows that it owns, which need
-not come from another GPU, and picks the others from a pool of all words, so that few rows come from
-there. DGL-KE draws all of a rank's own (Zheng et al. 2020, arXiv 2004.08532), which lowers scores
-here (docs/log.md).
+Ranks share the text: in each epoch, each reads another part of about as many words. To exchange few
+rows, each draws at most half of its negatives from the rows that it owns, and picks the others from
+a pool of all words. DGL-KE draws all of them from a rank's own rows (Zheng et al. 2020, arXiv
+2004.08532), which lowers scores here (docs/log.md).
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class Sampler:
         self._objective = objective.to(self.device)
         self._reach = reach(model.window, text.offsets_S)
         self._keep_V = torch.from_numpy(text.keep_V).to(self.device, torch.float32)
-        # In float64, as the steps of rare words would vanish near 1 in float32. The sum is only
-        # nearly 1, as each probability is rounded.
+        # In float64: near 1, float32 cannot hold the small steps of rare words. Divided by the sum,
+        # as rounding makes it differ from 1.
         prob_V = by_owner(text.negative_prob_V, self.world_size)
         self._negative_cdf_V = torch.from_numpy(np.cumsum(prob_V) / np.sum(prob_V)).to(self.device)
         self._resumed: dict[int, list[Span]] = {}  # epoch -> its spans, if others
@@ -116,8 +115,8 @@ class Sampler:
             yield from batches
             return
         with ThreadPoolExecutor(1) as thread:
-            # Kernels draw on the threads of steps: one that is done with its part of a step draws
-            # batches meanwhile. With one drawn early, it would find none to draw.
+            # Kernels draw on the threads that compute steps: a thread that is done with its part of
+            # a step draws the next batches. One batch drawn early would not keep it busy.
             drawn = deque(thread.submit(next, batches, None) for _ in range(EARLY_BATCHES))
             while batch := drawn.popleft().result():
                 drawn.append(thread.submit(next, batches, None))
@@ -170,10 +169,17 @@ class Sampler:
     def empty_batch(self, epoch: int) -> Batch:
         """Return a batch for a rank whose epoch ends before that of others."""
         none = torch.zeros(0, dtype=torch.int32, device=self.device)
-        text = none, none, 0
-        drawn = none, none.view(0, self.model.negative), self._reach
-        end = Position(epoch, len(self._chunks(epoch)))
-        return Batch(*text, *drawn, epoch + 1, end, objective=self._objective)
+        return Batch(
+            words_n=none,
+            sentences_n=none,
+            first=0,
+            windows_B=none,
+            negatives_BK=none.view(0, self.model.negative),
+            window=self._reach,
+            epochs_done=epoch + 1,
+            after=Position(epoch, len(self._chunks(epoch))),
+            objective=self._objective,
+        )
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return what continues at a position, as JSON values."""
@@ -316,25 +322,25 @@ def warm_up() -> None:
 def interleave(
     words_n: Tensor, sentences_n: Tensor, block_words: int, batches: int
 ) -> tuple[Tensor, Tensor]:
-    """Deal the blocks of a text to the batches, one after another.
+    """Distribute the blocks of a text over the batches in turn.
 
-    Windows end at the edges of blocks, which are sentences of their own.
+    Each block is a sentence of its own, so that windows end at its edges.
     """
     places_n = torch.arange(len(words_n), dtype=torch.int32, device=words_n.device)
     blocks = len(words_n) // block_words
     order = torch.argsort(places_n[:blocks] % batches, stable=True)
 
-    def dealt(numbers_n: Tensor) -> Tensor:  # a last block that is not full stays where it is
+    def reordered(numbers_n: Tensor) -> Tensor:  # a last block that is not full stays in place
         whole_n, rest_n = numbers_n.tensor_split([blocks * block_words])
         return torch.cat([whole_n.view(blocks, block_words)[order].flatten(), rest_n])
 
     # Blocks of one sentence may come to lie side by side; neighbours differ in the last bit.
     parity_n = places_n // block_words % 2
-    return dealt(words_n), 2 * dealt(sentences_n) + parity_n
+    return reordered(words_n), 2 * reordered(sentences_n) + parity_n
 
 
 def reach(window: int, offsets_S: np.ndarray) -> int:
-    """Return how far a context word can be, at most within a sentence."""
+    """Return the largest distance that a context word can have."""
     if window <= WIDE_WINDOW:
         return window
     return min(window, max(1, int(np.diff(offsets_S).max(initial=1))))
@@ -357,16 +363,16 @@ def by_owner(prob_V: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def own_one_in(ranks: int) -> int:
-    """Return of how many negatives of a rank one is drawn from its own part.
+    """Return n, where a rank draws one of n negatives from its own words.
 
-    Its own words have twice the share that they have of all, those of one of two ranks half as much
-    again. The mean over ranks is the distribution of all, as parts have equal weight.
+    They are then drawn twice as often as by chance, or with two ranks 1.5 times. Over all ranks the
+    distribution is unchanged, as each does the same with an equal part.
     """
     return max(2, ranks - 1)
 
 
 def expected_negatives(model: ModelConfig, centers: int, ranks: int) -> float:
-    """Return how many negatives are drawn for so many centers of all ranks."""
+    """Return the expected number of negatives drawn for so many centers."""
     if ranks == 1 or model.negative_pool > 0:
         return model.distinct_negatives(centers)
     # Those of ranks' own parts, and the words of pools: see `Sampler`.

@@ -107,9 +107,12 @@ class Trainer:
         self.config = self.loop.config
         self._step = self.loop.step
         self._total_words = self.raw_words * self.config.train.epochs
-        fingerprint = self.vocab.fingerprint
-        self._text = {"raw_words": self.raw_words, "vocabulary": fingerprint, "digest": self.digest}
-        self.ranks.require_equal(self._text)
+        self._text_facts = {
+            "raw_words": self.raw_words,
+            "vocabulary": self.vocab.fingerprint,
+            "digest": self.digest,
+        }
+        self.ranks.require_equal(self._text_facts)
         folder = self.folder / "checkpoints"
         self.checkpoints = Checkpoints(folder, self._step.tables, self.copy_bytes, self.ranks)
         self._save_timer = SaveTimer(self.config.run.checkpoint_minutes)
@@ -444,7 +447,7 @@ class Trainer:
             "epochs_done": self.loop.epochs_done,
             "metrics": curve,
             "rows": [sum(counts) for counts in zip(*rows, strict=True)],
-            "text": self._text,
+            "text": self._text_facts,
             "config": flat_config(self.config),
         }
 
@@ -455,7 +458,7 @@ class Trainer:
             return None
         state = saved.state
         epochs = self.config.train.epochs
-        if state["text"] != self._text:
+        if state["text"] != self._text_facts:
             raise CheckpointError(
                 f"{saved.path} was trained on another text or vocabulary than "
                 f"corpus.path={self.config.corpus.path} is now; restore that text"

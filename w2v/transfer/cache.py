@@ -82,8 +82,8 @@ class RowCache(Engine, ABC):
         self._second_plan_done = True  # or not needed: all rows of the page have slots
         self._arrived_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        # Events of the last plan, and of the moves of the last two plans and the last of these;
-        # reused once all waits for them are enqueued. Without a GPU there are none.
+        # Events after the last plan, after the moves of each of the last two plans, and after the
+        # last moves; reused once all waits for them are enqueued. Without a GPU there are none.
         self._planned, *self._moved = (self._record() for _ in range(3))
         self._arrived = self._moved[0]
         self._waits = Waits()
@@ -438,9 +438,14 @@ class CachedLink(Link):
         self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
         if isinstance(self._cache, RowCache):
             self._number = number or self._number
-            uses = self._uses
-            counted = uses.page_of_V, self._number, uses.count_V, uses.limit
-            self._cache.prefetch(PageRows([*chain(*self._next.values())], *counted))
+            page_rows = PageRows(
+                lists=[*chain(*self._next.values())],
+                page_of_V=self._uses.page_of_V,
+                page=self._number,
+                count_V=self._uses.count_V,
+                limit=self._uses.limit,
+            )
+            self._cache.prefetch(page_rows)
 
     def make_current(self, rows_U: Tensor) -> View | None:
         """Make this the current page; return its records and slots.
@@ -490,11 +495,11 @@ class CachedLink(Link):
     def _new_cache(self) -> Engine:
         if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
-        # To time the waits costs the CPU as much as two launches a page.
-        room = [self._table], self.slots, self._device
+        # Timing the waits costs the CPU as much as two launches a page.
+        tables = [self._table]
         if isinstance(self._link, MappedLink):
-            return MappedCache(*room, is_timed=False)
-        return TorchCache(self._link, *room, is_timed=False)
+            return MappedCache(tables, self.slots, self._device, is_timed=False)
+        return TorchCache(self._link, tables, self.slots, self._device, is_timed=False)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.

@@ -268,7 +268,7 @@ class SequentialSgdKernels(CpuKernels):
 def note_fault(state: StepState, bit: int, is_sound: bool) -> None:
     """Record a fault of this step, unless `is_sound`.
 
-    Sound steps call no torch operation, which would merged longer than this check.
+    Sound steps call no torch operation, which would take longer than this check.
     """
     if not is_sound:
         state.mark_fault(bit, torch.tensor(False))

@@ -755,7 +755,11 @@ def test_fused_bags_of_any_size_are_those_of_torch_but_for_rounding(storage, set
 def test_fused_bags_that_torch_would_refuse_are_refused():
     table = PagedEmbeddingBag(MANY, DIM, storage="cuda")
     PagedOptimizer(table, "SGD", lr=0.1, fused=True)
-    for ids, offsets in (([1, 2], None), ([[1, 2]], torch.tensor([0])), ([1], torch.zeros(1, 1))):
+    for ids, offsets in (
+        ([1, 2], None),
+        ([[1, 2]], torch.tensor([0])),
+        ([1], torch.zeros(1, 1, dtype=torch.int64)),
+    ):
         with pytest.raises(ValueError, match=r"give ids \[B, N\], or ids \[N\] with offsets \[B\]"):
             table(ids, offsets)
 

@@ -106,6 +106,7 @@ def test_needs_of_each_engine():
     staged = make_task(device="cuda", engine="staged").needs()
     assert staged["host"]["tables"] == tables
     assert staged["locked"] == {"tables": 0, "buffers": 48 << 20}
+    assert staged["host"]["buffers"] == 48 << 20 and not mapped["host"]["buffers"]
 
 
 def test_tables_in_files_on_a_disk_of_their_own_are_counted_there(tmp_path, monkeypatch):

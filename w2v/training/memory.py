@@ -272,6 +272,7 @@ class Task:
             + COMPILER_BYTES * compiles
             + CUBLAS_BYTES * plain_on_gpu,
             "tables": tables,
+            "buffers": RING_BYTES * (self.engine == "staged"),
             "vocabulary": WORD_BYTES * self.words + self._tree_bytes,
             "vectors": vectors,
             # Freed before vectors are exported, so only the larger of the two counts.

@@ -41,6 +41,12 @@ def test_map_is_drawn(folder, capsys):
     assert drawn.shape[:2] == (1680, 1680) and drawn[..., :3].min() < 0.2
 
 
+def test_map_has_the_format_of_its_file_name(folder, tmp_path):
+    file = tmp_path / "map.svg"
+    assert evaluate.main(["map", str(folder), "--words", "40", "--to", str(file)]) == 0
+    assert "<svg" in file.read_text()
+
+
 def test_letters_missing_from_the_font_are_logged_once(tmp_path, caplog, recwarn):
     words = [chr(0x4E00 + number) for number in range(60)]
     plots.word_map(kv_of(words, two_clouds()), tmp_path / "map.png", 60)

@@ -125,7 +125,7 @@ def make_parser(name: str) -> Parser:
         add("--to", metavar="FOLDER", help="output folder (default: that of the vectors)")
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
-        add("--to", metavar="FILE", help="output PNG (default: in the run folder)")
+        add("--to", metavar="FILE", help="map.png, map.svg, ... (default: in the run folder)")
     # Commands on several runs, finished or not.
     if name in ("plot", "report"):
         runs = "a run folder, a folder of run folders, or latest"

@@ -201,5 +201,5 @@ def _figure(width: float, height: float) -> Any:
 def _save(figure: Any, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(file) as part:
-        figure.savefig(part, dpi=120, format="png")
+        figure.savefig(part, dpi=120, format=file.suffix[1:] or "png")
     return file

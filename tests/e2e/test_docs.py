@@ -60,9 +60,9 @@ def test_keys_targets_modules_and_arguments_exist(doc, monkeypatch):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M):
         assert re.search(rf"^{target}: .*##", makefile, re.M), target
-    for module in re.findall(r"(?:^ {4}|`)python -m (w2v\.[a-z0-9_.]+)", text, re.M):
+    for module in re.findall(r" -m (w2v[a-z0-9_.]*)", text):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
-    for command in re.findall(r"(?:^ {4}|`)w2v ([a-z]+ .*?)(?:`|$)", text, re.M):
+    for command in re.findall(r"(?:^ {4}|`|--no-python )w2v ([a-z]+ .*?)(?:`|$)", text, re.M):
         name, *words = shlex.split(command, comments=True)
         options = cli.parse(name, words)
         if name == "train":

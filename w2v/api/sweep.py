@@ -33,10 +33,8 @@ from w2v.vectors.datasets import Further
 LR_FACTORS = (0.6, 1.0, 1.6)  # of the config's learning rate, or of the automatic one
 BATCH_FACTORS = (0.5, 1.0)  # of the config's batch size, or of the automatic one
 BETAS = {"optimizer.args.betas": [[0.0, 0.99], [0.5, 0.99]]}
-CAPS = {"optimizer.occurrence_cap": [32, 64]}
 AXES: dict[str, dict[str, list[Any]]] = {  # further settings to search, by optimizer
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), BETAS),
-    **dict.fromkeys(("SGD", "ASGD"), CAPS),
     "RMSprop": {"optimizer.args.alpha": [0.95, 0.99]},
     "Adadelta": {"optimizer.args.eps": [1e-5, 1e-3], "optimizer.args.rho": [0.9, 0.99]},
     "Rprop": {

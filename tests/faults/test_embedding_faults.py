@@ -385,6 +385,10 @@ def test_checkpoints_of_other_tables_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match="state of table 0 is of another optimizer or shape"):
             optimizer.load_state_dict(other.state_dict())
+    for found in (table.state_dict(), {"param_groups": []}):
+        words = rf"begins with \['{next(iter(found))}'\] and has no .*; give an optimizer's"
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(found)
     two = PagedOptimizer([embedding(tmp_path), embedding(tmp_path)], "Adam", lr=1.0)
     with pytest.raises(ValueError, match="size of optimizer's group"):
         optimizer.load_state_dict(two.state_dict())

@@ -223,6 +223,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: It is for other tables or another optimizer; nothing has changed.
         """
+        if missing := {"param_groups", "state"}.difference(state_dict):
+            found = f"state_dict begins with {[*state_dict][:3]} and has no {sorted(missing)[0]}"
+            raise ValueError(f"{found}; give an optimizer's")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         loaded = []
         for number, table in zip(numbers, self._tables.values(), strict=False):

@@ -326,6 +326,8 @@ def small(ranks):
     """Return a table of fewer rows than ranks, after a step and growth."""
     table = make(ranks, rows=2)
     paged = PagedOptimizer(table, "Adam", lr=0.125)
+    torch.manual_seed(ranks.rank)
+    table.reset_parameters()  # as rank 0 has drawn
     before = table.state_dict()
     table([1, 1, 0]).sum().backward()
     paged.step()

@@ -392,6 +392,38 @@ def test_first_weights():
     assert padded([2]).tolist() == [[3.0] * DIM]
 
 
+@everywhere
+def test_reset_parameters_draws_weights_anew(tmp_path, storage, device):
+    settings = {"optimizer": "Adam", "padding_idx": 2, "init": torch.ones(ROWS, DIM)}
+    table, optimizer = trainable(tmp_path, storage, device, **settings)
+    train_step(table, optimizer, *next(batches()))
+    state = optimizer_state(table)
+    torch.manual_seed(4)
+    expected = PagedEmbedding(ROWS, DIM, 2).weight
+    torch.manual_seed(4)
+    table.reset_parameters()
+    torch.testing.assert_close(weights(table), expected)
+    assert not weights(table)[2].any()
+    assert all(torch.equal(value, state[name]) for name, value in optimizer_state(table).items())
+    table([1]).sum().backward()
+    optimizer.step()
+    assert not torch.equal(weights(table)[1], expected[1])
+
+
+def test_reset_parameters_of_a_table_that_is_not_open(tmp_path):
+    weights(embedding(tmp_path, "mmap"))
+    drawn = []
+    for storage in ("mmap", "cpu"):  # the file would be continued otherwise
+        torch.manual_seed(4)
+        table = embedding(tmp_path, storage)
+        table.reset_parameters()
+        PagedOptimizer(table, "SGD", lr=0.1)
+        drawn.append(weights(table))
+    torch.manual_seed(4)
+    assert torch.equal(drawn[0], PagedEmbedding(ROWS, DIM).weight)
+    assert torch.equal(drawn[1], drawn[0])
+
+
 def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
     frozen = PagedEmbeddingBag.from_pretrained(torch.ones(ROWS, DIM), mode="sum")
     assert not frozen([[1, 2]]).requires_grad

@@ -121,9 +121,6 @@ class PagedEmbedding(nn.Module):
             raise IndexError(f"padding_idx={padding_idx} is not a row; give one of {limits}")
         if ranks.size > 1 and path is not None:
             raise ValueError(f"path={path}: rows of several ranks are in no file; use 'pinned'")
-        if seed is None:
-            # On the CPU also where modules are made within torch.device("meta").
-            seed = int(torch.randint(1 << 62, (), device="cpu"))
         first = _initialiser(init, num_embeddings, embedding_dim)
         self._table = PagedTable(
             num_embeddings=num_embeddings,
@@ -139,7 +136,7 @@ class PagedEmbedding(nn.Module):
             state_storage=state_storage,
             cache_size=cache_size,
             ranks=ranks,
-            seed=ranks.all_gather(operator.index(seed))[0],
+            seed=ranks.all_gather(_drawn_seed() if seed is None else operator.index(seed))[0],
             init=first,
             has_zero_padding=padding_idx is not None and first is init,
         )
@@ -185,6 +182,13 @@ class PagedEmbedding(nn.Module):
             return fused_vectors(table, ids)
         weight_UD, places, padding = table.fetch(ids)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
+
+    def reset_parameters(self) -> None:
+        """Draw normal weights of standard deviation 1 anew.
+
+        This holds for tables with an `init` too. The padding row is zero. Optimizer state stays.
+        """
+        self._table.reset(self._table.ranks.all_gather(_drawn_seed())[0])
 
     def grow(self, num_embeddings: int, init: Init | None = None) -> None:
         """Append rows; the others keep weight and optimizer state.
@@ -341,6 +345,12 @@ def trained_tables(modules: Iterable[nn.Module]) -> list[PagedTable]:
     """Return the tables of paged embeddings in modules, but frozen ones."""
     inner = dict.fromkeys(inner for module in modules for inner in module.modules())
     return [m._table for m in inner if isinstance(m, PagedEmbedding) and m.trainable]
+
+
+def _drawn_seed() -> int:
+    """Draw a seed from torch's generator."""
+    # On the CPU also where modules are made within torch.device("meta").
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def _initialiser(init: Init | Tensor | np.ndarray | None, *shape: int) -> Init | None:

@@ -62,6 +62,7 @@ class PagedTable:
     include_last_offset: bool = False  # of bags
     trainable: bool = True
     fused: bool = False
+    is_reset: bool = False  # also where a file would be continued
 
     def __post_init__(self) -> None:
         self._layout: Layout | None = None
@@ -288,14 +289,31 @@ class PagedTable:
             memory_VR = group.table.records_VR[first_rows[rank] :][:rows]
         table = self._new_table(self.num_embeddings, layout, memory_VR)
         store = Rows(table, self.device, group=group, first_rows=first_rows, rank=rank)
-        if not table.continued:
-            self._initialise(table, self.init)
-            if self.has_zero_padding and self.padding_idx % self.ranks.size == rank:
-                table["weight"][self.padding_idx // self.ranks.size] = 0
-            store.flush()
+        if self.is_reset or not table.continued:
+            self._draw(store)
         self._store, self._layout, self.init = store, layout, None
         store.is_shard = self.ranks.size > 1
         share_cache([self])
+
+    @outside_inference
+    def reset(self, seed: int) -> None:
+        """Draw the weights anew, or when the table is opened."""
+        self.seed = seed
+        self.init = None
+        self.has_zero_padding = self.padding_idx is not None
+        self.is_reset = True
+        if self._store is not None:
+            with self._store.lock:
+                self._store.flush()  # a cache would write its rows back later
+                self._store.version += 1
+                self._draw(self._store)
+
+    def _draw(self, store: Rows) -> None:
+        """Set the first weights."""
+        self._initialise(store.table, self.init)
+        if self.has_zero_padding and self.padding_idx % self.ranks.size == self.ranks.rank:
+            store.table["weight"][self.padding_idx // self.ranks.size] = 0
+        store.flush()
 
     @outside_inference
     def attach(self, optimizer: RowOptimizer) -> None:

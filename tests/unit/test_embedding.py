@@ -424,6 +424,27 @@ def test_reset_parameters_of_a_table_that_is_not_open(tmp_path):
     assert torch.equal(drawn[1], drawn[0])
 
 
+@pytest.mark.parametrize(
+    "kind, dense, rules",
+    [
+        (PagedEmbedding, nn.Embedding, (2, 1.0, 1.0, True, False)),
+        (PagedEmbeddingBag, nn.EmbeddingBag, (1.0, 1.0, True, "sum", True)),
+    ],
+)
+def test_arguments_are_named_and_ordered_as_in_torch(kind, dense, rules):
+    given = torch.arange(1.0, 1 + ROWS * DIM).view(ROWS, DIM)
+    ids = torch.tensor([[4, 1], [2, 4]])
+    pretrained = [each.from_pretrained(given.clone(), True, *rules) for each in (kind, dense)]
+    made = [each(ROWS, DIM, *rules) for each in (kind, dense)]
+    made[0].load_state_dict(made[1].state_dict())
+    for mine, theirs in (pretrained, made):
+        torch.testing.assert_close(mine(input=ids), theirs(input=ids))
+        shown = theirs.extra_repr().replace(", sparse=True", "")
+        assert mine.extra_repr() == f"{shown}, storage='cpu', device='cpu'"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'indices'"):
+        made[0](indices=ids)
+
+
 def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
     frozen = PagedEmbeddingBag.from_pretrained(torch.ones(ROWS, DIM), mode="sum")
     assert not frozen([[1, 2]]).requires_grad

@@ -56,6 +56,7 @@ class PagedEmbedding(nn.Module):
         max_norm: Rows of larger norm are scaled down to it, in the table, when they are used.
         norm_type: Order p of the norm.
         scale_grad_by_freq: Whether to divide a row's gradient by its count in the ids.
+        sparse: As torch's argument; it changes nothing, as gradients are of rows in any case.
         storage: "cpu", "cuda", "pinned" (CPU memory that the GPU reads in place) or "mmap".
         device: Where rows are used: by default the GPU for "cuda" and "pinned", else the CPU.
             `to(device)` changes it.
@@ -94,6 +95,7 @@ class PagedEmbedding(nn.Module):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
+        sparse: bool = True,
         *,
         storage: Storage = "cpu",
         device: torch.device | str | None = None,
@@ -143,14 +145,19 @@ class PagedEmbedding(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, **settings: Any
+        cls, embeddings: Tensor | np.ndarray, freeze: bool = True, *rules: Any, **settings: Any
     ) -> PagedEmbedding:
-        """Return a module with these weights [V, D]; `settings` as for the class."""
+        """Return a module with these weights [V, D].
+
+        `rules` and `settings` are the other arguments of the class, in its order: first
+        `padding_idx`, or `max_norm` of bags.
+        """
         weights_VD = as_tensor(embeddings)
         if weights_VD.dim() != 2:
             raise ValueError(f"embeddings have shape {list(weights_VD.shape)}; give weights [V, D]")
         settings = {"dtype": weights_VD.dtype} | settings
-        return cls(*weights_VD.shape, init=weights_VD, **settings).requires_grad_(not freeze)
+        module = cls(*weights_VD.shape, *rules, init=weights_VD, **settings)
+        return module.requires_grad_(not freeze)
 
     @property
     def store(self) -> Rows:
@@ -171,16 +178,16 @@ class PagedEmbedding(nn.Module):
         self.register_parameter("weight", value)  # which refuses it
 
     @torch.compiler.disable
-    def forward(self, ids: Ids) -> Tensor:
-        """Return vectors [*ids.shape, D].
+    def forward(self, input: Ids) -> Tensor:
+        """Return vectors [*input.shape, D] of ids.
 
         Raises:
             IndexError: An id is not a row; nothing has changed.
         """
         table = self._table
         if table.uses_kernels:
-            return fused_vectors(table, ids)
-        weight_UD, places, padding = table.fetch(ids)
+            return fused_vectors(table, input)
+        weight_UD, places, padding = table.fetch(input)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
     def reset_parameters(self) -> None:
@@ -219,9 +226,11 @@ class PagedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         shown = f"{self.num_embeddings}, {self.embedding_dim}"
-        for name in ("padding_idx", "max_norm"):
-            if (value := getattr(self, name)) is not None:
-                shown += f", {name}={value}"
+        usual = {"padding_idx": None, "max_norm": None, "norm_type": 2.0}
+        usual |= {"scale_grad_by_freq": False, "mode": None}
+        for name, unseen in usual.items():
+            if (value := getattr(self._table, name)) != unseen:
+                shown += f", {name}={value!r}"
         return f"{shown}, storage={self.storage!r}, device={str(self.device)!r}"
 
     # What nn.Module calls.
@@ -276,6 +285,7 @@ class PagedEmbeddingBag(PagedEmbedding):
     Args:
         scale_grad_by_freq: Not with mode="max".
         mode: "sum", "mean" or "max".
+        sparse: Changes nothing, as for a `PagedEmbedding`.
         include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Row that is left out of all bags.
         **settings: Further arguments of a `PagedEmbedding`.
@@ -292,6 +302,7 @@ class PagedEmbeddingBag(PagedEmbedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = True,
         *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
@@ -306,12 +317,12 @@ class PagedEmbeddingBag(PagedEmbedding):
 
     @torch.compiler.disable
     def forward(
-        self, ids: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self, input: Ids, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return one vector for each bag: [B, D].
 
         Args:
-            ids: Bags of equal size [B, N], or all ids [N] one bag after the other.
+            input: Ids in bags of equal size [B, N], or all ids [N] one bag after the other.
             offsets: For ids [N]: where each bag begins, [B].
             per_sample_weights: Factor of each vector, in the shape of the ids; for mode="sum".
 
@@ -323,8 +334,8 @@ class PagedEmbeddingBag(PagedEmbedding):
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
-            return fused_vectors(table, ids, offsets)
-        weight_UD, places, padding = table.fetch(ids)
+            return fused_vectors(table, input, offsets)
+        weight_UD, places, padding = table.fetch(input)
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:

@@ -445,6 +445,18 @@ def test_arguments_are_named_and_ordered_as_in_torch(kind, dense, rules):
         made[0](indices=ids)
 
 
+def test_all_modules_of_a_model_can_be_frozen():
+    model = nn.Sequential(PagedEmbedding(ROWS, DIM), nn.Linear(DIM, 1))
+    optimizer = PagedOptimizer(model, "SGD", lr=0.1)
+    model.apply(lambda module: module.requires_grad_(False))
+    assert not model([1]).requires_grad
+    model.apply(lambda module: module.requires_grad_(True))
+    before = weights(model[0])
+    model([1]).sum().backward()
+    optimizer.step()
+    assert not torch.equal(weights(model[0]), before)
+
+
 def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
     frozen = PagedEmbeddingBag.from_pretrained(torch.ones(ROWS, DIM), mode="sum")
     assert not frozen([[1, 2]]).requires_grad

@@ -25,12 +25,20 @@ def test_questions_without_a_section_are_in_one_named_after_the_file(tmp_path):
     assert read_questions(path) == [("msr", [["A", "B", "C", "D"]]), ("s", [["E", "F", "G", "H"]])]
 
 
+@pytest.mark.parametrize(("text", "name"), [(": s\na b c d\n", "s"), ("a b c d\n", "q")])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, text, name):
+    (tmp_path / "q.txt").write_text(text, encoding="utf-8-sig")
+    assert read_questions(tmp_path / "q.txt") == [(name, [["A", "B", "C", "D"]])]
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "cat\tdog\t8.5\nsun\tmoon\t.25\n",
         "word 1,word 2,mean,deviation\ncat,dog,8.5,1.2\nsun,moon,0.25,3\n",
         "# by hand\ncat dog N 8.5 SYNONYMS\nsun moon N 0.25 NONE\n",
+        "cat\tdog\t8.5e0\nsun\tmoon\t+2.5E-01\n",
+        "\ufeffcat;dog;8.5\nsun;moon;0.25\n",
     ],
 )
 def test_pairs_of_a_file_have_their_first_number(tmp_path, text):

@@ -16,7 +16,7 @@ PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),
     "simlex999": ("SimLex-999", "simlex999.txt"),
 }
-NUMBER = re.compile(r"[-+]?\d*\.?\d+")
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(E[-+]?\d+)?")  # in upper case
 
 
 class Further(NamedTuple):
@@ -101,4 +101,5 @@ def _read_text(path: Path, what: str) -> str:
     """Return the text of a file, unpacked if its name ends in .gz."""
     with refused(EvaluationError, f"{what} {path} cannot be read", "name a UTF-8 text file"):
         content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        return content.decode("utf-8-sig")  # without the mark that Excel writes

@@ -73,6 +73,26 @@ def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):
         load.load(tmp_path / "x.kv")
 
 
+@pytest.mark.parametrize("suffix", ["bin", "txt"])
+def test_the_first_vector_of_a_repeated_word_is_kept(tmp_path, caplog, suffix):
+    kv_of(["the", "of", "paris"], np.eye(3)).save_word2vec_format(
+        path := tmp_path / f"x.{suffix}", binary=suffix == "bin"
+    )
+    path.write_bytes(path.read_bytes().replace(b"of ", b"the "))
+    kv = load.load(path)
+    assert kv.index_to_key == ["the", "paris"] and len(kv.expandos["count"]) == 2
+    assert np.array_equal(kv.vectors, np.eye(3)[[0, 2]])
+    assert f"repeated words in {path}: 1; the first" in caplog.text
+    export.save(kv, tmp_path / "again", ["kv"])
+    assert load.load_words(tmp_path / "again").index_to_key == kv.index_to_key
+
+
+def test_vectors_without_a_header_are_named(tmp_path):
+    (tmp_path / "glove.txt").write_text("the 0.1 0.2\nof 0.3 0.4\n")
+    with pytest.raises(VectorsError, match="first line is not two numbers; .* GloVe"):
+        load.load(tmp_path / "glove.txt")
+
+
 @pytest.mark.parametrize("sep_limit", [5, 10**9])
 def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
     kv = kv_of(["the", "paris", "london"], np.eye(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ PICKLED = {  # all names in a pickle of KeyedVectors
     ("numpy._core.multiarray", "_reconstruct"),
 }
 
+log = logging.getLogger("w2v")
+
 
 class VectorsError(ValueError):
     """Vectors that cannot be saved or loaded; one line with the remedy."""
@@ -44,8 +47,9 @@ def find(run: str | Path) -> Path:
         with open(path, "rb") as file:
             first = file.readline(1000).split()
         if len(first) != 2 or not all(number.isdigit() for number in first):
-            remedy = "name a run or a vectors file, or train on it: w2v train"
-            raise VectorsError(f"{run} is text, not vectors; {remedy} {run}")
+            problem = f"{run} is text, not vectors: its first line is not two numbers"
+            remedy = "insert words and dimensions if it is GloVe's, or train on it: w2v train"
+            raise VectorsError(f"{problem}; {remedy} {run}")
     return path
 
 
@@ -96,6 +100,12 @@ def load_words(run: str | Path) -> Words:
         from gensim.models import KeyedVectors
 
         kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+        # gensim keeps the first vector of a repeated word, and then has places without a word.
+        if repeated := len(kv) - kv.next_index:
+            log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
+            del kv.index_to_key[kv.next_index :]
+            kv.vectors = kv.vectors[: len(kv)]
+            kv.expandos = {name: column[: len(kv)] for name, column in kv.expandos.items()}
         if not kv.vectors.size:
             raise ValueError(f"{len(kv)} words of {kv.vector_size} dimensions")
         return kv

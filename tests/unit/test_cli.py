@@ -1,5 +1,6 @@
 """The command line: mistakes and their remedies, help, names, completion."""
 
+import errno
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -204,6 +206,16 @@ def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):
     path.write_text("the dog\n")  # of the same size
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
     assert train.spool(str(tmp_path / "data")).read_text() == "the cat\n"
+
+
+def test_full_disk_is_named_for_standard_input(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=bool, buffer=mock.Mock(read=full)))
+    with pytest.raises(OSError, match="No space left") as caught:
+        train.spool(str(tmp_path))
+    assert caught.value.filename == str(tmp_path) and not any(tmp_path.iterdir())
 
 
 READING = """

@@ -233,7 +233,10 @@ def spool(data_dir: str) -> Path:
     folder = Path(data_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=4)
-    with tempfile.TemporaryDirectory(prefix=".stdin-", dir=folder) as temporary:
+    with (
+        naming_file(folder),
+        tempfile.TemporaryDirectory(prefix=".stdin-", dir=folder) as temporary,
+    ):
         with open(Path(temporary, "text"), "wb") as file:
             while block := sys.stdin.buffer.read(1 << 20):
                 digest.update(block)

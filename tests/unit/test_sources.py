@@ -81,6 +81,22 @@ def test_a_folder_is_searched_without_hidden_and_empty_files(tmp_path):
             locate(str(path), tmp_path)
 
 
+def test_links_in_a_folder_are_followed_once(tmp_path):
+    for name in ["texts/a.txt", "other/b.txt"]:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("x y", encoding="utf-8")
+    texts = tmp_path / "texts"
+    for name, target in [("c", "other"), ("d", "other"), ("e", "texts"), ("f.txt", "other/b.txt")]:
+        (texts / name).symlink_to(tmp_path / target)
+    found = [str(file.relative_to(texts)) for file in locate(str(texts), tmp_path)]
+    assert found == ["a.txt", "c/b.txt", "f.txt"]
+    (tmp_path / "other" / "b.txt").unlink()
+    with pytest.raises(
+        CorpusError, match=r"f\.txt is a link to .*b\.txt, which is missing; remove"
+    ):
+        locate(str(texts), tmp_path)
+
+
 def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     for name in ["a.txt", "locked/b.txt", ".hidden/c.txt"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -54,7 +54,7 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
     data_dir = Path(data_dir).expanduser()
     if path and found.exists():
         candidates = _visible_files(found) if found.is_dir() else [found]
-        files = sorted(file for file in candidates if file.is_file() and file.stat().st_size)
+        files = sorted(file for file in candidates if _holds_text(file))
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
         return [_as_text(file, data_dir) for file in files]
@@ -91,9 +91,21 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error  # os.walk and Path.rglob would skip an unreadable folder silently
 
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    entered: set[str] = set()  # links may lead to a folder again
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(parent)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _holds_text(file: Path) -> bool:
+    """Return whether this is a file with content; raise at a broken link."""
+    if file.is_symlink() and not file.exists():
+        raise CorpusError(f"{file} is a link to {file.readlink()}, which is missing; remove it")
+    return file.is_file() and file.stat().st_size > 0
 
 
 def is_plain(path: Path) -> bool:

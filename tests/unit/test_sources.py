@@ -285,9 +285,10 @@ def test_a_converted_dump_is_found_for_a_copy_of_it(tmp_path):
 JSON = '{"id": 1, "text": "naïve a\\nb"}\n\n{"text": "c \\ud800", "other": {}}\n'
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "JSONL"])
 @pytest.mark.parametrize("ending", ["", *PACK])
-def test_a_field_of_json_lines_is_the_text(tmp_path, ending):
-    path = tmp_path / f"texts.jsonl{ending}"
+def test_a_field_of_json_lines_is_the_text(tmp_path, suffix, ending):
+    path = tmp_path / f"texts.{suffix}{ending}"
     path.write_bytes(PACK.get(ending, bytes)(JSON.encode() * 1000))
     with opened(path) as file:
         assert file.read() == b"na\xc3\xafve a\nb\nc \xed\xa0\x80\n" * 1000
@@ -296,8 +297,9 @@ def test_a_field_of_json_lines_is_the_text(tmp_path, ending):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"title": "t", "body": "b"}', r"no text in the field 'text' \(it has title, body\)"),
-        ('{"text": 3}', "no text in the field 'text'"),
+        ('{"title": "t", "body": "b"}', r"in the field 'text' \(it has title: str, body: str\)"),
+        ('{"text": null}', r"no text in the field 'text' \(it has text: NoneType\)"),
+        ('{"text": 3}', r"no text in the field 'text' \(it has text: int\)"),
         ("[1]", "no text in the field 'text'"),
         ('{"text": ', "not JSON"),
     ],

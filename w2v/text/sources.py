@@ -118,7 +118,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def _is_json(path: Path) -> bool:
-    return ".jsonl" in path.suffixes[-2:]
+    return ".jsonl" in map(str.lower, path.suffixes[-2:])
 
 
 @contextmanager
@@ -148,7 +148,9 @@ def _json_texts(lines: Iterable[bytes], path: Path, field: str) -> Iterator[byte
         except ValueError as error:
             raise CorpusError(f"{path} line {number} is not JSON ({error}); correct it") from None
         except (KeyError, TypeError, AttributeError):
-            found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+            found = type(entry).__name__
+            if isinstance(entry, dict):
+                found = ", ".join(f"{key}: {type(value).__name__}" for key, value in entry.items())
             reason = f"has no text in the field {field!r} (it has {found[:80]})"
             remedy = "set corpus.field=NAME"
             raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None

@@ -89,12 +89,28 @@ def test_links_in_a_folder_are_followed_once(tmp_path):
     for name, target in [("c", "other"), ("d", "other"), ("e", "texts"), ("f.txt", "other/b.txt")]:
         (texts / name).symlink_to(tmp_path / target)
     found = [str(file.relative_to(texts)) for file in locate(str(texts), tmp_path)]
-    assert found == ["a.txt", "c/b.txt", "f.txt"]
+    assert found == ["a.txt", "c/b.txt"]
     (tmp_path / "other" / "b.txt").unlink()
     with pytest.raises(
         CorpusError, match=r"f\.txt is a link to .*b\.txt, which is missing; remove"
     ):
         locate(str(texts), tmp_path)
+
+
+def test_a_folder_may_be_that_of_the_cache_and_of_converted_dumps(tmp_path):
+    for name in ["a.txt", "cache/0123/words.txt", "b/cache/c.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x y", encoding="utf-8")
+    (tmp_path / "z.xml").write_bytes(dump(("A", 0, ARTICLE)))
+    for _ in range(2):
+        texts = [file.name for file in locate(str(tmp_path), tmp_path)]
+        assert len(texts) == 3 and texts[:2] == ["a.txt", "c.txt"], texts
+
+
+def test_a_pipe_is_refused_with_a_remedy(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CorpusError, match=r"pipe is a pipe; .* \| w2v train -"):
+        locate(str(tmp_path / "pipe"), tmp_path)
 
 
 def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):

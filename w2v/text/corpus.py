@@ -22,7 +22,7 @@ from w2v.system.process import (
     on_threads,
     return_freed_memory,
 )
-from w2v.text.sources import CorpusError, locate, stamp, tokenize_mode, wait_for_clock
+from w2v.text.sources import CACHE, CorpusError, locate, stamp, tokenize_mode, wait_for_clock
 from w2v.text.vocab import Vocab
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
         files = locate(config.corpus.path, data_dir)
     mode, why = tokenize_mode(files, config.corpus)
     config = replace(config, corpus=replace(config.corpus, tokenize=mode))
-    folder = data_dir / "cache" / _cache_name(files, config)
+    folder = data_dir / CACHE / _cache_name(files, config)
     files_stamp = stamp(files)
     opened = cached(folder, files_stamp, checked)
     if not opened:

@@ -28,6 +28,7 @@ from w2v.config import CorpusConfig
 from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_line, refused
 from w2v.system.process import cores, terminate_with_parent
 
+CACHE = "cache"  # folder of the word ids, in corpus.data_dir
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
 SAMPLE_BYTES = 1_000_000  # read to recognize raw text
 RAW_SHARE = 0.03  # of the tokens; in raw text more of them end in punctuation
@@ -46,18 +47,26 @@ class CorpusError(ValueError):
 def locate(path: str, data_dir: str | Path) -> list[Path]:
     """Return the text files that `corpus.path` stands for, sorted.
 
-    `path` is a file, a folder (with its subfolders, but without hidden and empty files), a
+    `path` is a file, a folder (with its subfolders, but without hidden, empty and cached files), a
     Wikipedia dump, or the name of a corpus if no such file exists. Several are joined by ":". Dumps
     and named corpora are written to `data_dir` as text. Raises `CorpusError` if there is no text.
     """
     found = Path(path).expanduser()
     data_dir = Path(data_dir).expanduser()
     if path and found.exists():
-        candidates = _visible_files(found) if found.is_dir() else [found]
+        candidates = _visible_files(found, data_dir) if found.is_dir() else [found]
         files = sorted(file for file in candidates if _holds_text(file))
+        if found.is_fifo():
+            raise CorpusError(
+                f"corpus.path={path} is a pipe; name a file, or write ... | w2v train -"
+            )
         if not files:
             raise CorpusError(f"corpus.path={path} is empty or not text; name a text or a folder")
-        return [_as_text(file, data_dir) for file in files]
+        texts: dict[Path, Path] = {}
+        for text in (_as_text(file, data_dir) for file in files):
+            # A dump's text may be in the same folder, and links may lead to a file again.
+            texts.setdefault(text.resolve(), text)
+        return list(texts.values())
     if path in NAMED_TEXTS:
         return [NAMED_TEXTS[path](data_dir)]
     require_source(path, data_dir)
@@ -85,13 +94,13 @@ def require_source(path: str, data_dir: str | Path) -> None:
     raise CorpusError(f"corpus.path={path!r} is {known}{hint}")
 
 
-def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and below, except hidden ones."""
+def _visible_files(folder: Path, data_dir: Path) -> Iterator[Path]:
+    """Yield the files in a folder and below, except hidden and cached ones."""
 
     def refuse(error: OSError) -> None:
         raise error  # os.walk and Path.rglob would skip an unreadable folder silently
 
-    entered: set[str] = set()  # links may lead to a folder again
+    entered = {os.path.realpath(data_dir / CACHE)}  # links may lead to a folder again
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if (real := os.path.realpath(parent)) in entered:
             folders.clear()

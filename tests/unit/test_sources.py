@@ -316,6 +316,7 @@ def test_a_field_of_json_lines_is_the_text(tmp_path, suffix, ending):
         ('{"title": "t", "body": "b"}', r"in the field 'text' \(it has title: str, body: str\)"),
         ('{"text": null}', r"no text in the field 'text' \(it has text: NoneType\)"),
         ('{"text": 3}', r"no text in the field 'text' \(it has text: int\)"),
+        (r'{"text": "a \u0000"}', r"has \\u0000 in the field 'text'; remove it"),
         ("[1]", "no text in the field 'text'"),
         ('{"text": ', "not JSON"),
     ],

@@ -153,7 +153,7 @@ def _json_texts(lines: Iterable[bytes], path: Path, field: str) -> Iterator[byte
             continue
         try:
             entry = json.loads(line)
-            yield entry[field].encode(errors="surrogatepass") + b"\n"
+            text = entry[field].encode(errors="surrogatepass")
         except ValueError as error:
             raise CorpusError(f"{path} line {number} is not JSON ({error}); correct it") from None
         except (KeyError, TypeError, AttributeError):
@@ -163,6 +163,9 @@ def _json_texts(lines: Iterable[bytes], path: Path, field: str) -> Iterator[byte
             reason = f"has no text in the field {field!r} (it has {found[:80]})"
             remedy = "set corpus.field=NAME"
             raise CorpusError(f"{path} line {number} {reason}; {remedy}") from None
+        if b"\0" in text:  # refused in any text, but here the line is known
+            raise CorpusError(f"{path} line {number} has \\u0000 in the field {field!r}; remove it")
+        yield text + b"\n"
 
 
 class _JoinedParts(RawIOBase):

@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -238,20 +239,23 @@ def test_callbacks_see_each_epoch():
     assert UNTRAINED_LOSS > first > later[0] > later[1] == pytest.approx(model.loss_per_pair)
 
 
+class CallLog:
+    """Callbacks of no class of gensim's, which log their names."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda model: self.calls.append(name)
+
+
 class Writer(CallbackAny2Vec):
     def on_epoch_begin(self, model):
         model.wv.vectors[model.wv.key_to_index["one"]] += 1
 
 
 def test_callbacks_are_of_any_class_with_gensims_methods():
-    class Log:
-        def __init__(self):
-            self.calls = []
-
-        def __getattr__(self, name):
-            return lambda model: self.calls.append(name)
-
-    log = Log()
+    log = CallLog()
     Word2Vec(sentences(20), epochs=1, callbacks=[log], **SMALL)
     assert log.calls == ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end"]
 
@@ -493,11 +497,33 @@ def test_the_learning_rates_of_calls_are_gensims(monkeypatch):
     assert rates[1:] == [(0.5, 0), (0.25, 0.25), (0.25, 0.25), (0.5, 0.125)]
 
 
-def test_text_without_known_words_trains_nothing(model, caplog):
-    before = model.wv.vectors.copy()
-    assert model.train([["x", "y"]], total_examples=1, epochs=3) == (0, 6)
+def test_text_without_known_words_trains_nothing(reloaded, caplog):
+    before = reloaded.wv.vectors.copy()
+    log = CallLog()
+    assert reloaded.train([["x", "y"]], total_examples=1, epochs=2, callbacks=[log]) == (0, 4)
     assert "nothing is trained" in caplog.text
-    assert np.array_equal(model.wv.vectors, before)
+    assert np.array_equal(reloaded.wv.vectors, before)
+    # As in gensim, this is a call of `train` like any other.
+    epoch = ["on_epoch_begin", "on_epoch_end"]
+    assert log.calls == ["on_train_begin", *epoch, *epoch, "on_train_end"]
+    assert reloaded.train_count == 2
+
+
+def test_training_logs_gensims_lines_and_events(caplog):
+    def logged(kind, **arguments):
+        caplog.clear()
+        model = kind(seed=1, workers=1, **arguments)
+        model.build_vocab(sentences(20))
+        with caplog.at_level("INFO"):
+            model.train(sentences(20), total_examples=19, total_words=150, epochs=2)
+        events = [event["msg"] for event in model.lifecycle_events if event["event"] == "train"]
+        lines = [line for line in caplog.messages if line.startswith("EPOCH")]
+        return events[0], [re.sub("took.*", "", line) for line in [*lines, *events[1:]]]
+
+    settings = {name: value for name, value in SMALL.items() if name != "device"}
+    ours = logged(Word2Vec, device="cpu", **settings)
+    assert ours == logged(gensim.models.Word2Vec, **settings)
+    assert any("supplied example count (20) did not equal" in line for line in ours[1])
 
 
 @pytest.mark.parametrize("renewed", ["build_vocab", "init_weights"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import math
 import operator
@@ -220,30 +221,50 @@ class Word2Vec(word2vec.Word2Vec):
         self.epochs = epochs
         self.compute_loss = compute_loss
         self.running_training_loss = 0.0
+        epochs = config.train.epochs
+        self.add_lifecycle_event(
+            "train",
+            msg=f"training model with {self.workers} workers on {len(self.wv)} vocabulary and "
+            f"{self.layer1_size} features, using sg={self.sg} hs={self.hs} sample={self.sample} "
+            f"negative={self.negative} window={self.window} shrink_windows={self.shrink_windows}",
+        )
         with TemporaryDirectory(prefix="w2v-") as folder:
+            start = time.monotonic()
             if corpus_iterable is None:
                 corpus_iterable = word2vec.LineSentence(corpus_file)
+            counter = itertools.count()
+            counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
+            corpus = None
             try:
-                corpus = self._encode(corpus_iterable, Path(folder, "ids"))
+                corpus = self._encode(counted, Path(folder, "ids"))
+                raw_words = corpus.raw_words
             except NoKnownWords as error:  # gensim does not raise here either
                 log.warning(f"{error}; nothing is trained")
-                return 0, error.raw_words * epochs
-            sample_ints = self.wv.expandos["sample_int"][:size]
-            vocab = GensimsVocab(words, counts, corpus.raw_words, len(words), sample_ints)
-            start = time.monotonic()
+                raw_words = error.raw_words
+            examples = next(counter)
+
+            def log_epoch(epoch: int, trained: int, seconds: float) -> None:
+                read = (examples, total_examples, raw_words, total_words)
+                self._log_epoch_end(epoch, *read, trained, seconds, corpus_file is not None)
+
             threads = torch.get_num_threads()
             torch.set_num_threads(max(1, min(self.workers, cores())))
             try:
-                trained = self._train_on(config, vocab, corpus, callbacks)
+                if corpus is None:
+                    trained = self._train_on_nothing(epochs, callbacks)
+                else:
+                    sample_ints = self.wv.expandos["sample_int"][:size]
+                    vocab = GensimsVocab(words, counts, raw_words, len(words), sample_ints)
+                    trained = self._train_on(config, vocab, corpus, callbacks, log_epoch)
             finally:
                 torch.set_num_threads(threads)
             seconds = time.monotonic() - start
-        self._log_train_end(corpus.raw_words * epochs, trained, seconds, job_tally=0)
+        self._log_train_end(raw_words * epochs, trained, seconds, job_tally=0)
         self.total_train_time += seconds
         self.train_count += 1
         for callback in callbacks:
             callback.on_train_end(self)
-        return trained, corpus.raw_words * epochs
+        return trained, raw_words * epochs
 
     def _encode(self, sentences: Iterable[Iterable[str]], folder: Path) -> Corpus:
         """Write the ids of the words that are trained to a new folder."""
@@ -302,8 +323,24 @@ class Word2Vec(word2vec.Word2Vec):
         is_on_cpu = plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU
         return like_gensims if is_on_cpu else config
 
+    def _train_on_nothing(self, epochs: int, callbacks: Sequence[CallbackAny2Vec]) -> int:
+        """Call callbacks as `_train_on` does and return 0."""
+        for callback in callbacks:
+            callback.on_train_begin(self)
+        for _ in range(epochs):
+            for callback in callbacks:
+                callback.on_epoch_begin(self)
+            for callback in callbacks:
+                callback.on_epoch_end(self)
+        return 0
+
     def _train_on(
-        self, config: Config, vocab: Vocab, corpus: Corpus, callbacks: Sequence[CallbackAny2Vec]
+        self,
+        config: Config,
+        vocab: Vocab,
+        corpus: Corpus,
+        callbacks: Sequence[CallbackAny2Vec],
+        log_epoch: Callable[[int, int, float], None],
     ) -> int:
         """Train all epochs and return the number of words trained on."""
         with _naming_arguments():
@@ -327,10 +364,10 @@ class Word2Vec(word2vec.Word2Vec):
                 self._copy_to(loop.step, is_first=epoch == 1)
             start = time.monotonic()
             scale_updates = self._update_scaler(loop.step, planned.kernels)
-            trained += self._train_epoch(loop, scale_updates)
-            rate = corpus.raw_words / (time.monotonic() - start) / 1e6
-            loss = f"loss {self.loss_per_pair:.4f}"
-            log.info(f"epoch {epoch} of {config.train.epochs}: {loss}, {rate:.3f} M words/s")
+            trained_here = self._train_epoch(loop, scale_updates)
+            log_epoch(epoch - 1, trained_here, time.monotonic() - start)
+            log.info(f"epoch {epoch} of {config.train.epochs}: loss {self.loss_per_pair:.4f}")
+            trained += trained_here
             if callbacks or epoch == config.train.epochs:
                 self._copy_from(loop.step)
             for callback in callbacks:

@@ -628,6 +628,35 @@ def test_a_model_of_gensims_trains_on_with_sgd(tmp_path, sg):
     assert type(model) is Word2Vec and model.loss_per_pair < 0.9 * UNTRAINED_LOSS
 
 
+class Derived(Word2Vec):
+    """A class that a user has derived."""
+
+
+def test_a_loaded_model_keeps_its_class_and_optimizer(tmp_path):
+    file = str(tmp_path / "model")
+    Word2Vec(sentences(), optimizer="Adagrad", epochs=1, **SMALL).save(file)
+    loaded = Derived.load(file)
+    assert type(loaded) is Word2Vec and loaded.optimizer == "Adagrad" and loaded._states
+    gensim.models.FastText(sentences(20), vector_size=4, min_count=1, bucket=9).save(file)
+    assert type(Word2Vec.load(file)) is gensim.models.FastText
+
+
+def test_vectors_that_cannot_be_written_are_refused_before_training(model, tmp_path):
+    model.save(str(tmp_path / "model"), sep_limit=0)
+    loaded = Word2Vec.load(str(tmp_path / "model"), mmap="r")
+    log = CallLog()
+    with pytest.raises(ValueError, match="vectors are read-only; .*mmap='r'"):
+        loaded.train(sentences(), total_examples=400, epochs=1, callbacks=[log])
+    assert "on_epoch_end" not in log.calls
+
+
+def test_arguments_of_prepare_vocab_have_gensims_order():
+    signatures = [
+        inspect.signature(kind.prepare_vocab) for kind in (Word2Vec, gensim.models.Word2Vec)
+    ]
+    assert signatures[0] == signatures[1]
+
+
 @pytest.mark.parametrize("hs", [0, 1])
 def test_null_word_is_the_last_of_the_vocabulary(hs):
     model = Word2Vec(sentences(), null_word=1, hs=hs, negative=5 * (1 - hs), epochs=5, **SMALL)

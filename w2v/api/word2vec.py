@@ -155,20 +155,29 @@ class Word2Vec(word2vec.Word2Vec):
     def load(cls, *args, **named):
         """Load a model that this class or gensim's own has saved.
 
-        gensim's own trains on as in gensim: with SGD, at its alpha.
+        gensim's own trains on as in gensim: with SGD, at its alpha. Models of derived classes
+        keep their class, as in gensim.
         """
         model = super().load(*args, **named)
-        if not isinstance(model, cls):
+        if type(model) is word2vec.Word2Vec:
             model.__class__ = cls
             vars(model).update(optimizer="SGD", optimizer_args=None, batch_size=None)
             vars(model).update(device="auto", settings=[], _default_alpha=None, _states={})
         return model
 
-    def prepare_vocab(self, update=False, *args, dry_run=False, **named):
+    def prepare_vocab(
+        self,
+        update=False,
+        keep_raw_vocab=False,
+        trim_rule=None,
+        min_count=None,
+        sample=None,
+        dry_run=False,
+    ):
         """Choose the words as gensim does; they may be more than before."""
         if not (update or dry_run):
             self.wv.vectors = self.wv.vectors[:0]  # gensim would order them as the new words
-        return super().prepare_vocab(update, *args, dry_run=dry_run, **named)
+        return super().prepare_vocab(update, keep_raw_vocab, trim_rule, min_count, sample, dry_run)
 
     def init_weights(self):
         """Reset the vectors as gensim does, and the optimizer's state with them."""
@@ -431,6 +440,8 @@ class Word2Vec(word2vec.Word2Vec):
         Later there are only changes that a callback has made.
         """
         for name, table, rows, vectors_VD in self._parts(step):
+            if not vectors_VD.flags.writeable:
+                raise ConfigError(f"the {name} vectors are read-only; load without mmap='r'")
             weight_VD = table["weight"][rows]
             if not is_first and np.array_equal(vectors_VD, weight_VD.float().cpu().numpy()):
                 continue

@@ -158,6 +158,11 @@ class ModelConfig(Section):
         self.check("shrink_by", holds, "draw or auto with model.architecture=cbow")
         self.check("negative", self.hs or self.negative > 0, "at least 1 without model.hs=true")
 
+    @property
+    def weighs_windows(self) -> bool:
+        """Whether near words get more weight by a factor, not by drawn windows."""
+        return self.shrink_windows and self.shrink_by == "weigh"
+
     def distinct_negatives(self, centers: int) -> int:
         """Return the most different negatives of that many centers."""
         drawn = centers * self.negative

@@ -81,8 +81,7 @@ class Use(NamedTuple):
         fill = 1.0
         if model.architecture == "skipgram":  # a center of CBOW has one prediction in any sentence
             fill = min(1.0, kept / max(sentences, 1) / (2 * model.window))
-        weighed = model.shrink_windows and model.shrink_by == "weigh"
-        return cls(kept * epochs, median, repeat, cbow, weighed, fill)
+        return cls(kept * epochs, median, repeat, cbow, model.weighs_windows, fill)
 
 
 class Choice(NamedTuple):

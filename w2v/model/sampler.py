@@ -87,7 +87,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self.position = Position()
         text, model = self.text, self.model
-        self._weighs = model.shrink_windows and model.shrink_by == "weigh"
+        self._weighs = model.weighs_windows
         weighted = model.window if self._weighs else 0
         objective = Objective(model.architecture == "cbow", model.cbow_mean, text.tree, weighted)
         self._objective = objective.to(self.device)

@@ -271,8 +271,7 @@ class Word2Vec(word2vec.Word2Vec):
         self._log_train_end(raw_words * epochs, trained, seconds, job_tally=0)
         self.total_train_time += seconds
         self.train_count += 1
-        for callback in callbacks:
-            callback.on_train_end(self)
+        self._call(callbacks, "on_train_end")
         return trained, raw_words * epochs
 
     def _encode(self, sentences: Iterable[Iterable[str]], folder: Path) -> Corpus:
@@ -332,15 +331,17 @@ class Word2Vec(word2vec.Word2Vec):
         is_on_cpu = plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU
         return like_gensims if is_on_cpu else config
 
+    def _call(self, callbacks: Sequence[CallbackAny2Vec], hook: str) -> None:
+        """Call a method of each callback."""
+        for callback in callbacks:
+            getattr(callback, hook)(self)
+
     def _train_on_nothing(self, epochs: int, callbacks: Sequence[CallbackAny2Vec]) -> int:
         """Call callbacks as `_train_on` does and return 0."""
-        for callback in callbacks:
-            callback.on_train_begin(self)
+        self._call(callbacks, "on_train_begin")
         for _ in range(epochs):
-            for callback in callbacks:
-                callback.on_epoch_begin(self)
-            for callback in callbacks:
-                callback.on_epoch_end(self)
+            self._call(callbacks, "on_epoch_begin")
+            self._call(callbacks, "on_epoch_end")
         return 0
 
     def _train_on(
@@ -362,13 +363,11 @@ class Word2Vec(word2vec.Word2Vec):
                 torch.set_num_threads(plan.useful_threads(planned.config))
             with planned.budget.explained():
                 loop = plan.build(planned, draws_vectors=False)  # but gensim's
-        for callback in callbacks:
-            callback.on_train_begin(self)
+        self._call(callbacks, "on_train_begin")
         trained = 0
         self.min_alpha_yet_reached: float = loop.lr
         for epoch in range(1, config.train.epochs + 1):
-            for callback in callbacks:
-                callback.on_epoch_begin(self)
+            self._call(callbacks, "on_epoch_begin")
             if epoch == 1 or callbacks:
                 self._copy_to(loop.step, is_first=epoch == 1)
             start = time.monotonic()
@@ -379,8 +378,7 @@ class Word2Vec(word2vec.Word2Vec):
             trained += trained_here
             if callbacks or epoch == config.train.epochs:
                 self._copy_from(loop.step)
-            for callback in callbacks:
-                callback.on_epoch_end(self)
+            self._call(callbacks, "on_epoch_end")
         return trained
 
     def _lock_factors(self) -> np.ndarray:

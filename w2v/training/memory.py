@@ -236,7 +236,7 @@ class Task:
         # The oldest checkpoint is removed when the third is whole.
         checkpoints = 3 if self.config.run.checkpoint_minutes else 1
         run_dir, table_dir = self.config.run.dir, self.config.transfer.table_dir
-        in_files = self.ranks.size * self.table_bytes * bool(table_dir)
+        file_bytes = self.ranks.size * self.table_bytes * bool(table_dir)
         is_one_disk = same_disk(Path(run_dir), Path(table_dir))
         unpadded = self._record_bytes(alignment=self.shape.dtype.itemsize)
         return {
@@ -249,9 +249,9 @@ class Task:
             "disk": {
                 "checkpoints": checkpoints * 2 * self.rows * unpadded,
                 "vectors": (2 * 4 * self.shape.dim + 32) * self.words,  # as .kv and .bin
-                "tables": in_files * is_one_disk,
+                "tables": file_bytes * is_one_disk,
             },
-            "files": {"tables": in_files * (not is_one_disk)},
+            "files": {"tables": file_bytes * (not is_one_disk)},
         }
 
     def _host_needs(self) -> dict[str, int]:

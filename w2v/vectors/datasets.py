@@ -16,7 +16,7 @@ PAIR_SETS = {
     "wordsim353": ("WordSim-353", "wordsim353.tsv"),
     "simlex999": ("SimLex-999", "simlex999.txt"),
 }
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(E[-+]?\d+)?")  # in upper case
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(E[-+]?\d+)?")  # of a line in upper case
 
 
 class Further(NamedTuple):

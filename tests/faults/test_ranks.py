@@ -127,10 +127,10 @@ def test_signal_to_the_job_saves_and_other_ranks_resume(
     programs, device, arguments, tmp_path, number, ranks
 ):
     ranks = ranks if device == "cpu" else min(ranks, torch.cuda.device_count())
-    options = "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=1000"
+    options = "run.checkpoint_minutes=0", "train.epochs=500", "run.log_seconds=0.1"
     job, _ = start(programs, *arguments, *FUSED, *options, f"run.dir={tmp_path}")
-    programs.wait_for(lambda: list(tmp_path.glob("20*/metrics.jsonl")))
-    time.sleep(0.5)
+    # The first line shows that ranks train; before, there is nothing to save.
+    programs.wait_for(lambda: [f for f in tmp_path.glob("20*/metrics.jsonl") if f.stat().st_size])
     os.kill(job, number)
     _, output = programs.wait()
     assert output.count("--resume") == 1 and "rror" not in output, output

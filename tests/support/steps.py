@@ -10,7 +10,7 @@ from w2v.distributed.exchange import Exchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
-from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads
+from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
 from w2v.kernels.cuda import CudaKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
@@ -209,7 +209,9 @@ def moved(batch, device):
 def sorted_grads(grads):
     """Return a table's unique rows, sorted, their gradients and pairs."""
     if isinstance(grads, ThreadGrads):
-        return grads.merged()[1:4]
+        rows_U, grad_UD, pairs_U = grads.merge(Threads(len(grads.of_thread)))
+        rows_U, order_U = rows_U.sort()
+        return rows_U, grad_UD[order_U], pairs_U[order_U].long()
     count = len(grads.rows_U) if grads.row_count is None else int(grads.row_count)
     assert not grads.grad_UD[count:].any()
     rows_U, order_U = grads.rows_U[:count].long().sort()

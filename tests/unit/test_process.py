@@ -145,3 +145,23 @@ def test_calls_that_wait_are_few_and_errors_come_in_order():
     assert [next(found) for _ in range(50)] == [None] * 50
     with pytest.raises(ValueError, match="^50$"):
         next(found)
+
+
+def test_memory_of_freed_arrays_is_reused():
+    code = """
+import resource
+import numpy as np
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        np.ones(4 << 20, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+process.limit_heap_fragmentation()
+limited = faults()
+process.reuse_freed_memory()
+faults()
+print(limited > 40, faults() < 40)  # of 4 KiB, or where it has them of 2 MiB
+"""
+    assert run_code(code).stdout == "True True\n"

@@ -26,14 +26,13 @@ from w2v.kernels.batch import (
     Pool,
     StepShape,
     StepState,
-    TableGrads,
     TableLike,
     Update,
     View,
     max_batch_rows,
 )
 from w2v.kernels.cpu_loops import padded
-from w2v.kernels.reference import ReferenceKernels
+from w2v.kernels.reference import ReferenceKernels, all_finite
 from w2v.system.simd import AT_ONCE, LANES
 
 NOTHING = torch.zeros(())  # loss and pairs before there are any
@@ -91,19 +90,24 @@ class ThreadGrads:
     def has_room(self, rows: int) -> bool:
         return self.of_all.rows_U.shape[1] >= min(len(self.first_V), rows)
 
-    def merged(self) -> TableGrads:
-        """Return the sorted unique rows, with gradients summed over all threads."""
+    def gradients(self, count_pairs: bool) -> tuple[np.ndarray, ...]:
+        """Return what `cpu_loops.sum_threads` takes; pairs only if they count."""
+        pairs_N = self.of_all.pairs_U.reshape(-1)[: None if count_pairs else 0]
+        return self.grad_NP, pairs_N, *self.of_all[-3:]
 
-        def all_threads(array_nU: np.ndarray) -> Tensor:
-            parts = zip(array_nU, self.of_all.count_1[:, 0], strict=True)
-            return torch.from_numpy(np.concatenate([part[:count] for part, count in parts]))
+    def merge(self, threads: Threads) -> tuple[Tensor, Tensor, Tensor]:
+        """Return unique rows, their gradients summed over all threads, and pairs."""
+        grads = self.gradients(count_pairs=True)
 
-        rows, grads, pairs = map(all_threads, self.of_all[1:4])
-        rows_U, places = torch.unique(rows.long(), return_inverse=True)
-        grads = grads[:, : self.dim]
-        grad_UD = grads.new_zeros(len(rows_U), self.dim).index_add_(0, places, grads)
-        pairs_U = torch.zeros_like(rows_U).index_add_(0, places, pairs.long())
-        return TableGrads(None, rows_U, grad_UD, pairs_U, None)
+        def sum_rows(owner: int) -> np.ndarray:
+            summed_2U = self.summed_nU[2 * owner : 2 * owner + 2]
+            return summed_2U[:, : cpu_loops.sum_threads(owner, grads, self.first_V, *summed_2U)]
+
+        found_2U = np.concatenate(threads.run(sum_rows), axis=1)
+        rows_U, places_U = torch.from_numpy(found_2U).long()
+        grad_NP, pairs_N = map(torch.from_numpy, grads[:2])
+        grad_UD = grad_NP.index_select(0, places_U)[:, : self.dim]
+        return rows_U, grad_UD, pairs_N.index_select(0, places_U)
 
 
 class CpuKernels:
@@ -233,11 +237,11 @@ class CpuKernels:
         if state.fault:
             return
         optimizer, tables, lr = update
-        if not optimizer.formula:  # only the torch.optim class has it
-            grads = grads._replace(inputs=grads.inputs.merged(), outputs=grads.outputs.merged())
-            ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
-            return
         parts = zip(tables, page, grads[:2], strict=True)
+        if not optimizer.formula:  # only the torch.optim class has it
+            for number, part in enumerate(parts):
+                note_fault(state, 2 << number, self._step_by_torch(optimizer, *part, lr))
+            return
         steps = [step_arguments(optimizer, *part, lr) for part in parts]
 
         def step(thread: int) -> list[int]:
@@ -245,6 +249,18 @@ class CpuKernels:
 
         for number, faults in enumerate(zip(*self.threads.run(step), strict=True)):
             note_fault(state, 2 << number, not any(faults))
+
+    def _step_by_torch(
+        self, optimizer: OptimizerLike, table: TableLike, view: View, grads: ThreadGrads, lr: float
+    ) -> bool:
+        """Step rows by the torch.optim class, unless they would not stay finite."""
+        rows_U, grad_UD, pairs_U = grads.merge(self.threads)
+        records_UR = view.records_SR.index_select(0, rows_U)
+        optimizer.step_rows(table, records_UR, grad_UD, pairs_U, lr)
+        is_sound = bool(all_finite(records_UR))
+        if is_sound:
+            view.records_SR.index_copy_(0, rows_U, records_UR)
+        return is_sound
 
 
 class SequentialSgdKernels(CpuKernels):
@@ -282,10 +298,9 @@ def step_arguments(
     constants = np.array([*optimizer.hyper(lr), step], np.float64)
     formula = cpu_loops.FORMULAS[optimizer.formula]
     cap = optimizer.occurrence_cap
-    pairs_N = grads.of_all.pairs_U.reshape(-1)[: None if cap else 0]
-    gradients = grads.grad_NP, pairs_N, *grads.of_all[-3:]
     records_SR = view.records_SR.numpy()
     spare_nR = np.empty((len(grads.of_thread), records_SR.shape[1]), np.float32)
     memory = grads.first_V, grads.summed_nU, spare_nR
     records = records_SR, step_column, constants
+    gradients = grads.gradients(count_pairs=cap > 0)
     return formula, optimizer.state_count, *records, gradients, memory, cap, grads.dim

@@ -455,7 +455,7 @@ def sort_by_owner(unique):
 
 
 @compiled
-def _sum_threads(owner, grads, first_V, rows_U, sums_U):
+def sum_threads(owner, grads, first_V, rows_U, sums_U):
     """Sum the gradients of an owner's rows over the threads, in their order.
 
     Sets `rows_U` to these rows and `sums_U` to where in `grad_NP` the sum of each is: in the place
@@ -494,12 +494,12 @@ def step_rows(owner, formula, states, records_VR, step_column, constants, grads,
     The formulas are those of optim.cu, which says what a single state of Adam is. A row is stepped
     with the sum of the gradients of all threads, scaled by cap / pairs if it sums more than `cap`
     pairs and cap is not 0. A row that would not stay finite is left as it was; returns the number
-    of such rows. grads: as `_sum_threads` unpacks them; pairs_N is empty if cap is 0. memory: -1
+    of such rows. grads: as `sum_threads` unpacks them; pairs_N is empty if cap is 0. memory: -1
     for each row, shared by owners; and an owner's rows and places of their sums; and a record.
     """
     first_V, summed_nU, spare_nR = memory
     rows_U, sums_U = summed_nU[2 * owner], summed_nU[2 * owner + 1]
-    count = _sum_threads(owner, grads, first_V, rows_U, sums_U)
+    count = sum_threads(owner, grads, first_V, rows_U, sums_U)
     grad_NP, pairs_N = grads[:2]
     lr, eps, weight_decay, lr_decay = constants[:4]
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, table_step = constants[4:]

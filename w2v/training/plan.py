@@ -36,7 +36,13 @@ from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
-from w2v.system.process import cores, git_commit, on_threads, return_freed_memory
+from w2v.system.process import (
+    cores,
+    git_commit,
+    on_threads,
+    return_freed_memory,
+    reuse_freed_memory,
+)
 from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
@@ -501,6 +507,8 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = RankExchange(kernels, steps, state, plan.ranks, plan.shape, planning)
     step = TrainingStep(inputs, outputs, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
+    if not plan.on_gpu and not (plan.optimizer.formula and plan.kernels != "reference"):
+        reuse_freed_memory()
     return TrainingLoop(plan.config, sampler, step)
 
 

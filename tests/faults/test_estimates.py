@@ -53,6 +53,7 @@ GPU = [
     [ADAM, "transfer.engine=staged", "transfer.gpu_bytes=50%", "train.batch_size=8192"],
     [ADAM, "train.deterministic=true", "train.batch_size=8192"],
     [ADAM, "model.architecture=cbow", "model.hs=true"],
+    ["optimizer.name=NAdam", "optimizer.lr=0.001"],
 ]
 
 

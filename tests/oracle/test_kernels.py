@@ -508,7 +508,7 @@ ENGINES = pytest.mark.parametrize(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW"])
+@pytest.mark.parametrize("name", ["Adam", "Adamax", "RMSprop", "SGD", "Adagrad", "AdamW", "NAdam"])
 @ENGINES
 def test_training_on_a_gpu(name, engine, slots, steps_per_page):
     check_training("cuda", name, engine=engine, slots=slots, steps_per_page=steps_per_page)
@@ -525,7 +525,7 @@ def test_training_on_a_gpu(name, engine, slots, steps_per_page):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name, cap", [("Adam", 0), ("SGD", 5)])
+@pytest.mark.parametrize("name, cap", [("Adam", 0), ("SGD", 5), ("NAdam", 5)])
 @ENGINES
 def test_training_of_other_models_on_a_gpu(model, name, cap, engine, slots, steps_per_page):
     how = {"engine": engine, "slots": slots, "steps_per_page": steps_per_page}
@@ -552,12 +552,12 @@ def test_buffers_have_room_for_the_words_of_a_pool_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["cuda", "reference"])
-def test_planning_far_ahead_of_a_slow_computation_changes_nothing(kernels):
+@pytest.mark.parametrize("kernels, name", [("cuda", "SGD"), ("cuda", "ASGD"), ("reference", "SGD")])
+def test_planning_far_ahead_of_a_slow_computation_changes_nothing(kernels, name):
     """Each step waits for 5 ms of other work, so the CPU could run ahead."""
 
     def trained(cycles):
-        step = make_step(OptimizerConfig(name="SGD", lr=0.01), 5000, 32, kernels, "cuda")
+        step = make_step(OptimizerConfig(name=name, lr=0.01), 5000, 32, kernels, "cuda")
         sampler = sampler_of_random_words(ModelConfig(), 40_000, 1000)
         losses = []
         for planned in step.plan_pages(sampler.epoch()):

@@ -11,7 +11,7 @@ from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import Batch, Objective, StepShape, StepState, table_rows
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels, ThreadGrads, Threads
-from w2v.kernels.cuda import CudaKernels
+from w2v.kernels.cuda import CudaKernels, TorchStepKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.huffman import make_tree
@@ -62,6 +62,8 @@ def make_step(
         kernels = CudaPeerKernels(shape, (rows, rows), steps_per_page, engine != "resident")
     elif kernels == "reference":
         kernels = ReferenceKernels(shape, product)
+    elif kernels == "cuda" and not optimizer.formula:
+        kernels = TorchStepKernels(shape)
     else:
         kernels = make_kernels(kernels, shape, threads, ranks)
     planning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -129,6 +129,29 @@ class CudaKernels(Kernels):
         return 0, (None, None, None, 0)
 
 
+class TorchStepKernels(CudaKernels):
+    """CUDA kernels with torch's own step, for optimizers without a formula."""
+
+    plans_rows = True  # torch has to know how many rows there are
+
+    def unique_rows(self, batch: Batch) -> Grads:
+        shape = self.shape
+        # Lists of their own, as the batches before may still be on their way.
+        lists = with_room(None, max_batch_rows(batch), shape.rows, shape, dim=0)
+        found = with_sums(lists, next(self._sums))
+        find_unique_rows(batch, found[:2])
+
+        def zero_grads(table: TableGrads) -> TableGrads:
+            rows_U = table.rows_U[: int(table.row_count)]
+            grad_UD = torch.zeros(len(rows_U), shape.dim, device=shape.device)
+            return table._replace(rows_U=rows_U, grad_UD=grad_UD, pairs_U=torch.zeros_like(rows_U))
+
+        return found._replace(inputs=zero_grads(found.inputs), outputs=zero_grads(found.outputs))
+
+    def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
+        reference.ReferenceKernels(self.shape).optimizer_step(update, page, grads, state)
+
+
 def move_records(
     table_VR: Tensor,
     rows_U: Tensor,

@@ -170,6 +170,11 @@ class Task:
         return self.device.type == "cuda"
 
     @property
+    def has_own_step(self) -> bool:
+        """Whether the kernels step rows themselves; else torch's class does."""
+        return bool(self.optimizer.formula) and self.kernels != "reference"
+
+    @property
     def rows(self) -> int:
         """Rows of each table, on all ranks."""
         return table_rows(self.words, self.config.model.hs, self.config.model.negative)
@@ -312,7 +317,6 @@ class Task:
         """
         model, shape, kernels = self.config.model, self.shape, self.kernels
         dim = shape.dim
-        has_formula = bool(self.optimizer.formula)
         batch_size = -(-self.config.train.batch_size // shape.world_size)
         centers = min(batch_size, int(self.centers))
         drawn = centers * model.negative
@@ -331,23 +335,24 @@ class Task:
             distinct = model.distinct_negatives(centers)
             most = max_rows(centers, distinct, window, depth, self.words)
             stay += PAGES * MOST_STEPS * 4 * (centers + drawn)
-            stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
+            if self.has_own_step:
+                stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
         elif kernels == "cpu":
             threads = torch.get_num_threads()
             touched = self.touched(-(-centers // threads))
             gradient = 4 * padded(dim, 4, CPU_ALIGNMENT) + 16  # with its row, pairs and owner
             stay += 8 * self.rows * (threads + 1) + gradient * threads * sum(touched)
-            if not has_formula:  # gradients of all threads are joined
+            if not self.has_own_step:  # gradients of all threads are joined
                 step = 4 * dim * threads * max(touched)
         elif kernels == "reference":  # products of all pairs
             pool = max(0, model.negative_pool)
             stay += POOL_BYTES * pool
             drawing = max(drawing, POOL_DRAW_BYTES * pool)
             step = 8 * centers * (2 * window + 1 + model.negative + depth) * dim
-            if self.on_gpu:  # gradients of all batches under way
+        if not self.has_own_step:
+            if self.on_gpu:  # gradients of all batches under way, and indices of rows
                 batches = PAGES * (MOST_STEPS if self.is_hosted else 1)
-                stay += batches * gradient * sum(self.touched(centers))
-        if kernels == "reference" or not has_formula:
+                stay += batches * (gradient * sum(self.touched(centers)) + 8 * self.rows)
             # torch steps copies of a table's rows.
             step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
         return stay + max(drawing, step)

@@ -28,7 +28,7 @@ from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels
 from w2v.kernels.batch import StepState, chunk_words, max_rows
-from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels
+from w2v.kernels.cuda import MOST_CBOW_DIM, CudaKernels, TorchStepKernels
 from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model import auto, heldout
@@ -106,6 +106,7 @@ class Plan(Task):
         step += [f"{name} {value}" for name, value in optimizer.args.items()]
         step += [f"batches of {train.batch_size:,}", f"{train.epochs} epochs"]
         kernels = [KERNELS[self.kernels], f"precision {train.precision}"]
+        kernels.append("" if self.has_own_step else "steps by torch")
         kernels.append("CBOW" if model.architecture == "cbow" else "")
         kernels.append("hierarchical softmax" if model.hs else "")
         rows = f"{self.ranks.shard_rows(self.words):,} rows of a table"
@@ -168,9 +169,9 @@ class Plan(Task):
         """Steps that share a page, and the lookahead window."""
         transfer = self.config.transfer
         if not self.is_paged or not self.slots:
-            # With all rows on the GPU, long pages cost nothing and save CPU time. But plain torch
-            # keeps the gradients of all batches of a page.
-            is_long = self.slots > 0 and self.kernels != "reference"
+            # With all rows on the GPU, long pages cost nothing and save CPU time. But where torch
+            # steps, the gradients of all batches of a page are kept.
+            is_long = self.slots > 0 and self.has_own_step
             return Paging(transfer.steps_per_page or (MOST_STEPS if is_long else 1))
         # Batches of all ranks are drawn, to count how many of them find room in the caches.
         kernels = make_kernels(self)
@@ -296,7 +297,8 @@ def make_plan(
 def plan_task(task: Task, run: Path | None) -> Plan:
     """Choose what is `auto`, the engine, and the capacity of its cache."""
     sentences = len(task.corpus.offsets) - 1
-    config, chosen = auto.choose(task.config, task.vocab, task.kernels, sentences)
+    kernels = task.kernels if task.has_own_step else "reference"
+    config, chosen = auto.choose(task.config, task.vocab, kernels, sentences)
     optimizer = RowOptimizer(config.optimizer)
     centers = float(task.vocab.kept_counts(config.model.sample).sum())
     task = replace(task, config=config, optimizer=optimizer, centers=centers)
@@ -341,8 +343,9 @@ def choose_kernels(config: Config, machine: Machine, ranks: Ranks = SINGLE) -> s
             obstacle = "CuPy cannot be imported"
         elif train.deterministic:
             obstacle = "they sum in no fixed order, which train.deterministic=true forbids"
-        elif not optimizer.formula:
-            obstacle = f"optimizer.name={config.optimizer.name} with these args has none"
+        elif ranks.size > 1 and not optimizer.formula:
+            steps = f"optimizer.name={config.optimizer.name} with these args is stepped by torch"
+            obstacle = f"{steps}, and there are {ranks.size} ranks"
         fused = "cuda"
     if train.kernels == "fused" and obstacle:
         raise ConfigError(f"train.kernels=fused, but {obstacle}; set train.kernels=auto")
@@ -507,7 +510,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
         exchange = RankExchange(kernels, steps, state, plan.ranks, plan.shape, planning)
     step = TrainingStep(inputs, outputs, kernels, engine, exchange, plan.optimizer, state, planning)
     return_freed_memory()
-    if not plan.on_gpu and not (plan.optimizer.formula and plan.kernels != "reference"):
+    if not (plan.on_gpu or plan.has_own_step):
         reuse_freed_memory()
     return TrainingLoop(plan.config, sampler, step)
 
@@ -569,7 +572,9 @@ def make_kernels(plan: Plan, peers: PeerMemory | None = None) -> Kernels:
         most = max_rows(centers, negatives, model.window, depth, plan.words)
         return CudaPeerKernels(plan.shape, most, plan.paging.steps, plan.is_hosted)
     if plan.kernels == "cuda":
-        return CudaShardKernels(plan.shape) if plan.ranks.size > 1 else CudaKernels(plan.shape)
+        if plan.ranks.size > 1:
+            return CudaShardKernels(plan.shape)
+        return (CudaKernels if plan.optimizer.formula else TorchStepKernels)(plan.shape)
     if plan.kernels == "reference":
         return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
     from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second

@@ -44,7 +44,8 @@ from w2v.model.sampler import Sampler
 from w2v.model.table import padded
 
 SOURCES = Path(launch.__file__).parent / "cu"
-FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "adamax": 2}
+FORMULAS = {"sgd": 0, "adagrad": 1, "rmsprop": 1}
+FORMULAS |= dict.fromkeys(("adadelta", "adam", "adamw", "adamax"), 2)
 GRADIENT_MACROS = "DIM WINDOW TARGETS PATHS ELEMENT COUNTED CBOW MEAN RANKS WEIGHTED".split()
 VARIANTS = [
     ("rows.cu", {}),
@@ -91,6 +92,8 @@ OPTIMIZERS = [
     ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     ("RMSprop", {}),
     ("RMSprop", {"alpha": 0.9, "weight_decay": 0.1}),
+    ("Adadelta", {}),
+    ("Adadelta", {"rho": 0.5, "weight_decay": 0.1}),
     ("Adam", {}),
     ("Adam", {"betas": [0.5, 0.99], "weight_decay": 0.1}),
     ("Adam", {"betas": [0.0, 0.9]}),

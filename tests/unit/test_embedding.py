@@ -758,7 +758,7 @@ def test_pages_of_a_loader_with_workers():
 
 
 FUSED_SETTINGS = [
-    *({"name": name} for name in ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax")),
+    *({"name": name} for name in "SGD Adagrad RMSprop Adadelta Adam AdamW Adamax".split()),
     {"step": "row"},
     {"max_norm": 1.0},
     {"padding_idx": 3},

@@ -33,8 +33,9 @@ SGD_PREFETCH_CENTERS = 5
 SGD_PREFETCH_PARTS = 4
 PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early
 ROWS_PER_OWNER = 64  # adjacent rows of one thread, so that threads do not share cache lines
-SGD, ADAGRAD, RMSPROP, ADAM, ADAMW, ADAMAX = range(6)
-FORMULAS = dict(sgd=SGD, adagrad=ADAGRAD, rmsprop=RMSPROP, adam=ADAM, adamw=ADAMW, adamax=ADAMAX)
+SGD, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX = range(7)
+FORMULAS = dict(sgd=SGD, adagrad=ADAGRAD, rmsprop=RMSPROP, adadelta=ADADELTA)
+FORMULAS |= dict(adam=ADAM, adamw=ADAMW, adamax=ADAMAX)
 zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
 FAST: dict[str, Any] = {"fastmath": {*simd.FAST}, "error_model": "numpy"}
 # Nothing is allocated, so that references to arrays need no counts: those took half of the time,
@@ -552,6 +553,13 @@ def step_rows(owner, formula, states, records_VR, step_column, constants, grads,
                 square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
                 first_D[d] = square
                 weight_D[d] -= lr * grad_D[d] / (np.sqrt(square) + eps)
+        elif formula == ADADELTA:  # beta1 is its rho
+            for d in range(dim):
+                square = beta1 * first_D[d] + rest1 * grad_D[d] * grad_D[d]
+                first_D[d] = square
+                delta = np.sqrt(last_D[d] + eps) / np.sqrt(square + eps) * grad_D[d]
+                last_D[d] = beta1 * last_D[d] + rest1 * delta * delta
+                weight_D[d] -= lr * delta
         else:
             mean_D = grad_D
             if states == 2:

@@ -162,12 +162,14 @@ FUSED_BETAS = {
     torch.optim.SGD: (),
     torch.optim.Adagrad: (),
     torch.optim.RMSprop: ("alpha",),
+    torch.optim.Adadelta: ("rho",),
     torch.optim.Adam: ("betas",),
     torch.optim.AdamW: ("betas",),
     torch.optim.Adamax: ("betas",),
 }
 # Any other argument that is set sends the run to torch's own step.
-FUSED_ARGUMENTS = {*"lr betas alpha eps weight_decay lr_decay initial_accumulator_value".split()}
+FUSED_ARGUMENTS = {*"lr eps betas alpha rho weight_decay lr_decay".split()}
+FUSED_ARGUMENTS |= {"initial_accumulator_value"}
 # How torch computes, not what.
 IGNORED_ARGUMENTS = {"foreach", "fused", "capturable", "differentiable"}
 

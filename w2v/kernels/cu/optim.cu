@@ -35,6 +35,14 @@ __device__ void rmsprop(float& w, float g, float* state, const Hyper& h, const B
     w -= h.lr * g / (sqrtf(state[0]) + h.eps);
 }
 
+__device__ void adadelta(float& w, float g, float* state, const Hyper& h, const Bias& bias) {
+    g += h.weight_decay * w;
+    state[0] = h.beta1 * state[0] + h.rest1 * g * g;
+    const float delta = sqrtf(state[1] + h.eps) / sqrtf(state[0] + h.eps) * g;
+    state[1] = h.beta1 * state[1] + h.rest1 * delta * delta;
+    w -= h.lr * delta;
+}
+
 // Return the mean of gradients, the first of two states; a single state is the second one, as with
 // beta1 = 0 the mean is the gradient.
 __device__ float mean(float g, float* state, const Hyper& h) {

@@ -80,7 +80,9 @@ class Breaks(Dataset):
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers, ahead):
+def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers, ahead, monkeypatch):
+    # For so long torch waits for a worker that has failed, once the loader's memory is freed.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     runs = [trainable(tmp_path, optimizer="Adam") for _ in range(2)]
     loader = DataLoader(Breaks(), batch_size=None, num_workers=workers)
     with pytest.raises(OSError, match="disk error"):
@@ -90,6 +92,7 @@ def test_training_goes_on_after_a_loader_that_breaks_off(tmp_path, workers, ahea
     for ids, target in batches(3):
         train_step(*runs[1], ids, target)
     assert torch.equal(weights(runs[0][0]), weights(runs[1][0]))
+    gc.collect()
 
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

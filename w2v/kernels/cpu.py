@@ -215,17 +215,15 @@ class CpuKernels:
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
         buffers = self._buffers[shape]
-        places: list[tuple] = [share(n, threads.count, centers) for n in range(threads.count)]
-        if in_place:  # a thread that is done early takes centers of others
-            begins_n, ends_n = np.array(places).T
-            # Each in a cache line of its own, as all threads write to them.
-            taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]
-            taken_n[:] = begins_n
-            places = [(n, (taken_n, ends_n)) for n in range(threads.count)]
+        shares = [share(thread, threads.count, centers) for thread in range(threads.count)]
+        begins_n, ends_n = np.array(shares).T
+        # Each in a cache line of its own, as a thread that is done early takes centers of others.
+        taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]
+        taken_n[:] = begins_n
 
         def run_share(thread: int) -> tuple[float, int]:
             unique = (table.of_thread[0 if in_place else thread] for table in rows[:2])
-            return kernel(*places[thread], arrays, buffers[thread], *unique)
+            return kernel(thread, taken_n, ends_n, arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.

@@ -267,9 +267,9 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
     are added to those of the thread's unique rows. Gradients of context words are then first summed
     in a ring, until the windows have passed the word: a word is in many windows, one after another.
 
-    The function takes a place, see `own` and `shared`, and as plain tuples (named ones take
-    longer to pass) `BatchArrays`, and the thread's `Buffers` and `UniqueRows` of both tables. It
-    returns the summed loss and the number of positive pairs.
+    The function takes the number of the thread, the centers that are left (see `next_centers`),
+    and as plain tuples (named ones take longer to pass) `BatchArrays`, and the thread's `Buffers`
+    and `UniqueRows` of both tables. It returns the summed loss and the number of positive pairs.
     """
     subtracts = int(in_place)
     early = SGD_PREFETCH_CENTERS if in_place else PREFETCH_CENTERS
@@ -345,9 +345,30 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             _add(batch.words_n[c], memory.ring_CP, place, pairs, inputs)
             memory.ring_pairs_C[place] = -1
 
+    @inlined
+    def next_centers(thread, taken_n, ends_n):
+        """Take a thread's next centers [begin, end), if some are left.
+
+        The batch is cut into a stretch for each thread, as neighboring centers have words in
+        common, whose rows stay in the core's cache. In place, a thread takes the blocks of its own
+        stretch, then those left of others'; otherwise its stretch as a whole. taken_n: where the
+        centers of each begin that no thread has taken; ends_n: where each ends.
+        """
+        if not in_place:
+            begin = taken_n[thread]
+            taken_n[thread] = ends_n[thread]
+            return begin, ends_n[thread]
+        for n in range(len(ends_n)):
+            stretch = (thread + n) % len(ends_n)
+            begin = simd.fetch_add(taken_n, stretch, BLOCK)
+            if begin < ends_n[stretch]:
+                return begin, min(begin + BLOCK, ends_n[stretch])
+        return 0, 0
+
+    # One function: what it calls and is not inlined here, LLVM would compile twice.
     @compiled
-    def loop(begin, end, batch, memory, inputs, outputs):
-        """Train the centers [begin, end); return their loss and pairs."""
+    def loop(thread, taken_n, ends_n, batch, memory, inputs, outputs):
+        """Train a thread's centers; return their loss and pairs."""
         batch, memory = BatchArrays(*batch), Buffers(*memory)
         inputs, outputs = UniqueRows(*inputs), UniqueRows(*outputs)
         window, dim, rows_VR = batch.window, batch.dim, batch.output_VR  # rows of targets
@@ -356,7 +377,13 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         if not in_place:
             inputs.count_1[0] = outputs.count_1[0] = 0
         loss, product, pairs = 0.0, 1.0, 0
-        for center in range(begin, end):
+        center = end = 0
+        while True:
+            center += 1
+            if center >= end:
+                center, end = next_centers(thread, taken_n, ends_n)
+                if center >= end:
+                    break
             at = batch.first + center
             later = min(center + early, end - 1)
             fetch_targets(0, later, batch, outputs)
@@ -395,41 +422,14 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                     _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), outputs)
 
         if not in_place:
-            last = batch.first + end
+            last = batch.first + ends_n[thread]
             for c in range(max(last - window - 1, 0), min(last + window, len(batch.words_n))):
                 take_from_ring(c, batch, memory, inputs)
+            sort_by_owner(inputs)
+            sort_by_owner(outputs)
         return loss + math.log(product), pairs
 
-    @compiled
-    def own(begin, end, batch, memory, inputs, outputs):
-        """Run the thread's own centers [begin, end); sort its rows by owner."""
-        found = loop(begin, end, batch, memory, inputs, outputs)
-        sort_by_owner(inputs)
-        sort_by_owner(outputs)
-        return found
-
-    @compiled
-    def shared(thread, stretches, batch, memory, inputs, outputs):
-        """Run the blocks of a thread's own stretch, then those left of others'.
-
-        The batch is cut into a stretch for each thread, as neighboring centers have words in
-        common, whose rows stay in the core's cache. stretches: where the blocks of each begin that
-        no thread has taken, which all threads change, and where each ends.
-        """
-        taken_n, ends_n = stretches
-        loss, pairs = 0.0, 0
-        for n in range(len(ends_n)):
-            stretch = (thread + n) % len(ends_n)
-            begin = simd.fetch_add(taken_n, stretch, BLOCK)
-            while begin < ends_n[stretch]:
-                end = min(begin + BLOCK, ends_n[stretch])
-                block_loss, block_pairs = loop(begin, end, batch, memory, inputs, outputs)
-                loss += block_loss
-                pairs += block_pairs
-                begin = simd.fetch_add(taken_n, stretch, BLOCK)
-        return loss, pairs
-
-    return shared if in_place else own
+    return loop
 
 
 @compiled

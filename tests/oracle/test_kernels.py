@@ -361,7 +361,7 @@ def grads_of(kernels, touched, loss=1.0):
             grads.of_all.count_1[:] = len(rows_U)
             for thread in range(2):
                 fill(grads.of_thread[thread][:4], parts, share=2)
-                cpu_loops.sort_by_owner(grads.of_thread[thread])
+                cpu_loops.sort_by_owner(grads.of_thread[thread], owners=2)
         else:
             # Only the reference takes all that the buffers have room for.
             room = len(rows_U) if isinstance(kernels, ReferenceKernels) else shape.rows

@@ -78,7 +78,7 @@ class ThreadGrads:
         grads = rows_nU, self.grad_NP.reshape(threads, most, padded(dim)), pairs_nU
         # What threads write often is in cache lines of their own.
         count_n1 = np.zeros((threads, LANES), np.int64)[:, :1]
-        starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)[:, : threads + 1]
+        starts_nO = np.zeros((threads, threads + 1 + LANES), np.int64)
         owned = owned_rows_nU, owned_nU, starts_nO
         self.of_all = cpu_loops.UniqueRows(index_nV, *grads, count_n1, *owned)
         # Sliced once: it takes longer than the centers of a small batch.
@@ -215,15 +215,14 @@ class CpuKernels:
         if shape not in self._buffers:
             self._buffers = {shape: [cpu_loops.make_buffers(*shape) for _ in range(threads.count)]}
         buffers = self._buffers[shape]
-        shares = [share(thread, threads.count, centers) for thread in range(threads.count)]
-        begins_n, ends_n = np.array(shares).T
-        # Each in a cache line of its own, as a thread that is done early takes centers of others.
-        taken_n = np.zeros((threads.count, LANES), np.int64)[:, 0]
-        taken_n[:] = begins_n
+        # Begin and end of each, in cache lines of their own: all threads may change a begin. Arrays
+        # have one layout for any number of threads, as loops are compiled for each layout.
+        shares_nL = np.zeros((threads.count, LANES), np.int64)
+        shares_nL[:, :2] = [share(n, threads.count, centers) for n in range(threads.count)]
 
         def run_share(thread: int) -> tuple[float, int]:
             unique = (table.of_thread[0 if in_place else thread] for table in rows[:2])
-            return kernel(thread, taken_n, ends_n, arrays, buffers[thread], *unique)
+            return kernel(thread, shares_nL, arrays, buffers[thread], *unique)
 
         losses, pairs = zip(*threads.run(run_share), strict=True)
         # torch.tensor takes three times as long.

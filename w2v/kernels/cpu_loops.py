@@ -346,28 +346,28 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
             memory.ring_pairs_C[place] = -1
 
     @inlined
-    def next_centers(thread, taken_n, ends_n):
+    def next_centers(thread, shares_nL):
         """Take a thread's next centers [begin, end), if some are left.
 
         The batch is cut into a stretch for each thread, as neighboring centers have words in
         common, whose rows stay in the core's cache. In place, a thread takes the blocks of its own
-        stretch, then those left of others'; otherwise its stretch as a whole. taken_n: where the
-        centers of each begin that no thread has taken; ends_n: where each ends.
+        stretch, then those left of others'; otherwise its stretch as a whole. shares_nL: first
+        where the centers of each stretch begin that no thread has taken, then where they end.
         """
+        begin, end = shares_nL[thread, 0], shares_nL[thread, 1]
         if not in_place:
-            begin = taken_n[thread]
-            taken_n[thread] = ends_n[thread]
-            return begin, ends_n[thread]
-        for n in range(len(ends_n)):
-            stretch = (thread + n) % len(ends_n)
-            begin = simd.fetch_add(taken_n, stretch, BLOCK)
-            if begin < ends_n[stretch]:
-                return begin, min(begin + BLOCK, ends_n[stretch])
+            shares_nL[thread, 0] = end
+            return begin, end
+        for n in range(len(shares_nL)):
+            stretch = (thread + n) % len(shares_nL)
+            begin, end = simd.fetch_add(shares_nL, stretch, 0, BLOCK), shares_nL[stretch, 1]
+            if begin < end:
+                return begin, min(begin + BLOCK, end)
         return 0, 0
 
     # One function: what it calls and is not inlined here, LLVM would compile twice.
     @compiled
-    def loop(thread, taken_n, ends_n, batch, memory, inputs, outputs):
+    def loop(thread, shares_nL, batch, memory, inputs, outputs):
         """Train a thread's centers; return their loss and pairs."""
         batch, memory = BatchArrays(*batch), Buffers(*memory)
         inputs, outputs = UniqueRows(*inputs), UniqueRows(*outputs)
@@ -381,7 +381,7 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
         while True:
             center += 1
             if center >= end:
-                center, end = next_centers(thread, taken_n, ends_n)
+                center, end = next_centers(thread, shares_nL)
                 if center >= end:
                     break
             at = batch.first + center
@@ -422,18 +422,18 @@ def compile_gradients(most: int, in_place: bool, cbow: bool) -> Callable:
                     _add(ids_T[t], memory.grad_TP, t, contexts * int(memory.times_T[t]), outputs)
 
         if not in_place:
-            last = batch.first + ends_n[thread]
+            last = batch.first + shares_nL[thread, 1]
             for c in range(max(last - window - 1, 0), min(last + window, len(batch.words_n))):
                 take_from_ring(c, batch, memory, inputs)
-            sort_by_owner(inputs)
-            sort_by_owner(outputs)
+            sort_by_owner(inputs, len(shares_nL))
+            sort_by_owner(outputs, len(shares_nL))
         return loss + math.log(product), pairs
 
     return loop
 
 
 @compiled
-def sort_by_owner(unique):
+def sort_by_owner(unique, owners):
     """Sort a thread's unique rows and their indices by owner.
 
     The indices are forgotten in `index_V`. Those of owner o are at places starts_O[o] to
@@ -441,8 +441,7 @@ def sort_by_owner(unique):
     """
     unique = UniqueRows(*unique)
     rows_U, starts_O = unique.rows_U, unique.starts_O
-    owners = len(starts_O) - 1
-    starts_O[:] = 0
+    starts_O[: owners + 1] = 0
     for u in range(unique.count_1[0]):
         starts_O[rows_U[u] // ROWS_PER_OWNER % owners] += 1
         unique.index_V[rows_U[u]] = -1

@@ -142,14 +142,14 @@ def prefetch(typing, matrix, row, column, writes):
 
 
 @intrinsic
-def fetch_add(typing, numbers_N, place, number):
+def fetch_add(typing, matrix, row, column, number):
     """Add to an integer that threads share; return what it was before."""
 
     def generate(context, builder, signature, arguments):
-        numbers, place, number = Code(context, builder, signature, arguments).arguments
-        return builder.atomic_rmw("add", numbers.address(place), number, "monotonic")
+        matrix, *place, number = Code(context, builder, signature, arguments).arguments
+        return builder.atomic_rmw("add", matrix.address(*place), number, "monotonic")
 
-    return types.int64(numbers_N, types.intp, types.int64), generate
+    return types.int64(matrix, types.intp, types.intp, types.int64), generate
 
 
 @intrinsic(prefer_literal=True)

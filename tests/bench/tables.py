@@ -98,6 +98,7 @@ TABLES = {
             *numbered("cpu-2026-11-23", 7, 8),
             "fullw2v-2026-11-20",
             *numbered("train-2026-11-23", 2, 3),
+            "train-2026-11-24",
         ],
         {
             r"wiki100 (.*) epochs, gensim,? ?(.*)": r"gensim 4.4, \1 epochs, \2",

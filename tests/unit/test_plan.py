@@ -482,7 +482,9 @@ def test_build_makes_the_planned_parts():
 def test_rows_count_their_own_steps_where_kernels_step_them():
     for name, step in (("Adam", "row"), ("NAdam", "table")):  # torch is slow at it
         given = f"optimizer.name={name}", "optimizer.step=auto"
-        assert zipf_plan(200, 2000, *given).config.optimizer.step == step
+        made = zipf_plan(200, 2000, *given)
+        assert made.config.optimizer.step == step
+        assert ("steps by torch" in made.describe()) == (name == "NAdam")
 
 
 def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):

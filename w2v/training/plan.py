@@ -106,7 +106,7 @@ class Plan(Task):
         step += [f"{name} {value}" for name, value in optimizer.args.items()]
         step += [f"batches of {train.batch_size:,}", f"{train.epochs} epochs"]
         kernels = [KERNELS[self.kernels], f"precision {train.precision}"]
-        kernels.append("" if self.has_own_step else "steps by torch")
+        kernels.append("" if self.optimizer.formula else "steps by torch")
         kernels.append("CBOW" if model.architecture == "cbow" else "")
         kernels.append("hierarchical softmax" if model.hs else "")
         rows = f"{self.ranks.shard_rows(self.words):,} rows of a table"

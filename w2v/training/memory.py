@@ -40,6 +40,7 @@ PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
 COMPILER_BYTES = 196 << 20  # CPU memory of numba while it compiles kernels
 CUDA_BYTES = 768 << 20  # CPU memory of CUDA's context and libraries
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
+REUSED_BYTES = 90 << 20  # CPU memory of freed arrays, where `reuse_freed_memory` keeps it
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
 RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
@@ -275,7 +276,8 @@ class Task:
             "program": PROGRAM_BYTES
             + CUDA_BYTES * self.on_gpu
             + COMPILER_BYTES * compiles
-            + CUBLAS_BYTES * plain_on_gpu,
+            + CUBLAS_BYTES * plain_on_gpu
+            + REUSED_BYTES * (not (self.on_gpu or self.has_own_step)),
             "tables": tables,
             "buffers": RING_BYTES * (self.engine == "staged"),
             "vocabulary": WORD_BYTES * self.words + self._tree_bytes,

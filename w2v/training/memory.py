@@ -344,7 +344,7 @@ class Task:
             touched = self.touched(-(-centers // threads))
             gradient = 4 * padded(dim, 4, CPU_ALIGNMENT) + 16  # with its row, pairs and owner
             stay += 8 * self.rows * (threads + 1) + gradient * threads * sum(touched)
-            if not self.has_own_step:  # gradients of all threads are joined
+            if not self.has_own_step:  # the summed gradients are copied; at most so many
                 step = 4 * dim * threads * max(touched)
         elif kernels == "reference":  # products of all pairs
             pool = max(0, model.negative_pool)

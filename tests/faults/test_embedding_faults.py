@@ -222,6 +222,13 @@ def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
     assert torch.equal(weights(cached[0]), weights(plain[0]))
 
 
+@pytest.mark.parametrize("key", ["ids", lambda batch: batch["ids"], lambda batch: [batch["ids"]]])
+def test_the_ids_of_one_table_need_no_list(key):
+    _, (table, optimizer) = cached_pair()
+    for batch in optimizer.pages(ids_of([1, 2, 3], [4, 5, 6]), key):
+        assert table._table.find(batch["ids"]) is table._table.announced
+
+
 def test_bad_arguments_of_pages_are_refused():
     _, (_, optimizer) = cached_pair()
     with pytest.raises(ValueError, match="ahead=0 is too small; it must be 1 or more"):

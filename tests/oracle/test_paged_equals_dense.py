@@ -130,6 +130,19 @@ def test_rules_of_nn_embedding_hold(tmp_path, storage, device, rules):
     assert_equal(paged, dense)
 
 
+@everywhere
+def test_the_norm_of_a_single_row_is_that_of_its_weights(tmp_path, storage, device):
+    """A record has the optimizer's state behind them."""
+    paged, paged_optimizer = trainable(tmp_path, storage, device, "Adagrad", max_norm=2.0)
+    dense, dense_optimizer = dense_twin(paged, "Adagrad", max_norm=2.0)
+    for turn in range(6):
+        for table, optimizer in ((paged, paged_optimizer), (dense, dense_optimizer)):
+            optimizer.zero_grad()
+            (table(torch.tensor([turn % 2], device=device)) ** 2).sum().backward()
+            optimizer.step()
+        assert_equal(paged, dense)
+
+
 BAGS = [
     {"mode": "sum"},
     {"mode": "mean"},

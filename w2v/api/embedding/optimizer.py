@@ -11,8 +11,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from w2v.api.embedding import sharded
 from w2v.api.embedding.fused import launch_key, step_fused
@@ -145,7 +146,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def pages(
         self,
         loader: Iterable[Any],
-        key: Any | list[Any] | Callable[[Any], Sequence[Ids]],
+        key: Any | list[Any] | Callable[[Any], Ids | Sequence[Ids]],
         ahead: int = 4,
     ) -> Iterator[Any]:
         """Yield the batches of a loader while rows of the next are fetched.
@@ -162,7 +163,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Args:
             loader: Batches, such as those of a DataLoader.
             key: Item of a batch that has the ids; a list of one for each table, in the order of the
-                tables; or a function that returns the ids for each table.
+                tables; or a function that returns the ids for each table, or the only one.
             ahead: Number of batches that are read ahead. The rows of half as many move together,
                 which takes less time than one after the other.
         """
@@ -327,6 +328,8 @@ def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOf
     """Begin to look up the rows of a batch in each table."""
     if callable(key):
         ids = key(batch)
+        if len(tables) == 1 and isinstance(ids, (Tensor, np.ndarray)):
+            ids = [ids]
     else:
         ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
     if len(ids) != len(tables):

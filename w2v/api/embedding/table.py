@@ -174,7 +174,8 @@ class PagedTable:
             # As in nn.Embedding, which changes its weights in the forward pass too. On a GPU,
             # torch takes the stride of a row for its length, and no empty list of rows.
             if len(rows_U):
-                whole_UD = weight_UD.contiguous()
+                # `contiguous` would not copy a single row, which has the stride of its record.
+                whole_UD = weight_UD.clone(memory_format=torch.contiguous_format)
                 every_U = torch.arange(len(rows_U), device=rows_U.device)
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)

@@ -250,6 +250,11 @@ def test_configured_engine():
     assert engine_of(resident, WITH_GPU, GPU, HUGE)[0] == "resident"
     with pytest.raises(ConfigError, match="transfer.engine=mapped.*transfer.engine=resident"):
         engine_of(mapped, CPU_ONLY, CPU, 1)
+    part, whole = (f"transfer.gpu_bytes={room}" for room in ("10%", "100%"))
+    with pytest.raises(ConfigError, match="engine=resident and .*gpu_bytes=10% exclude each other"):
+        engine_of(configured("transfer.engine=resident", part), WITH_GPU, GPU, 2**30)
+    both = configured("transfer.engine=resident", whole)
+    assert engine_of(both, WITH_GPU, GPU, 2**30)[0] == "resident"
 
 
 def test_without_cupy_rows_are_staged():

@@ -420,13 +420,17 @@ def choose_engine(budget: Budget) -> tuple[str, str]:
         raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
     if folder:
         return "staged", f"tables in files in {folder}"
-    if wanted in ("resident", "staged"):
-        return wanted, "as configured"
     free = format_bytes(machine.gpu_free_bytes)
     tables = f"tables of {format_bytes(task.table_bytes)}"
     fit = f"{tables}, {free} free on the GPU"
     room = task.cache_bytes
-    if room is not None and room < task.table_bytes:
+    is_paged = room is not None and room < task.table_bytes
+    if is_paged and wanted == "resident":
+        both = f"transfer.engine=resident and transfer.gpu_bytes={task.config.transfer.gpu_bytes}"
+        raise ConfigError(f"{both} exclude each other, as rows are paged then; leave one out")
+    if wanted in ("resident", "staged"):
+        return wanted, "as configured"
+    if is_paged:
         fit = f"{tables}, {format_bytes(room)} for rows on the GPU"
     elif wanted == "auto" and "gpu" not in budget.lacking(task):
         return "resident", f"{fit}; force paging with transfer.gpu_bytes=50%"

@@ -104,7 +104,18 @@ def test_a_nul_is_found():
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff", b"\xc1\x81", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"a\xc3"]
+    "data",
+    [
+        b"\xff",
+        b"\x80\x80",
+        b"\xc1\x81",
+        b"\xe0\x80\x80",
+        b"\xed\xa0\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xf8\x90\x80\x80",  # UTF-8 has no first byte above 0xF4
+        b"\xfc\x80\x80\x80",
+        b"a\xc3",
+    ],
 )
 def test_what_is_not_utf8_is_not_replaced(data):
     becomes = tokenize.replacements(False, False)

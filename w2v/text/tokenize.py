@@ -233,14 +233,12 @@ def _normalize(text, size, becomes, new):
         if point >= 0x80:
             length = 2 if point < 0xE0 else 3 if point < 0xF0 else 4
             least = 0x80 if length == 2 else 0x800 if length == 3 else 0x10000
-            point &= 0x7F >> length
-            if text[i] < 0xC0:  # the middle of a character
-                return -1
+            point -= 0xF00 >> length & 0xFF  # negative in the middle of a character
             for place in range(i + 1, i + length):
                 if text[place] & 0xC0 != 0x80:
                     return -1
                 point = point << 6 | text[place] & 0x3F
-            # Overlong forms, numbers beyond Unicode, and surrogates.
+            # The middle of a character, overlong forms, beyond Unicode, and surrogates.
             if point < least or point > 0x10FFFF or point >> 11 == 0xD800 >> 11:
                 return -1
         i += length

@@ -134,6 +134,12 @@ def test_binary_files_are_refused(tmp_path, monkeypatch, data, block_bytes):
         read([tmp_path / "text"], tmp_path)
 
 
+def test_an_error_of_reading_names_the_file(tmp_path):
+    (tmp_path / "text" / "folder").mkdir(parents=True)  # which no read succeeds in
+    with pytest.raises(CorpusError, match=r"text cannot be read \(Is a directory"):
+        read([tmp_path / "text"], tmp_path)
+
+
 def test_long_words_and_rare_whitespace_are_text(tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "BLOCK_BYTES", 1000)
     text = "語" * 10_000 + " a\u3000" + "b\u3000c\xa0" * 10_000

@@ -187,14 +187,14 @@ def _number_words(
                     table.merge(merged)
                     table = ThreadTable()
                 last = order
-                clean = _clean(buffer[start:], end - start, settings)
-                words = tokenize.number_words(*clean[:2], order << 32, table.words, numbers)
+                text, size, *bad = _clean(buffer[start:], end - start, settings)
+                words = tokenize.number_words(text, size, order << 32, table.words, numbers)
                 if words.has_nul:
                     raise _binary_error(path, "it has a NUL byte, as UTF-16 has")
                 if words.longest > MAX_WORD_BYTES:
                     raise _binary_error(path, LONG_WORD)
                 place = coded.append(words.numbers)
-                numbered[order] = NumberedBlock(coded, place, table, path, *clean[2:])
+                numbered[order] = NumberedBlock(coded, place, table, path, *bad)
                 progress(end - start)
             table.merge(merged)
         finally:
@@ -248,7 +248,7 @@ class _Files:
         memory = memoryview(buffer)
         # The first word of a block may begin before it.
         before = min(index * BLOCK_BYTES, MAX_WORD_BYTES + 4)
-        with open(path, "rb") as file:
+        with opened(path) as file:
             file.seek(index * BLOCK_BYTES - before)
             end = file.readinto(memory[: before + BLOCK_BYTES])
         has_mark = index * BLOCK_BYTES == before and memory[:3] == codecs.BOM_UTF8

@@ -32,6 +32,14 @@ def test_a_sum_of_words_is_gensims(terms, positive, negative):
     assert_equal(query.combination(kv, terms.split(), 2), expected)
 
 
+def test_words_of_the_sum_are_no_answers_even_without_a_direction():
+    kv = kv_of([*"abc"], np.eye(3))
+    answers = query.combination(kv, ["a", "-", "a"])
+    assert sorted(answers) == [("b", 0.0), ("c", 0.0)]
+    with_zero = kv_of([*"abc"], np.eye(3) * [[1], [1], [0]])
+    assert [word for word, _ in query.combination(with_zero, ["a"])] == ["b", "c"]
+
+
 @pytest.mark.parametrize("terms", ["a b", "a -", "- a", "a b - c", "a - b c"])
 def test_malformed_sums_are_refused(terms):
     kv = kv_of([*"abc"], np.eye(3))

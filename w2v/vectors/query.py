@@ -38,9 +38,10 @@ def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[s
         kv.norms = np.linalg.norm(kv.vectors, axis=1)
     with np.errstate(all="ignore"):  # zero vectors
         sum_D = sign_T @ (kv.vectors[rows] / kv.norms[rows, None])
-        cosine_V = kv.vectors @ (sum_D / np.linalg.norm(sum_D)) / kv.norms
-    cosine_V[rows] = np.nan  # sorted last, so that the words of the sum are not answers
-    best = np.argsort(-cosine_V)[: min(topn, len(cosine_V) - len(set(rows)))]
+        # The sum of king - king is zero, and so are its cosines.
+        cosine_V = kv.vectors @ (sum_D / (np.linalg.norm(sum_D) or 1)) / kv.norms
+    nearest = np.argsort(-cosine_V)[: topn + len(rows)].tolist()
+    best = [row for row in nearest if row not in rows][:topn]
     return [(kv.index_to_key[row], float(cosine_V[row])) for row in best]
 
 

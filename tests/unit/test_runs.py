@@ -46,10 +46,16 @@ def rows_of(folder):
 
 def test_find_names_what_is_missing(runs, tmp_path):
     assert find(runs / "adam1", "scores.json") == runs / "adam1"
-    for folder in (runs, runs / "adam1"):  # of a process that was killed while it wrote the file
-        (folder / ".scores.json.x.partial").mkdir()
-        (folder / ".scores.json.x.partial" / "scores.json").touch()
+    # A process that was killed while it wrote the file leaves a hidden folder.
+    (runs / ".scores.json.x.partial").mkdir()
+    (runs / ".scores.json.x.partial" / "scores.json").touch()
+    with pytest.raises(RunError, match="is a folder of runs; .* such as .*adam1"):
+        find(runs, "scores.json")
+    # A run folder may hold other runs.
+    (runs / "adam1" / "again").mkdir()
+    (runs / "adam1" / "again" / "scores.json").touch()
     assert find(runs / "adam1", "scores.json") == runs / "adam1"
+    assert find_all([runs / "adam1"]) == [runs / "adam1"]
     with pytest.raises(RunError, match="empty holds no scores.json; name"):
         find(runs / "empty", "scores.json")
     with pytest.raises(RunError, match="adam9 does not exist; did you mean .*adam"):

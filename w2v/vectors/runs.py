@@ -82,12 +82,12 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
         near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
         hint = f"did you mean {folder.parent / near}?" if near else "name a run, such as latest"
         raise RunError(f"{run} does not exist; {hint}")
+    if (folder / file).is_file():
+        return folder
     # To name the parent of the run folders is a common mistake.
     if nested := min(folder.glob(f"{VISIBLE}/{file}"), default=None):
         raise RunError(f"{run} is a folder of runs; name one run's folder, such as {nested.parent}")
-    if not (folder / file).is_file():
-        raise RunError(f"{run} holds no {file}; name another run folder or latest")
-    return folder
+    raise RunError(f"{run} holds no {file}; name another run folder or latest")
 
 
 def find_all(paths: Iterable[str | Path], file: str = "scores.json") -> list[Path]:

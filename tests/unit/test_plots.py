@@ -121,6 +121,14 @@ def test_curves_of_finished_and_unfinished_runs(tmp_path):
     assert imread(file).shape[:2] == (2 * 540 + 2 * 24, 2 * 780)
 
 
+def test_runs_of_equal_names_have_a_line_each(tmp_path, monkeypatch):
+    folders = [str(write_run(tmp_path / name / "adam")) for name in ("text8", "novels")]
+    drawn = []
+    monkeypatch.setattr(plots, "curves", lambda runs, file: drawn.extend(runs))
+    assert evaluate.main(["plot", *folders]) == 0
+    assert drawn == folders
+
+
 def test_what_cannot_be_drawn_is_refused(folder, capsys):
     empty = write_run(folder / "empty")
     for argv, message in (

@@ -13,7 +13,7 @@ from tests.support.runs import scores_of, write_run
 from w2v.api import compare
 from w2v.config import TYPES, load_config, save_config
 from w2v.vectors import runs as comparison
-from w2v.vectors.runs import RunError, find, find_all, read
+from w2v.vectors.runs import RunError, find, find_all, read, read_all
 
 
 @pytest.fixture
@@ -62,6 +62,14 @@ def test_find_names_what_is_missing(runs, tmp_path):
         find(runs / "adam9", "scores.json")
     with pytest.raises(RunError, match="no folder in .*empty holds scores.json; name a run"):
         find("latest", "scores.json", runs / "empty")
+
+
+def test_runs_of_equal_names_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    folders = [write_run(tmp_path / name) for name in ("a/one", "b/one", "b/two")]
+    assert list(read_all(folders)) == [str(folder) for folder in folders]
+    assert list(read_all(folders[1:])) == ["one", "two"]
+    monkeypatch.chdir(folders[0])
+    assert list(read_all([Path()])) == ["one"]
 
 
 def test_latest_is_the_run_whose_file_is_newest(runs):

@@ -12,7 +12,7 @@ from w2v.system.files import naming_file, printable
 from w2v.vectors import export, plots, query, report
 from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
-from w2v.vectors.runs import find_all, picture_path, read
+from w2v.vectors.runs import find_all, picture_path, read_all
 
 SIGNS = {"+", "-"}
 Ask = Callable[[list[str]], list[tuple[str, float]]]  # words to answers and their cosines
@@ -86,7 +86,7 @@ def plot(options: Namespace) -> None:
     """Draw loss, throughput and scores of runs."""
     folders = find_all(options.runs, "metrics.jsonl")
     file = picture_path(folders, "curves.png", options.to)
-    print(plots.curves({folder.name: [read(folder)] for folder in folders}, file))
+    print(plots.curves({label: [run] for label, run in read_all(folders).items()}, file))
 
 
 def write_report(options: Namespace) -> None:

@@ -40,9 +40,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
             several runs in the folder "pictures".
     """
     folders = runs.find_all(paths, "metrics.jsonl")
-    names = [folder.name for folder in folders]
-    labels = names if len(set(names)) == len(names) else map(str, folders)
-    shown = {label: runs.read(folder) for label, folder in zip(labels, folders, strict=True)}
+    shown = runs.read_all(folders)
     maps: list[dict[str, Any]] = []
     nearest: dict[str, list[str]] = {}  # a cell for each run with vectors, by word
     for label, run in shown.items():

@@ -140,6 +140,13 @@ def read(folder: Path) -> Run:
         )
 
 
+def read_all(folders: Sequence[Path]) -> dict[str, Run]:
+    """Read runs by the names of folders, or by paths if names are equal."""
+    names = [folder.absolute().name for folder in folders]
+    labels = names if len(set(names)) == len(names) else map(str, folders)
+    return {label: read(folder) for label, folder in zip(labels, folders, strict=True)}
+
+
 FORMATS = {  # of numbers by column; by default .1f for percent and .3f for correlations
     "held-out loss": ".4f",
     "loss": ".4f",

@@ -114,7 +114,7 @@ def test_curves_of_finished_and_unfinished_runs(tmp_path):
     total = {"accuracy": 0.5}
     scores = {"words": 3, "seconds": 0.3, "held_out_loss": None, "analogies": {"total": total}}
     write_run(tmp_path / "done", scores, metrics=lines)
-    write_run(tmp_path / "running", metrics=lines)
+    write_run(tmp_path / "running $^$", metrics=lines)  # no formula
     file = tmp_path / "x" / "two.png"
     assert evaluate.main(["plot", str(tmp_path), "--to", str(file)]) == 0
     # Loss, analogies and below them speed: the panels that the runs have.

@@ -60,7 +60,7 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
         axis = figure.add_subplot(rows, columns, number)
         _draw_panel(axis, runs, *panel)
     corpora = {str(run.settings["corpus.path"]) for group in runs.values() for run in group}
-    figure.suptitle(f"Training on {', '.join(sorted(corpora))}".replace("$", r"\$"))
+    figure.suptitle(_plain(f"Training on {', '.join(sorted(corpora))}"))
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
     return _save(figure, file)
 
@@ -89,6 +89,7 @@ def _draw_panel(
     axis: Any, runs: Mapping[str, Sequence[Run]], metric: str, title: str, x: str
 ) -> None:
     for number, (label, group) in enumerate(runs.items()):
+        label = _plain(label)
         # After all colors, the same ones with other line styles.
         round_number, color = divmod(number, len(COLORS))
         style = {"color": COLORS[color], "linestyle": ("-", "--", ":")[round_number % 3]}
@@ -172,8 +173,7 @@ def _name_dots(
     axis.figure.draw_without_rendering()  # which sets the layout, and so the pixels of places
     taken = np.empty((0, 4))  # x0, y0, x1, y1 of each name
     for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
-        name = printable(word).replace("$", r"\$")
-        text = axis.annotate(name, place, (0, 0), textcoords="offset points")
+        text = axis.annotate(_plain(printable(word)), place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
         for x, y in CORNERS:
             text.set(position=(x, y), ha="left" if x > 0 else "right")
@@ -187,6 +187,11 @@ def _name_dots(
         else:
             text.remove()
     return len(taken)
+
+
+def _plain(text: str) -> str:
+    """Escape dollar signs, between which matplotlib reads formulas."""
+    return text.replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> Any:

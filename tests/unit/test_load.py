@@ -15,7 +15,7 @@ from w2v.vectors.runs import RunError
 
 def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "one"
-    export.save(kv_of(["the", "paris"], np.eye(2)), folder)
+    export.save(kv_of(["the", "paris"], np.eye(2)), folder, ["kv", "bin"])
     monkeypatch.chdir(tmp_path)
     assert load.find(folder) == load.find("latest").resolve() == folder / "vectors.kv"
     assert load.find(folder / "vectors.bin") == folder / "vectors.bin"

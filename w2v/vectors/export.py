@@ -36,17 +36,13 @@ FIRST_NUMBER = 1 << 10  # of words in a pickle, after those of other values
 EXPORT_BYTES = 2 * 4 * LARGE  # most memory of an export: blocks of 2 files
 
 
-def in_order(table: Table, ranks: Ranks, last: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the weights of a sharded table, in row order, on rank 0.
+def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
+    """Yield the weights of the first rows of a sharded table on rank 0.
 
     They come in float32 [n, D] blocks. All ranks must exhaust the iterator; ranks other than 0 send
     and yield nothing. Row v of the table is row v // size of the shard of rank v % size.
-
-    last: number of rows to yield (default: all).
     """
-    total = sum(ranks.all_gather(table.rows))
-    rows = range(min(total, last or total))
-    counts = [len(rows[rank :: ranks.size]) for rank in range(ranks.size)]
+    counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
     block = max(1, BLOCK_BYTES // (4 * table.dim * ranks.size))
     for start in range(0, counts[0], block):
         sizes = [max(0, min(block, count - start)) for count in counts]
@@ -119,9 +115,9 @@ def save_rows(
     dim: int,
     blocks: Iterator[np.ndarray],
     folder: Path,
-    formats: Sequence[str] = ("kv", "bin"),
+    formats: Sequence[str],
 ) -> int:
-    """Write vectors.kv, vectors.bin and their checksums, without gensim.
+    """Write vectors.kv, perhaps vectors.bin, and checksums, without gensim.
 
     The V words are sorted by falling count. The blocks are float32 [n, D]. An error is raised after
     the last block, as other ranks wait until theirs are received. Return the CRC-32 of `ARRAY`, 0
@@ -200,9 +196,7 @@ def _with_records(lines: np.ndarray, ends_n: np.ndarray, records_n: np.ndarray) 
     return joined.data
 
 
-def save(
-    kv: KeyedVectors, folder: str | Path, formats: Sequence[str] = ("kv", "bin")
-) -> list[Path]:
+def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[Path]:
     """Write vectors.kv, vectors.bin or vectors.txt; return their paths.
 
     gensim writes large arrays to files of their own, vectors.kv.*.npy. Words keep their

@@ -177,7 +177,7 @@ def unsealed(text: str) -> dict[str, Any]:
 
 
 def kernel_folder(variable: str) -> Path:
-    """Return the folder that a variable names for kernels, or ~/.cache/w2v.
+    """Return the folder of kernels: from the environment, or ~/.cache/w2v.
 
     Kernels are programs, and numba's are pickled: a temporary folder replaces one in which other
     users may write.

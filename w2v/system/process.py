@@ -238,7 +238,7 @@ def describe_environment(machine: object) -> str:
 
 
 def git_commit() -> str:
-    """Return the commit of this program, or W2V_COMMIT where there is no git."""
+    """Return W2V_COMMIT if it is set, or else the commit of this program."""
     if "W2V_COMMIT" in os.environ:
         return os.environ["W2V_COMMIT"]
     root = Path(__file__).parents[2]

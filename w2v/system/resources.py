@@ -81,8 +81,9 @@ def _control_groups_free(root: Path) -> Iterator[int]:
             # There may be no such group here, or its limit be "max".
             with contextlib.suppress(OSError, ValueError):
                 limit, used = (int((folder / name).read_text()) for name in names[:2])
-                lines = (folder / "memory.stat").read_text().splitlines()
-                stat = dict(line.split() for line in lines)
+                # Each line is such as "inactive_file 4096".
+                pairs = (folder / "memory.stat").read_text().splitlines()
+                stat = dict(map(str.split, pairs))
                 if limit < UNLIMITED:
                     # The kernel gives cached file pages back when memory runs short.
                     yield limit - used + int(stat.get(names[2], 0))

@@ -118,7 +118,7 @@ def _holds_text(file: Path) -> bool:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether the file itself is the text: neither compressed nor JSON."""
+    """Return whether the file is neither compressed nor JSON."""
     return not (_is_packed(path) or _is_json(path))
 
 
@@ -132,7 +132,7 @@ def _is_json(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
-    """Open a file, decompressed if it ends in .gz, .bz2, .xz or .zst.
+    """Open a file, decompressed if its name ends in one of `PACKED`.
 
     A .jsonl file is read as the text in `field` of each line. Every error names the file.
     """
@@ -191,8 +191,8 @@ def tokenize_mode(
 ) -> tuple[Literal["whitespace", "words"], str]:
     """Return how to split a text, and why if `corpus.tokenize` is auto.
 
-    In raw text, many tokens of the first megabyte end in punctuation. Tokens of punctuation alone
-    do not count, as they come from a tokenizer.
+    In raw text, many tokens end in punctuation, here in the first megabyte of the first file.
+    Tokens of punctuation alone do not count, as they come from a tokenizer.
     """
     if settings.tokenize != "auto":
         return settings.tokenize, ""

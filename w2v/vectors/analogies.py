@@ -99,8 +99,8 @@ def analogies(
     # All sections are answered in one call, as batches are fastest.
     known_Q = (ids_Q4 >= 0).all(1)
     correct_Q = torch.zeros_like(known_Q)
-    known = vectors_ND, length_N, group_N, ids_Q4[known_Q]
-    correct_Q[known_Q] = answered_correctly(*known, on_gpu)
+    answered = answered_correctly(vectors_ND, length_N, group_N, ids_Q4[known_Q], on_gpu)
+    correct_Q[known_Q] = answered
     sizes = [len(asked) for _, asked in sections]
     parts = zip(correct_Q.split(sizes), known_Q.split(sizes), strict=True)
     scored = [
@@ -120,23 +120,22 @@ def on_devices(vectors: Tensor | np.ndarray, count: int | None) -> tuple[Tensor,
 
 
 def fold_case(words: Sequence[str]) -> Folded:
-    """Return the first row of each upper-case word, and that of every word."""
+    """Return the row of each upper-case word's first case variant.
+
+    Second, that row for each of the words: [N].
+    """
     first: dict[str, int] = {}
     rows = map(first.setdefault, map(str.upper, words), range(len(words)))
     return first, torch.from_numpy(np.fromiter(rows, np.int64, len(words)))
 
 
 def answered_correctly(
-    vectors_ND: Tensor,
-    length_N: Tensor,
-    group_N: Tensor,
-    ids_Q4: Tensor,
-    on_gpu_ND: Tensor | None = None,
+    vectors_ND: Tensor, length_N: Tensor, group_N: Tensor, ids_Q4: Tensor, on_gpu_ND: Tensor | None
 ) -> Tensor:
     """Return bool [Q]: is "a is to b as c is to" answered by d?
 
     `group_N` is for each word the row of its first case variant; `ids_Q4` are rows of a, b, c, d.
-    All are on the CPU; `on_gpu_ND` are the same vectors, to compare them there.
+    All are on the CPU. A GPU compares the vectors if `on_gpu_ND` has them too.
     """
     if not len(ids_Q4):
         return torch.zeros(0, dtype=torch.bool)
@@ -144,8 +143,7 @@ def answered_correctly(
     torch.set_float32_matmul_precision("highest")  # the margin below is that of float32
     try:
         if on_gpu_ND is not None:
-            answer = _answer_on_gpu(on_gpu_ND, vectors_ND, length_N, group_N, ids_Q4)
-            correct_Q, doubtful_Q = answer
+            correct_Q, doubtful_Q = _answer_on_gpu(on_gpu_ND, vectors_ND, length_N, group_N, ids_Q4)
         else:
             parts = ids_Q4.split(QUESTIONS)
             blocks = [_answer_block(vectors_ND, length_N, group_N, ids) for ids in parts]

@@ -198,8 +198,8 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     settings = run.settings
     words = len(vocab.words)
     environment = dict.fromkeys(("machine", "w2v", "commit", "python", "torch"), "unknown")
-    if (run.folder / "env.txt").exists():
-        lines = (run.folder / "env.txt").read_text(encoding="utf-8").splitlines()
+    if (folder / "env.txt").exists():
+        lines = (folder / "env.txt").read_text(encoding="utf-8").splitlines()
         environment |= dict(line.split(" ", 1) for line in lines if " " in line)
 
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
@@ -240,7 +240,7 @@ judgement. The loss is that of a positive pair.
 `w2v train config.yaml` trains it again.
 
 ```yaml
-{(run.folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
+{(folder / "config.yaml").read_text(encoding="utf-8").rstrip()}
 ```
 """
     atomic_write(folder / "README.md", card)

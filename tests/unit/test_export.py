@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from w2v.vectors import export
 from w2v.vectors.load import SUMS, VectorsError, load
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
+FORMATS = ["kv", "bin", "txt"]
 ROWS = [f"ö{row}" for row in range(23)]
 
 
@@ -70,7 +72,7 @@ def test_a_stale_array_file_is_removed(kv, tmp_path):
     assert names_in(tmp_path) == ["vectors.kv"]
 
 
-@pytest.mark.parametrize("name", export.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_failed_save_leaves_the_old_file(kv, tmp_path, monkeypatch, name):
     (path,) = export.save(kv, tmp_path, [name])
     before = path.read_bytes()
@@ -89,7 +91,7 @@ def test_a_failed_save_leaves_the_old_file(kv, tmp_path, monkeypatch, name):
     assert name != "kv" or names_in(tmp_path) == ["vectors.kv"]
 
 
-@pytest.mark.parametrize("name", export.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_reader_during_a_save_reads_the_old_file(kv, tmp_path, name):
     (path,) = export.save(kv, tmp_path, [name])
     before = path.read_bytes()
@@ -177,7 +179,9 @@ def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, siz
     expected = tmp_path / "gensim"
     export.save(plain, expected, ["bin"])
     plain.save(str(expected / "vectors.kv"), separately=["vectors"] if large else None)
-    export.seal(expected)
+    hashes = {name: sha256((expected / name).read_bytes()) for name in names_in(expected)}
+    lines = [f"{hashes[name].hexdigest()}  {name}\n" for name in sorted(hashes)]
+    (expected / SUMS).write_text("".join(lines))
     assert names_in(folder) == names_in(expected) and len(names_in(expected)) == 3 + large
     sums = [(saved / SUMS).read_text() for saved in (folder, expected)]
     assert [line for line in sums[0].splitlines() if not line.endswith(".kv")] == [
@@ -215,6 +219,19 @@ def test_only_the_first_rows_are_gathered(monkeypatch, size, first):
     (blocks, *_), rows_VD = sharded(size, lambda r, table: list(export.in_order(table, r, first)))
     assert np.array_equal(np.concatenate(blocks), rows_VD[:first])
     assert max(block.nbytes for block in blocks) <= 120
+
+
+def test_an_export_keeps_the_checksums_of_other_files(tmp_path):
+    saved_by(1, tmp_path)
+    damaged = bytearray((tmp_path / "vectors.bin").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "vectors.bin").write_bytes(damaged)
+    export.save(load(tmp_path), tmp_path, ["kv", "txt"])
+    lines = (tmp_path / SUMS).read_text().splitlines()
+    assert [line.split()[1] for line in lines] == ["vectors.bin", "vectors.kv", "vectors.txt"]
+    assert len(load(tmp_path)) == len(load(tmp_path / "vectors.txt")) == 23
+    with pytest.raises(VectorsError, match="vectors.bin is damaged"):
+        load(tmp_path / "vectors.bin")
 
 
 def test_a_full_disk_is_raised_after_all_ranks_have_sent(tmp_path, monkeypatch):

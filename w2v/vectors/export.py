@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from w2v.distributed.ranks import Ranks
     from w2v.model.table import Table
 
-FORMATS = ("kv", "bin", "txt")  # also the suffixes of the files
 LARGE = 10 << 20  # elements of an array for which gensim writes a .npy file of its own
 ARRAY = "vectors.kv.vectors.npy"  # its name
 BLOCK_BYTES = 8 << 20  # of vectors on their way from the tables to the files
@@ -204,28 +203,28 @@ def save(kv: KeyedVectors, folder: str | Path, formats: Sequence[str]) -> list[P
     """
     if set(formats) - {"kv"}:
         _check_words(kv.index_to_key)
-    sums = Path(folder, SUMS)
-    sealed = sums.exists()
-    with _new_files(Path(folder)) as new:
+    folder = Path(folder)
+    sums = folder / SUMS
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
+    with _new_files(folder) as new:
         for name in formats:
             path = str(new / f"vectors.{name}")
             if name == "kv":
                 kv.save(path)
             else:
                 kv.save_word2vec_format(path, binary=name == "bin")
+        written = [path.name for path in new.iterdir()]
         sums.unlink(missing_ok=True)  # wrong until all files are in place
-    if sealed:
-        seal(sums.parent)
-    return [Path(folder, f"vectors.{name}") for name in formats]
-
-
-def seal(folder: Path) -> None:
-    """Write SHA-256 checksums of the vectors files, which `load` compares."""
-    files = [path for path in folder.glob("vectors.*") if path.name.split(".")[1] in FORMATS]
-    _write_sums(folder, {path.name: hash_file(path, hashlib.sha256()) for path in files})
+    if lines:
+        # Only new files are hashed, as the others may have been damaged since.
+        known = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+        known |= {name: hash_file(folder / name, hashlib.sha256()) for name in written}
+        _write_sums(folder, {name: known[name] for name in known if (folder / name).exists()})
+    return [folder / f"vectors.{name}" for name in formats]
 
 
 def _write_sums(folder: Path, sums: dict[str, str]) -> None:
+    """Write SHA-256 checksums of files by name, which `load` compares."""
     lines = [f"{checksum}  {name}\n" for name, checksum in sorted(sums.items())]
     atomic_write(folder / SUMS, "".join(lines))
 

@@ -515,8 +515,8 @@ def _set(merged: dict[str, Any], name: str, value: Any, source: str) -> None:
             raise ValueError
         if value == "auto" and name in AUTO:
             value = AUTO[name]["auto"]
-        if name in FOLDERS:  # shells expand ~ at the beginning of a word alone
-            value = os.path.expanduser(str(value))
+        if name in FOLDERS and isinstance(value, str):  # shells expand ~ only where a word begins
+            value = os.path.expanduser(value)
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
         section, _, its_key = name.partition(".")
         if section not in merged:

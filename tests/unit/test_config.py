@@ -87,10 +87,11 @@ def test_text_on_the_command_line_is_not_parsed(text):
 
 
 @pytest.mark.parametrize("key", ["run.dir", "transfer.table_dir"])
-def test_home_is_expanded_in_folders(key, monkeypatch):
+def test_home_is_expanded_in_folders(key, monkeypatch, write):
     monkeypatch.setenv("HOME", "/home/one")
     assert flat_config(load_config([], [f"{key}=~/x"]))[key] == "/home/one/x"
     assert flat_config(load_config([], [f"{key}=x~"]))[key] == "x~"
+    assert "is not text" in config_error(files=[write(f"{key}: null\n")])  # no folder "None"
 
 
 def test_values_are_converted_to_the_type_of_the_key():

@@ -49,6 +49,13 @@ def test_the_grid_has_every_combination(common):
     assert (low, high) == (float(f"{0.6 * usual:.2g}"), float(f"{1.6 * usual:.2g}"))
 
 
+def test_values_that_differ_in_their_sign_are_two_points(common):
+    fixed = ["optimizer.lr=0.01", "train.batch_size=64", BETAS]
+    found = grid(common, *fixed, "model.ns_exponent=-0.5,0.5").values()
+    assert {config.model.ns_exponent for config in found} == {-0.5, 0.5}
+    assert len({config.run.name for config in found}) == 2
+
+
 def test_arguments_that_are_given_as_a_whole_are_not_searched(common):
     settings = ["optimizer.lr=0.01", "train.batch_size=64", "optimizer.args={eps: 0.5}"]
     (config,) = grid(common, *settings).values()

@@ -86,9 +86,9 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     configs = {}
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        # Runs are named after what differs between them.
+        # Runs are named after what differs between them, a minus sign included.
         differing = [f"{key.rpartition('.')[2]} {point[key]}" for key in axes if axes[key][1:]]
-        name = re.sub(r"[^\w.]+", "-", " ".join([path.stem, *differing])).strip("-")
+        name = re.sub(r"[^\w.-]+", "-", " ".join([path.stem, *differing])).strip("-")
         settings = [f"{key}={json.dumps(value)}" for key, value in point.items()]
         for ending, corpus in corpora.items():
             given = [*SETTINGS, *settings, *corpus]

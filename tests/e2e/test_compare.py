@@ -56,6 +56,14 @@ def test_a_run_with_other_settings_is_kept(configs, trained, tmp_path):
     assert run.folder == tmp_path / "adam-seed1-2" and run.settings["optimizer.lr"] == 0.02
 
 
+def test_a_folder_that_is_no_run_is_kept(configs, trained, tmp_path):
+    notes = tmp_path / "adam-seed1" / "notes.txt"
+    notes.parent.mkdir()
+    notes.touch()
+    (run,) = compare.train({"adam": configs["adam"]}, [1], tmp_path)
+    assert notes.exists() and run.folder == tmp_path / "adam-seed1-2"
+
+
 def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):
     sgd = load_config([], ["optimizer.name=SGD", "optimizer.lr=1000"]).optimizer
     diverging = {"sgd": replace(configs["adam"], optimizer=sgd), "adam": configs["adam"]}

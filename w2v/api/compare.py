@@ -140,16 +140,24 @@ def train(
 
 
 def _run_folder(folder: Path, name: str, config: Config) -> Path:
-    """Return the folder of a run; remove what an unfinished run left there."""
+    """Return the folder of a run; remove what an unfinished run left there.
+
+    A folder that is not this run's is kept: the name of this one gets a number.
+    """
     number = 1
     run = folder / name
-    # A run of the same name with other settings is kept; this one's name gets a number.
-    while (run / "config.yaml").exists() and load_config([run / "config.yaml"]) != config:
+    while any(run.glob("*")) and not _is_run_of(config, run):
         number += 1
         run = folder / f"{name}-{number}"
     if run.exists() and not (run / "scores.json").exists():
         shutil.rmtree(run)
     return run
+
+
+def _is_run_of(config: Config, folder: Path) -> bool:
+    """Whether a folder has a run of this config, finished or not."""
+    file = folder / "config.yaml"
+    return file.exists() and load_config([file]) == config
 
 
 def _summary(run: runs.Run) -> str:

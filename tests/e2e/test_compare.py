@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from w2v.api import cli, compare
-from w2v.config import load_config, save_config
+from w2v.config import ConfigError, load_config, save_config
 from w2v.training import plan
 from w2v.vectors import runs
+from w2v.vectors.datasets import Further
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +63,18 @@ def test_a_folder_that_is_no_run_is_kept(configs, trained, tmp_path):
     notes.touch()
     (run,) = compare.train({"adam": configs["adam"]}, [1], tmp_path)
     assert notes.exists() and run.folder == tmp_path / "adam-seed1-2"
+
+
+def test_runs_that_were_scored_on_other_files_are_refused(configs, trained, tmp_path):
+    (tmp_path / "colors.tsv").write_text("red\tblue\t9\nred\tone\t1\n")
+    adam, further = {"adam": configs["adam"]}, Further(pairs=[tmp_path / "colors.tsv"])
+    for first, second in ((further, Further()), (Further(), further)):
+        folder = tmp_path / str(len(trained))
+        for _ in range(2):
+            compare.train(adam, [1], folder, first)
+        with pytest.raises(ConfigError, match="scores of colors; give the same"):
+            compare.train(adam, [1], folder, second)
+    assert len(trained) == 2
 
 
 def test_a_diverged_run_is_a_row(configs, undrawn, tmp_path):

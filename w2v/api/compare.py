@@ -35,7 +35,7 @@ from w2v.training.divergence import Diverged
 from w2v.training.memory import Machine
 from w2v.training.trainer import Trainer
 from w2v.vectors import evaluate, export, plots, runs
-from w2v.vectors.datasets import EvaluationError, Further, set_name
+from w2v.vectors.datasets import PAIR_SETS, EvaluationError, Further, set_name
 
 log = logging.getLogger("w2v")
 # No checkpoints; scores and losses at many points, for the curves.
@@ -133,6 +133,7 @@ def train(
                 # Written last: it marks the run as finished.
                 atomic_write(run / "scores.json", as_json(scores, indent=1))
             trained.append(runs.read(run))
+            check_scored(trained[-1], further)
             done = f"{len(trained)} of {len(configs) * len(seeds)}"
             log.info(f"{done}  {run.name:<24}  {_summary(trained[-1])}")
     atomic_write(folder / "env.txt", describe_environment(Machine.here()))
@@ -212,6 +213,17 @@ def check_not_trained(options: argparse.Namespace) -> None:
     if unused:
         without = "has no effect on runs, which are not trained again"
         raise ConfigError(f"{' '.join(unused)} {without}; leave it out, or name configs")
+
+
+def check_scored(run: runs.Run, further: Further) -> None:
+    """Raise `ConfigError` if a run was scored on other files than these."""
+    if "diverged" in run.scores:
+        return
+    given = {set_name(path) for path in (*further.questions, *further.pairs)}
+    scored = {*run.scores["similarity"], *run.scores.get("questions", ())} - PAIR_SETS.keys()
+    if differing := " ".join(sorted(given ^ scored)):
+        options = "give the same --questions and --pairs, or another folder with --to"
+        raise ConfigError(f"{run.folder} and this call differ in scores of {differing}; {options}")
 
 
 def by_corpus(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -149,6 +149,16 @@ def test_the_program_fits_batches_and_prints_the_table(common, tmp_path, capsys)
     assert (folder / "curves.png").exists()
 
 
+def test_the_text_may_be_a_folder(common, undrawn, tmp_path, capsys):
+    (text,) = [name.partition("=")[2] for name in common if name.startswith("corpus.path=")]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(Path(text).read_bytes())
+    settings = [name for name in common if name != f"corpus.path={text}"]
+    arguments = ["adam", str(tmp_path / "texts"), "train.epochs=1", *settings]
+    assert cli.main(["compare", "--to", str(tmp_path / "out"), *arguments]) == 0
+    assert "Adam" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("program", ["sweep", "compare"])
 def test_ctrl_c_ends_without_a_traceback(common, tmp_path, monkeypatch, capsys, program):
     name = "adam" if program == "sweep" else "configs/optimizers/adam.yaml"

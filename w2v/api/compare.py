@@ -205,6 +205,13 @@ def check_settings(assignments: Sequence[str], corpora: Sequence[str]) -> None:
             raise ConfigError(f"{setting} would be replaced; give all texts to --corpora")
 
 
+def names_runs(path: str) -> bool:
+    """Whether a path names a run or a folder of runs, not a text."""
+    folder = Path(path)
+    found = [*folder.glob("config.yaml"), *folder.glob("*/config.yaml")]
+    return path == "latest" or bool(found)
+
+
 def check_not_trained(options: argparse.Namespace) -> None:
     """Raise `ConfigError` at options that finished runs have no use for."""
     default = make_parser("compare").get_default
@@ -269,7 +276,7 @@ def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
-    if any(Path(name).is_dir() or name == "latest" for name in options.settings):
+    if any(map(names_runs, options.settings)):
         check_not_trained(options)
         print(report(options.settings, options.to))
         return

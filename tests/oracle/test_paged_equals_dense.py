@@ -219,6 +219,23 @@ def test_checkpoints_interchange_with_torch(tmp_path):
         assert torch.equal(state[name], value)
 
 
+def test_a_checkpoint_of_sparse_adam_goes_on():
+    """SparseAdam counts its steps by an int, not by a tensor."""
+    dense = nn.Embedding(ROWS, DIM, sparse=True)
+    torchs = torch.optim.SparseAdam(dense.parameters(), lr=0.1)
+    table = PagedEmbedding(ROWS, DIM)
+    optimizer = PagedOptimizer(table, "Adam", lr=0.1)
+    for turn, (ids, target) in enumerate(batches(4)):
+        if turn == 2:
+            table.load_state_dict(dense.state_dict())
+            optimizer.load_state_dict(torchs.state_dict())
+        for module, steps in ((dense, torchs), (table, optimizer)):
+            steps.zero_grad()
+            (module(ids).sum(-1) * target).square().sum().backward()
+            steps.step()
+    torch.testing.assert_close(weights(table), dense.weight.detach())
+
+
 @pytest.mark.parametrize("step", ["table", "row"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):

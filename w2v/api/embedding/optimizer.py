@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from w2v.api.embedding import sharded
 from w2v.api.embedding.fused import launch_key, step_fused
-from w2v.api.embedding.ids import Ids
+from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.look_up import LookUp, RowsOfIds
 from w2v.api.embedding.modules import trained_tables
 from w2v.api.embedding.row_store import RowGroup
@@ -232,7 +232,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         for number, table in zip(numbers, self._tables.values(), strict=False):
             state = table.state()
             given = state_dict["state"].get(number, {})
-            given = {name: value for name, value in given.items() if value is not None}
+            # Some classes of torch count steps by an int, and keep None for an unused state.
+            given = {name: as_tensor(value) for name, value in given.items() if value is not None}
             # Only a bfloat16 table counts its writes, and torch does not.
             needed = [name for name in state if name in given or name != "writes"]
             rows = table.num_embeddings

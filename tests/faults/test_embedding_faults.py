@@ -456,6 +456,8 @@ def test_weights_that_are_no_matrix_are_refused():
         PagedEmbedding.from_pretrained(torch.ones(DIM))
     with pytest.raises(ValueError, match=r"init is a Tensor; give a function of row ids, or put"):
         RowStore(ROWS, DIM, init=torch.ones(ROWS, DIM))
+    with pytest.raises(ValueError, match="init is a Tensor; give a function of row ids, or write"):
+        PagedEmbedding(ROWS, DIM).grow(ROWS + 1, init=torch.ones(1, DIM))
 
 
 def test_a_padding_row_outside_the_table_is_refused():

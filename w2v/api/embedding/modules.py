@@ -200,8 +200,12 @@ class PagedEmbedding(nn.Module):
     def grow(self, num_embeddings: int, init: Init | None = None) -> None:
         """Append rows; the others keep weight and optimizer state.
 
-        `init` is as for the class, for the new row ids. All rows are copied to a larger table.
+        `init` is a function from the new row ids [n] to weights [n, D]; by default they are normal
+        with standard deviation 1. All rows are copied to a larger table.
         """
+        if init is not None and not callable(init):
+            kind = type(init).__name__
+            raise ValueError(f"init is a {kind}; give a function of row ids, or write into weight")
         if self.path is not None:
             raise ValueError(f"path={self.path}: a file cannot grow; load its rows into another")
         if num_embeddings < self.num_embeddings:

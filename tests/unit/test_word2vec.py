@@ -1,5 +1,6 @@
 """gensim's Word2Vec, trained here: arguments, vectors, files, callbacks."""
 
+import copy
 import inspect
 import random
 import re
@@ -558,6 +559,17 @@ def test_another_optimizer_trains_on_with_a_new_state(reloaded, name, arguments)
     reloaded.train(sentences(), total_examples=400, epochs=1)
     assert reloaded.loss_per_pair < UNTRAINED_LOSS
     reloaded.train(sentences(), total_examples=400, epochs=1)  # with that state
+
+
+@pytest.mark.parametrize("first, second", [("Adadelta", "RMSprop"), ("Adam", "AdamW")])
+def test_an_optimizer_takes_no_state_of_another_with_the_same_names(first, second):
+    model = Word2Vec(sentences(), epochs=1, optimizer=first, **SMALL)
+    model.optimizer = second
+    fresh = copy.deepcopy(model)
+    fresh._states = {}
+    for each in (model, fresh):
+        each.train(sentences(), total_examples=400, epochs=1)
+    assert np.array_equal(model.wv.vectors, fresh.wv.vectors)
 
 
 def test_numpys_numbers_are_numbers(model):

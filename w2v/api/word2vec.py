@@ -138,8 +138,8 @@ class Word2Vec(word2vec.Word2Vec):
         self.batch_size = batch_size
         self.device = device
         self.settings = [settings] if isinstance(settings, str) else list(settings)
-        # Optimizer state by `Part`: row states [V, n] and scalars [].
-        self._states: dict[str, dict[str, np.ndarray]] = {}
+        # State by optimizer and `Part`: row states [V, n] and scalars [].
+        self._states: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         config = self._config(given, epochs, seed, alpha, min_alpha)
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
@@ -447,8 +447,9 @@ class Word2Vec(word2vec.Word2Vec):
                 remedy = 'add "transfer.engine=resident" to settings'
                 raise ConfigError(f"a callback has changed vectors that are paged; {remedy}")
             weight_VD.copy_(torch.from_numpy(vectors_VD))
-            saved, states = self._states.get(name, {}), _states(table, rows)
-            # Another optimizer than before, or other arguments of it, begin with a new state.
+            saved = self._states.get((self.optimizer, name), {})
+            states = _states(table, rows)
+            # Arguments that need other states than before begin with new ones.
             is_same = all(key in saved and saved[key].ndim == states[key].ndim for key in states)
             for key, state in states.items() if is_first and is_same else ():
                 # Words that are new since the last call keep their initial state.
@@ -458,9 +459,10 @@ class Word2Vec(word2vec.Word2Vec):
     def _copy_from(self, step: TrainingStep) -> None:
         """Copy vectors (in place) and optimizer state out of the tables."""
         step.engine.flush()
+        self._states = {}
         for name, table, rows, vectors_VD in self._parts(step):
             np.copyto(vectors_VD, table["weight"][rows].float().cpu().numpy())
-            self._states[name] = {
+            self._states[self.optimizer, name] = {
                 key: (state.float() if state.ndim else state).cpu().numpy().copy()
                 for key, state in _states(table, rows).items()
             }

@@ -403,7 +403,7 @@ def find_config(name: str | Path) -> Path:
 
     Raises `ConfigError`, with the nearest name, if there is none.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if found := path if path.is_file() else shipped_config(str(name)):
         return found
     near = nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)

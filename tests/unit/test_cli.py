@@ -76,6 +76,8 @@ MISTAKES = [
     ("export latest --binary", "did you mean --bin"),
     # Texts and configs.
     ("train nope.txt", "corpus.path='nope.txt' is no file"),
+    ("train ~nobody-here/my.txt", "corpus.path='~nobody-here/my.txt' is no file"),
+    ("train ~nobody-here/my.yaml", "config file ~nobody-here/my.yaml does not exist"),
     ("train my.tx", "did you mean my.txt"),
     ("train my.txt nope.txt", "'nope.txt' is no file"),
     ("train text9", "did you mean text8"),

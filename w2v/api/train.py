@@ -182,7 +182,7 @@ def sort_settings(entries: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     files, assignments, texts = [], [], []
     for entry in entries:
-        path = Path(entry).expanduser()
+        path = Path(os.path.expanduser(entry))  # as it is, if there is no such user
         if len(path.name) > LONGEST_NAME:
             raise ConfigError(f"'{entry[:57]}...' is not a file; name one that holds the text")
         if (path / "config.yaml").is_file():
@@ -230,7 +230,7 @@ def spool(data_dir: str) -> Path:
         raise ConfigError("several ranks cannot share standard input; write the text to a file")
     if sys.stdin.isatty():
         print("reading the text from the keyboard; Ctrl-D ends", file=sys.stderr)
-    folder = Path(data_dir).expanduser()
+    folder = Path(os.path.expanduser(data_dir))
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=4)
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -163,7 +164,7 @@ def open_corpus(config: Config, checked: bool = False) -> tuple[Vocab, Corpus]:
         ConfigError: The cache cannot be written.
     """
     limit_heap_fragmentation()  # before the first large array
-    data_dir = Path(config.corpus.data_dir).expanduser()
+    data_dir = Path(os.path.expanduser(config.corpus.data_dir))
     with naming_file(data_dir):
         files = locate(config.corpus.path, data_dir)
     mode, why = tokenize_mode(files, config.corpus)

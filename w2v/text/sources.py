@@ -51,8 +51,8 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
     Wikipedia dump, or the name of a corpus if no such file exists. Several are joined by ":". Dumps
     and named corpora are written to `data_dir` as text. Raises `CorpusError` if there is no text.
     """
-    found = Path(path).expanduser()
-    data_dir = Path(data_dir).expanduser()
+    found = Path(os.path.expanduser(path))
+    data_dir = Path(os.path.expanduser(data_dir))
     if path and found.exists():
         candidates = _visible_files(found, data_dir) if found.is_dir() else [found]
         files = sorted(file for file in candidates if _holds_text(file))
@@ -75,8 +75,8 @@ def locate(path: str, data_dir: str | Path) -> list[Path]:
 
 def require_source(path: str, data_dir: str | Path) -> None:
     """Raise `CorpusError` if there is no text that `corpus.path` names."""
-    found = Path(path).expanduser()
-    data_dir = Path(data_dir).expanduser()
+    found = Path(os.path.expanduser(path))
+    data_dir = Path(os.path.expanduser(data_dir))
     if (path and found.exists()) or path in NAMED_TEXTS:
         return
     if "://" in path:

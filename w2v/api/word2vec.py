@@ -241,7 +241,7 @@ class Word2Vec(word2vec.Word2Vec):
             start = time.monotonic()
             if corpus_iterable is None:
                 corpus_iterable = word2vec.LineSentence(corpus_file)
-            counter = itertools.count()
+            counter = itertools.count()  # of sentences
             counted = (sentence for sentence, _ in zip(corpus_iterable, counter, strict=False))
             corpus = None
             try:
@@ -355,7 +355,8 @@ class Word2Vec(word2vec.Word2Vec):
         """Train all epochs and return the number of words trained on."""
         with _naming_arguments():
             planned = plan.make_plan(config, (vocab, corpus))
-            # Nothing is written to disk, so its free space does not matter.
+            # No checkpoint and no vectors are written to run.dir. Tables in files there, with
+            # transfer.table_dir, fail by themselves where the disk is full.
             free = {**planned.budget.free, "disk": float("inf")}
             replace(planned.budget, free=free).check()
             if planned.kernels in ON_CPU:

@@ -269,16 +269,17 @@ class PagedEmbedding(nn.Module):
         key = prefix + "weight"
         if key in unexpected:  # as it is no parameter
             unexpected.remove(key)
-        shape = torch.Size([self.num_embeddings, self.embedding_dim])
+        shape = self.num_embeddings, self.embedding_dim
+        given = state_dict.get(key)
         if key not in state_dict:
             missing += [key] if strict else []
-        elif not isinstance(state_dict[key], Tensor) or state_dict[key].is_meta:
-            errors.append(f"{key} is no tensor with values, but a {type(state_dict[key]).__name__}")
-        elif state_dict[key].shape != shape:
-            sizes = f"{tuple(state_dict[key].shape)} in the checkpoint, {tuple(shape)} here"
+        elif not isinstance(given, Tensor) or given.is_meta:
+            errors.append(f"{key} is no tensor with values, but a {type(given).__name__}")
+        elif given.shape != shape:
+            sizes = f"{tuple(given.shape)} in the checkpoint, {shape} here"
             errors.append(f"size mismatch for {key}: {sizes}")
         else:
-            self.weight.copy_(self._table.own_rows(state_dict[key].detach()))
+            self.weight.copy_(self._table.own_rows(given.detach()))
 
 
 class PagedEmbeddingBag(PagedEmbedding):
@@ -358,8 +359,8 @@ class PagedEmbeddingBag(PagedEmbedding):
 
 def trained_tables(modules: Iterable[nn.Module]) -> list[PagedTable]:
     """Return the tables of paged embeddings in modules, but frozen ones."""
-    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return [m._table for m in inner if isinstance(m, PagedEmbedding) and m.trainable]
+    parts = dict.fromkeys(part for module in modules for part in module.modules())  # each once
+    return [part._table for part in parts if isinstance(part, PagedEmbedding) and part.trainable]
 
 
 def _drawn_seed() -> int:

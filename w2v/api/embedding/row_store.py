@@ -317,7 +317,7 @@ class Rows:
         with self.lock:
             group = self.group
             found = look_up(self, ids, is_filled=True)  # negative rows are not read
-            self.group.empty_caches()
+            group.empty_caches()
             rows_U = found.look_up.rows_N if group.is_mapped else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
             stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
@@ -348,7 +348,7 @@ class Rows:
                 values_NW = F.pad(values_NW, (0, padding))
             is_queued = group.is_mapped and group.is_exact
             rows_U = found.look_up.rows_N if is_queued else found.rows
-            self.group.empty_caches()
+            group.empty_caches()
             self.version += 1
             last_U = _last_ids(found.places_N, len(rows_U))
             if group.is_exact:
@@ -480,7 +480,7 @@ def open_device(device: torch.device | str | None, storage: Storage) -> torch.de
 
 
 def _suffix(path: str | Path, is_shard: bool) -> str:
-    """Return ".npy" or ".safetensors"; raise `ValueError` for others."""
+    """Return ".npy" or ".safetensors"; refuse other endings, and shards."""
     suffix = Path(path).suffix
     if is_shard:
         raise ValueError(f"{path} cannot hold rows of several ranks; use PagedOptimizer.save")

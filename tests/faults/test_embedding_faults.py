@@ -460,6 +460,18 @@ def test_weights_that_are_no_matrix_are_refused():
         PagedEmbedding(ROWS, DIM).grow(ROWS + 1, init=torch.ones(1, DIM))
 
 
+def test_an_optimizer_that_is_refused_leaves_the_table_as_it_was(tmp_path):
+    table, optimizer = trainable(tmp_path, optimizer="Adam")
+    (ids, target), *_ = batches(1)
+    train_step(table, optimizer, ids, target)
+    before = optimizer_state(table)
+    with pytest.raises(ValueError, match="fused=True cannot step"):
+        PagedOptimizer(table, "Adam", lr=0.1, fused=True)
+    after = optimizer_state(table)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    train_step(table, optimizer, ids, target)
+
+
 def test_a_padding_row_outside_the_table_is_refused():
     with pytest.raises(IndexError, match="padding_idx=9 is not a row; give one of -9 to 8"):
         PagedEmbedding(ROWS, DIM, ROWS)

@@ -95,6 +95,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
             raise ValueError("tables differ in process_group; give all of them the same")
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
+        for table in tables if self._fused else ():
+            table.check_fused(optimizer)  # before a table loses the state that it has
         opened = open_together(tables, optimizer)
         for table in tables:
             if table not in opened:

@@ -336,18 +336,23 @@ class PagedTable:
         """Raise `ValueError` unless the table has the state of the optimizer."""
         if self.checked is optimizer:
             return
-        if self.fused and not optimizer.formula:
-            raise ValueError("fused=True has no kernel for this optimizer; leave it out")
-        if self.fused and (self.device.type, self.state_storage) != ("cuda", None):
-            where = f"device={str(self.device)!r} and state_storage={self.state_storage}"
-            raise ValueError(f"fused=True cannot step a table with {where}; leave it out")
-        if self.fused and self.dtype == torch.float64:
-            raise ValueError("fused=True cannot step float64; leave it out")
+        if self.fused:
+            self.check_fused(optimizer)
         needed = Layout(optimizer.states(self.embedding_dim), optimizer.scalars)
         if (wanted := _names(needed)) != (found := _names(self._layout)):
             reason = f"a step now needs the state {wanted}, but the table has {found}"
             raise ValueError(f"{reason}; make a new PagedOptimizer with the arguments it has now")
         self.checked = optimizer
+
+    def check_fused(self, optimizer: RowOptimizer) -> None:
+        """Raise `ValueError` unless fused kernels can step the table."""
+        if not optimizer.formula:
+            raise ValueError("fused=True has no kernel for this optimizer; leave it out")
+        if (self.device.type, self.state_storage) != ("cuda", None):
+            where = f"device={str(self.device)!r} and state_storage={self.state_storage}"
+            raise ValueError(f"fused=True cannot step a table with {where}; leave it out")
+        if self.dtype == torch.float64:
+            raise ValueError("fused=True cannot step float64; leave it out")
 
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:

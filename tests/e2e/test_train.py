@@ -121,6 +121,21 @@ def test_run_folder(programs, train, monkeypatch):
     assert programs.run(run / "config.yaml")[0] == 0
 
 
+def test_a_text_may_move_but_not_change(programs, train, corpus, tmp_path):
+    run, _ = train("train.epochs=1")
+    other, moved = tmp_path / "other.txt", tmp_path / "moved.txt"
+    moved.write_bytes(corpus.read_bytes())
+    other.write_bytes(corpus.read_bytes().replace(b"red", b"two"))
+    status, output = programs.run("--resume", run, other, "train.epochs=2")
+    assert (
+        status == 2 and f"trained on another text or vocabulary than corpus.path={other}" in output
+    )
+    assert f"path: {corpus}" in (run / "config.yaml").read_text()
+    status, output = programs.run("--resume", run, moved, "train.epochs=2")
+    assert status == 0 and "trained 6,400 words" in output, output
+    assert f"path: {moved}" in (run / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     "settings, kernels",
     [

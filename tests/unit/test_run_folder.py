@@ -62,6 +62,7 @@ def test_restarted_job_goes_on_in_its_folder(tmp_path, monkeypatch):
 def test_settings_that_must_not_change_are_refused(tmp_path):
     folder = begun(tmp_path)
     free = ["train.epochs=9", "run.log_seconds=3", "optimizer.lr=0.01", "transfer.engine=mapped"]
+    free += ["corpus.path=moved/text8.gz"]
     fixed = ["train.seed=2", "model.window=3"]
     run_folder.resume_config(folder, [], free + fixed)  # before the first checkpoint
     config = flat_config(load_config([folder / "config.yaml"]))

@@ -26,7 +26,8 @@ from w2v.training import checkpoint
 from w2v.vectors.runs import RunError, find
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
-MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.data_dir"}
+# Of a text, checkpoints compare the words, so that it may lie elsewhere.
+MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.path", "corpus.data_dir"}
 MAY_CHANGE |= {name for name in TYPES if name.startswith(("run.", "transfer."))}
 
 JOB = ".job"  # file with the torchrun job that created the run

@@ -57,7 +57,7 @@ def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
 def kernels_of_torch(monkeypatch):
     for kernel in (gather_bags, sum_gradients, step_rows):
         monkeypatch.setattr(cuda, kernel.__name__, kernel)
-    monkeypatch.setattr(PagedTable, "check", lambda *given: None)  # refuses a CPU
+    monkeypatch.setattr(PagedTable, "check_fused", lambda *given: None)  # refuses a CPU
     monkeypatch.setattr(RowGroup, "in_place", lambda its, _: View(its.table.records_VR, None))
 
 

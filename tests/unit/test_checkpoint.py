@@ -335,6 +335,19 @@ def test_blocking_saves_take_a_tenth_of_the_time(monkeypatch, caplog):
     assert "waited 155.0 s" in long and "25.8 minutes later" in long
 
 
+def test_epochs_of_a_minute_wait_after_a_long_save(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(checkpoint, "time", clock)
+    timer = SaveTimer(10)
+    with timer.saving():
+        clock.now += 50
+    due = []
+    for after in (60, 499, 500):
+        clock.now = 50 + after
+        due.append(timer.due_after_epoch)
+    assert due == [False, False, True]
+
+
 def test_no_checkpoint_by_time_is_due_with_zero_minutes(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(checkpoint, "time", clock)

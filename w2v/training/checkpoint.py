@@ -63,7 +63,7 @@ class SaveTimer:
     @property
     def due_after_epoch(self) -> bool:
         """Whether the last checkpoint is old enough for one between epochs."""
-        pause = min(60 * self._minutes, EPOCH_SECONDS)
+        pause = max(min(60 * self._minutes, EPOCH_SECONDS), self._waited / MOST_SHARE)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 
     def skip(self) -> None:
@@ -82,7 +82,7 @@ class SaveTimer:
         self._waited = seconds if seconds > LONG_SECONDS else 0.0
         if self._waited:
             minutes = seconds / MOST_SHARE / 60
-            later = f"; the next by time comes {minutes:.1f} minutes later"
+            later = f"; the next comes {minutes:.1f} minutes later"
             later = later if minutes > self._minutes else ""
             log.info(f"saving    training waited {seconds:.1f} s for this checkpoint{later}")
 

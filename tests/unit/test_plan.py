@@ -281,6 +281,15 @@ def test_tables_in_files(tmp_path):
         engine_of(mapped, WITH_GPU, GPU, 1)
 
 
+def test_runs_share_a_folder_of_tables_in_files(tmp_path):
+    """Even two of one process, or of the same process id in two containers."""
+    planned = zipf_plan(200, 2000, f"transfer.table_dir={tmp_path}")
+    first, second = (build(planned).step.inputs for _ in range(2))
+    before = second.records_VR.clone()
+    first.records_VR.fill_(7)
+    assert torch.equal(second.records_VR, before)
+
+
 def task_on_gpu(*settings, centers):
     config = configured(*settings)
     optimizer = RowOptimizer(config.optimizer)

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -531,6 +532,7 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
     if folder := plan.config.transfer.table_dir:
         storage = "mmap"
         Path(folder).mkdir(parents=True, exist_ok=True)
+    unique = secrets.token_hex(8)
     pinned: Sequence[Tensor | None] = (None, None)
     if storage == "pinned" and plan.paging.lookahead:
         # Both rows of a word then move at much the same time, so they lie side by side.
@@ -538,7 +540,8 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
         pinned = side_by_side(2, rows, width, dtype).unbind()
 
     def table(name: str, memory_VR: Tensor | None) -> Table:
-        path = Path(folder, f"{os.getpid()}-{name}.records") if folder else None
+        # Not by process id: processes of several hosts or containers may have the same.
+        path = Path(folder, f"{unique}-{name}.records") if folder else None
         layout = rows, size, states, plan.optimizer.scalars, storage, dtype
         return Table(name, *layout, path=path, alignment=plan.alignment, memory_VR=memory_VR)
 

@@ -184,6 +184,22 @@ def test_curve_goes_on_after_a_resume(path, clock):
     ]
 
 
+def test_words_that_are_read_again_after_a_resume_keep_rates_positive(path, clock, caplog):
+    with Metrics(path, 1000, math.inf) as metrics:
+        step(metrics, 400)
+        metrics.log(0.1)
+        step(metrics, 500)
+        saved = metrics.state(0.1)
+    with Metrics(path, 1000, math.inf, state=saved) as metrics:
+        for words in (300, 350):
+            step(metrics, words)
+        clock.now += 1
+        metrics.log(0.1)
+    last = read(path)[-1]
+    assert last["words"] == 350 and last["words_per_s"] == 150
+    assert "-" not in caplog.messages[-1]
+
+
 def test_lost_lines_are_warned_about(path, caplog):
     with Metrics(path, 400, math.inf, state={"bytes": 100}):
         pass

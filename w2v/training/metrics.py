@@ -137,6 +137,8 @@ class Metrics(contextlib.AbstractContextManager):
         for total in (self._line_pairs, self._epoch_pairs):
             total.add(pairs)
         self.step += 1
+        # After a resume on another number of ranks, unfinished chunks are read again.
+        self._logged_words -= max(0, self.words - words)
         self.words = words
         self.bar.update(words - self.bar.n)
 

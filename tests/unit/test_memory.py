@@ -92,6 +92,7 @@ def test_needs_on_the_cpu():
     }
     last = make_task("run.checkpoint_minutes=0").needs()
     assert last["disk"]["checkpoints"] == 2_000_000 * RECORD
+    assert make_task("run.formats=kv").needs()["disk"]["vectors"] == 512_000_000 + 32_000_000
 
 
 def test_needs_of_each_engine():
@@ -258,7 +259,9 @@ def test_plan_says_how_checkpoints_are_written():
     assert "+ copies 1.0 GiB = 4.6 GiB of 5.0 GiB free" in str(five)
     assert "room to copy 0 B" in make_budget(free={"host": 4 * GIB}).saving
     assert "waits: small" in make_budget(counts=80_000).saving
-    assert "when training is over" in make_budget("run.checkpoint_minutes=0").saving
+    never = "run.checkpoint_minutes=0", "run.final_checkpoint=false"
+    assert "when training is over" in make_budget(never[0]).saving
+    assert "if a signal ends training" in make_budget(*never).saving
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ class Task:
         """Return the bytes by place and purpose."""
         # The oldest checkpoint is removed when the third is whole.
         checkpoints = 3 if self.config.run.checkpoint_minutes else 1
+        formats = len(self.config.run.formats.split(","))
         run_dir, table_dir = self.config.run.dir, self.config.transfer.table_dir
         file_bytes = self.ranks.size * self.table_bytes * bool(table_dir)
         is_one_disk = same_disk(Path(run_dir), Path(table_dir))
@@ -254,7 +255,7 @@ class Task:
             "gpu": self._gpu_needs() if self.on_gpu else {},
             "disk": {
                 "checkpoints": checkpoints * 2 * self.rows * unpadded,
-                "vectors": (2 * 4 * self.shape.dim + 32) * self.words,  # as .kv and .bin
+                "vectors": (formats * 4 * self.shape.dim + 32) * self.words,
                 "tables": file_bytes * is_one_disk,
             },
             "files": {"tables": file_bytes * (not is_one_disk)},
@@ -538,8 +539,10 @@ class Budget:
     def saving(self) -> str:
         """Whether training waits while a checkpoint is written, and why."""
         tables, copies = self.task.table_bytes, self.copies
-        if not self.task.config.run.checkpoint_minutes:
-            return "one checkpoint, when training is over"
+        run = self.task.config.run
+        if not run.checkpoint_minutes:
+            end = "when training is over" if run.final_checkpoint else "if a signal ends training"
+            return f"one checkpoint, {end}"
         if copies == tables:
             return "checkpoints are written while training goes on, from a copy of the tables"
         why = f"memory has room to copy {format_bytes(copies)} of {format_bytes(tables)}"

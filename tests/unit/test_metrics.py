@@ -56,13 +56,13 @@ def test_loss_is_the_mean_over_pairs_since_the_last_line(path, clock):
 def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, clock):
     with Metrics(path, total_words=400, log_seconds=math.inf) as metrics:
         step(metrics, 100, loss=9.0)
-        metrics.end_epoch(1)
+        metrics.end_epoch(1, 100)
         step(metrics, 200, loss=10.0, pairs=4)
         clock.now += 1
         metrics.log(0.1)
         state = metrics.state(0.1)
         step(metrics, 300, loss=2.0, pairs=2)
-        metrics.end_epoch(2)
+        metrics.end_epoch(2, 300)
         metrics.log(0.1)
     assert metrics.epoch_loss == 2.0
     epochs = [line for line in read(path) if "epoch" in line]
@@ -73,7 +73,7 @@ def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, cl
     with Metrics(path, total_words=400, log_seconds=math.inf, state=state) as resumed:
         assert resumed.epoch_loss == 9.0
         step(resumed, 300, loss=2.0, pairs=2)
-        resumed.end_epoch(2)
+        resumed.end_epoch(2, 300)
         resumed.state(0.1)
     assert resumed.epoch_loss == 2.0
 

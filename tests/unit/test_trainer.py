@@ -1,8 +1,10 @@
 """Training loop: learning rates, checks, determinism, time estimate."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,6 +150,18 @@ def test_ranks_ask_once_an_interval_while_a_checkpoint_is_written(tmp_path, monk
     assert 10 < intervals < loop.step.state.step / 50
     assert intervals - 3 < len(asked) < 2 * intervals  # between epochs, and at the end, once more
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_a_run_is_done_where_the_last_words_have_no_batch(tmp_path):
+    loop = make_loop(words=10_000)
+    text = loop.sampler.text
+    sentences = len(text.offsets_S) - 1
+    loop.sampler.text = replace(text, held_out=np.arange(sentences - 4, sentences))
+    (tmp_path / "checkpoints").mkdir()
+    with Trainer(loop, zipf_text(100, 10_000)[0], 10_000, tmp_path) as run:
+        run.train()
+    assert loop.epochs_done == EPOCHS and loop.lr == 0
+    assert run.metrics.words == EPOCHS * 10_000
 
 
 def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):

@@ -139,11 +139,14 @@ class Metrics(contextlib.AbstractContextManager):
         self.step += 1
         # After a resume on another number of ranks, unfinished chunks are read again.
         self._logged_words -= max(0, self.words - words)
-        self.words = words
-        self.bar.update(words - self.bar.n)
+        self._set_words(words)
 
-    def end_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over; its mean loss is read with the next line."""
+    def end_epoch(self, epoch: int, words: int) -> None:
+        """Note that an epoch is over, after which `words` raw words are done.
+
+        Its mean loss is read with the next line.
+        """
+        self._set_words(words)
         # Waiting for the device now would leave it idle until the next page is planned.
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
@@ -156,7 +159,7 @@ class Metrics(contextlib.AbstractContextManager):
         return time.monotonic() >= self._logged + self._log_seconds
 
     def log(self, lr: float) -> None:
-        """Write a line with the mean loss since the last one, if there was a step."""
+        """Write a line with the mean loss since the last one, if words were read."""
         if self.words == self._logged_words:
             return
         self._read(lr)
@@ -240,6 +243,10 @@ class Metrics(contextlib.AbstractContextManager):
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+    def _set_words(self, words: int) -> None:
+        self.words = words
+        self.bar.update(words - self.bar.n)
 
     def _read(self, lr: float) -> None:
         """Update losses, link and bar; wait for the device."""

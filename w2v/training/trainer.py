@@ -161,8 +161,9 @@ class Trainer:
                     # checkpoint; its number shows whether it was already made.
                     if decision.save > self._save_timer.saves:
                         self._save(done.batch.after)
-                # Between two epochs.
-                self.metrics.end_epoch(epoch + 1)
+                # Between two epochs. Of the last words, subsampling may have kept none for a batch.
+                self.loop.epochs_done = epoch + 1.0
+                self.metrics.end_epoch(epoch + 1, self.raw_words * (epoch + 1))
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.

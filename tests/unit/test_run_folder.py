@@ -33,6 +33,20 @@ def test_each_run_gets_a_new_folder(tmp_path, monkeypatch):
     assert run_folder.create(config_for(tmp_path, "run.name=mine")).name.endswith("-mine")
 
 
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("a/chapter1:a/chapter2", "chapter1"),
+        (":".join(f"chapter{number}" for number in range(99)), "chapter0"),
+        ("\N{SNOWMAN}" * 80 + ".txt", "\N{SNOWMAN}" * 50),
+        (".text.gz", "text"),
+    ],
+)
+def test_a_run_is_named_after_its_first_text(path, name, tmp_path):
+    folder = run_folder.create(config_for(tmp_path, f"corpus.path={path}"))
+    assert folder.name.endswith(f"-{name}-adam")
+
+
 def test_ranks_get_the_folder_of_the_first(tmp_path):
     folders = checked(together(3, lambda ranks: run_folder.create(config_for(tmp_path), ranks)))
     assert len(set(folders)) == 1 and list(tmp_path.iterdir()) == folders[:1]

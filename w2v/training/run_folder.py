@@ -30,12 +30,14 @@ from w2v.vectors.runs import RunError, find
 MAY_CHANGE = {"train.epochs", "optimizer.lr", "optimizer.min_lr", "corpus.path", "corpus.data_dir"}
 MAY_CHANGE |= {name for name in TYPES if name.startswith(("run.", "transfer."))}
 
+MOST_CHARACTERS = 50  # of a text's name in that of a run, which may have 255 bytes
 JOB = ".job"  # file with the torchrun job that created the run
 
 
 def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     """Create a new <run.dir>/<date>-<name>; rank 0 does it for all."""
-    corpus = Path(config.corpus.path).name.split(".")[0]
+    text = Path(config.corpus.path.split(os.pathsep)[0])  # the first of several
+    corpus = text.name.strip(".").split(".")[0][:MOST_CHARACTERS]
     name = config.run.name or f"{corpus}-{config.optimizer.name.lower()}"
     folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
     with ranks.reraise():

@@ -315,6 +315,14 @@ def test_text_too_small_for_the_batch_size_is_warned_of(caplog):
     assert "train.batch_size=1 " in none and "more text" in none
 
 
+def test_a_resumed_run_is_not_warned_of_its_batch_size(tmp_path, caplog):
+    config = configured("vocab.min_count=1", "train.device=cpu", "train.batch_size=1000")
+    for run, warned in ((None, True), (tmp_path, False)):
+        caplog.clear()
+        make_plan(config, zipf_text(200, 2000), run)
+        assert ("set train.batch_size=auto" in caplog.text) == warned
+
+
 @pytest.mark.parametrize(
     "precision, settings, warned",
     [

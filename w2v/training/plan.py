@@ -291,7 +291,8 @@ def make_plan(
         plan = plan_task(replace(task, config=smaller), run)
     # Not before the plan is final, or a warning would be repeated.
     warn_of_machine(plan)
-    warn_of_settings(plan, batch_is_given=config.train.batch_size > 0)
+    # A resumed run keeps its batch size, given or chosen: its user cannot change it any more.
+    warn_of_settings(plan, batch_is_given=config.train.batch_size > 0 and run is None)
     return plan
 
 

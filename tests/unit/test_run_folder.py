@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,15 @@ def test_settings_that_must_not_change_are_refused(tmp_path):
     expected = "step-00000001 .*: model.window=3 instead of 5; train.seed=2 instead of 1; leave"
     with pytest.raises(ConfigError, match=expected):
         run_folder.resume_config(folder, [], free + fixed)
+
+
+def test_a_run_that_was_moved_is_planned_for_its_new_disk(tmp_path, monkeypatch):
+    folder = begun(tmp_path / "old")
+    monkeypatch.chdir(folder)
+    assert run_folder.resume_config(Path("."), [], []).run.dir == f"{tmp_path}/old"
+    (tmp_path / "new").mkdir()
+    moved = folder.rename(tmp_path / "new" / folder.name)
+    assert run_folder.resume_config(moved, [], []).run.dir == f"{tmp_path}/new"
 
 
 def test_only_one_process_has_the_lock(tmp_path):

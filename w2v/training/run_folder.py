@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from w2v.config import (
@@ -73,6 +74,8 @@ def _find_restarted(runs: str) -> Path | None:
 def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]) -> Config:
     """Return the settings of the run, changed by config files and assignments.
 
+    If the folder lies elsewhere now, `run.dir` is where it lies: the plan counts the disk there.
+
     Raises `ConfigError` if there is a checkpoint and a setting differs that must not change.
     """
     config = load_config([folder / "config.yaml", *files], assignments)
@@ -82,6 +85,9 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
         if refused:
             others = f"{saved.path} has other settings: {'; '.join(refused)}"
             raise ConfigError(f"{others}; leave them as they were, or begin a new run")
+    parent = folder.resolve().parent
+    if Path(config.run.dir).resolve() != parent:
+        config = replace(config, run=replace(config.run, dir=str(parent)))
     return config
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,21 @@ def test_settings_that_must_not_change_are_refused(tmp_path):
     expected = "step-00000001 .*: model.window=3 instead of 5; train.seed=2 instead of 1; leave"
     with pytest.raises(ConfigError, match=expected):
         run_folder.resume_config(folder, [], free + fixed)
+
+
+def test_a_rate_that_is_auto_changes_no_arguments_of_a_run(tmp_path):
+    for given, refused in (
+        (["optimizer.lr=0.1", "optimizer.args={}"], True),
+        (["optimizer.name=Adam"], False),
+    ):
+        folder = begun(tmp_path, *given)
+        config = flat_config(load_config([folder / "config.yaml"]))
+        keeper = Checkpoints(folder / "checkpoints", make_tables(), 0)
+        keeper.save({"step": 1, "config": config})
+        keeper.wait()
+        error = pytest.raises(ConfigError, match="lr=auto would change optimizer.args")
+        with error if refused else nullcontext():
+            run_folder.resume_config(folder, [], ["optimizer.lr=auto"])
 
 
 def test_a_run_that_was_moved_is_planned_for_its_new_disk(tmp_path, monkeypatch):

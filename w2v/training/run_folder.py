@@ -22,6 +22,7 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.model.auto import shipped
 from w2v.system.files import atomic_write, remove_partial
 from w2v.training import checkpoint
 from w2v.vectors.runs import RunError, find
@@ -85,6 +86,9 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
         if refused:
             others = f"{saved.path} has other settings: {'; '.join(refused)}"
             raise ConfigError(f"{others}; leave them as they were, or begin a new run")
+        if not config.optimizer.lr and shipped(config.optimizer) != config.optimizer:
+            other = "would change optimizer.args={} of the run to the shipped ones"
+            raise ConfigError(f"optimizer.lr=auto {other}; give a number")
     parent = folder.resolve().parent
     if Path(config.run.dir).resolve() != parent:
         config = replace(config, run=replace(config.run, dir=str(parent)))

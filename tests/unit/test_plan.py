@@ -1,6 +1,7 @@
 """Choice of device, engine, kernels and pages, and its errors."""
 
 import re
+import socket
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from tests.support.rank_threads import Threads
 from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
-from w2v.distributed.launcher import NUMBERS
+from w2v.distributed.launcher import NUMBERS, require_environment
 from w2v.distributed.ranks import SINGLE
 from w2v.kernels.batch import StepShape
 from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels
@@ -96,6 +97,34 @@ def test_variables_of_torchrun_that_are_missing_are_named(monkeypatch, given, mi
         plan.join_ranks(load_config([], []))
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert plan.join_ranks(load_config([], [])) is SINGLE
+
+
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 must be below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=0 must be below LOCAL_WORLD_SIZE=0"),
+    ],
+)
+def test_rank_that_does_not_exist_is_refused_at_once(monkeypatch, wrong, message):
+    for name, value in (RANK_0 | {"MASTER_PORT": "1"} | wrong).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        require_environment()
+
+
+def test_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in (RANK_0 | {"MASTER_ADDR": "localhost"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is in use"):
+            plan.join_ranks(configured("train.device=cpu"))
 
 
 def test_device():

@@ -91,13 +91,19 @@ def fork_ranks(count: int) -> int | None:
 
 
 def require_environment() -> None:
-    """Raise ValueError unless torchrun's variables are all set and numbers."""
+    """Raise ValueError unless torchrun's variables are set and agree."""
     wrong = [name for name in NUMBERS if not os.environ.get(name, "").isdecimal()]
     if wrong:
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but these are no numbers: "
             f"{', '.join(wrong)}; start ranks with torchrun, or unset WORLD_SIZE for one"
         )
+    for count, name in ("WORLD_SIZE", "RANK"), ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        if number(name) >= number(count):
+            raise ValueError(
+                f"{name}={os.environ[name]} must be below {count}={os.environ[count]}; "
+                "ranks are numbered from 0"
+            )
 
 
 def job() -> str:

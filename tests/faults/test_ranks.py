@@ -198,6 +198,24 @@ def test_torchrun_command_gives_the_same_vectors(
     assert status == 0 and vectors(tmp_path) == undisturbed[0], output
 
 
+def test_signal_while_a_rank_ends_does_not_end_the_job(monkeypatch):
+    first = 2**22  # above all process ids
+    started, ended = iter((first, first + 1)), iter((first, first + 1))
+
+    def wait():
+        process = next(ended)
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher has not noted yet that it has ended
+        return process, 0
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "fork", lambda: next(started))
+    monkeypatch.setattr(os, "wait", wait)
+    alarm = signal.getsignal(signal.SIGALRM)
+    with launcher.default_signals():
+        assert launcher.fork_ranks(2) == 0
+    signal.signal(signal.SIGALRM, alarm)
+
+
 def wait_forever(ranks, folder):
     """Exit on rank 1; on rank 0, wait as for a GPU that waits for rank 1."""
     launcher.PAUSE_SECONDS = 0.1

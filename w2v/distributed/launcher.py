@@ -54,7 +54,9 @@ def fork_ranks(count: int) -> int | None:
 
     def send(signum: int) -> None:
         for process in running:
-            os.kill(process, signum)
+            # A signal may come just after `os.wait` has returned this process.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signum)
 
     def forward(signum: int, frame: object) -> None:
         nonlocal signaled

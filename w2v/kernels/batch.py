@@ -276,7 +276,8 @@ class StepState:
     """Number of the current step, and what steps count on the device.
 
     fault: int64 scalar, 0 or the first step that was not finite, shifted by FAULT_BITS, and its
-    bits; rows_updated: int64 scalar, the unique rows of all steps so far.
+    bits; rows_updated: int64 scalar, the unique rows of all steps so far, which cpu.py does not
+    count: its tables do not move.
     """
 
     def __init__(self, device: torch.device):

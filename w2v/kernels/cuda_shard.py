@@ -23,17 +23,10 @@ from w2v.kernels.batch import (
     StepShape,
     TableGrads,
     View,
+    max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.cuda import (
-    ELEMENTS,
-    SUMS,
-    CudaKernels,
-    find_unique_rows,
-    max_batch_rows,
-    with_room,
-    with_sums,
-)
+from w2v.kernels.cuda import ELEMENTS, SUMS, CudaKernels, find_unique_rows, with_room, with_sums
 from w2v.kernels.launch import blocks_for, launch
 
 ROOM = 1 << 15  # rows by which buffers for requested rows grow

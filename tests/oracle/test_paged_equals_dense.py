@@ -276,7 +276,9 @@ def test_any_order_of_uses_equals_sparse_gradients_of_torch(tmp_path, storage, d
     waiting = []  # losses of both, of forward passes without a backward pass so far
     for _ in range(80):
         use = rng.choice("forward forward backward step zero put drop copy".split())
-        ids = torch.from_numpy(rng.integers(0, ROWS, rng.integers(0, 6))).to(device)
+        # With max_norm, torch's own module takes no empty list of ids on a GPU.
+        fewest = 1 if device == "cuda" else 0
+        ids = torch.from_numpy(rng.integers(0, ROWS, rng.integers(fewest, 6))).to(device)
         if use == "forward":
             factor = torch.randn(len(ids), 1).to(ids.device)
             waiting.append([(each(ids).tanh() * factor).sum() for each in (paged, dense)])

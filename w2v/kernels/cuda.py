@@ -248,7 +248,7 @@ def step_rows(
 ) -> None:
     """Step stored records in place, by the fused kernel; gradients become 0.
 
-    A row whose step is not finite keeps its record.
+    A number whose step is not finite keeps its value, as do those read with it.
     """
     records_SR, slot_of_V = view
     (rows, dim), device = grad_UD.shape, grad_UD.device

@@ -48,8 +48,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         step: Whether bias correction counts the steps of the "table" or of each "row".
         fused: Add gradients and step rows by kernels of this library, on a GPU: several times
             faster. Sums are in no fixed order, so that the last bits differ from run to run, and a
-            row whose step is not finite keeps its values. Beside its gradients, a parameter of
-            `param_groups` then has zeros in place of weights.
+            number whose step is not finite keeps its value, as do up to three beside it. Beside
+            its gradients, a parameter of `param_groups` then has zeros in place of weights.
         **args: Other arguments of the optimizer, such as betas.
     """
 

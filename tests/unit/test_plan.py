@@ -319,6 +319,14 @@ def test_runs_share_a_folder_of_tables_in_files(tmp_path):
     assert torch.equal(second.records_VR, before)
 
 
+def test_tables_in_files_are_gone_when_the_process_is_killed(tmp_path):
+    """The files have no name, so that nothing can be left of them."""
+    loop = build(zipf_plan(200, 2000, f"transfer.table_dir={tmp_path}"))
+    mapped = [line for line in open("/proc/self/maps") if str(tmp_path) in line]
+    assert len(mapped) == 2 and not any(tmp_path.iterdir())
+    del loop
+
+
 def task_on_gpu(*settings, centers):
     config = configured(*settings)
     optimizer = RowOptimizer(config.optimizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,6 +105,18 @@ class RowFile:
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
         return np.memmap(self.path, np.uint8, "r+", shape=shape)
+
+
+def nameless_records(folder: str | Path, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return records [V, R] of zeros in a file that ends with the process, even if killed.
+
+    Raises `OSError` if the disk has no room.
+    """
+    shape = rows, width * dtype.itemsize
+    with naming_file(folder), tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, shape[0] * shape[1])
+        mapped = np.memmap(file, np.uint8, "r+", shape=shape)
+    return torch.from_numpy(mapped).view(dtype)
 
 
 def open_npy(

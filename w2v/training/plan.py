@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +34,7 @@ from w2v.kernels.reference import ReferenceKernels
 from w2v.model import auto, heldout
 from w2v.model.heldout import HeldOut
 from w2v.model.optim import RowOptimizer
+from w2v.model.row_file import nameless_records
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
 from w2v.system.process import (
@@ -527,26 +527,23 @@ def make_tables(plan: Plan, draws_vectors: bool) -> tuple[Table, Table]:
     dtype = plan.shape.dtype
     states = plan.optimizer.states(size)
     rows = plan.ranks.shard_rows(plan.shape.rows)
+    width = record_width(size, states, dtype.itemsize, plan.alignment)
     storage: Storage = "cuda" if plan.on_gpu else "cpu"
     if plan.is_hosted:
         storage = STORAGE[plan.engine]
+    memory: Sequence[Tensor | None] = (None, None)
     if folder := plan.config.transfer.table_dir:
-        storage = "mmap"
         Path(folder).mkdir(parents=True, exist_ok=True)
-    unique = secrets.token_hex(8)
-    pinned: Sequence[Tensor | None] = (None, None)
-    if storage == "pinned" and plan.paging.lookahead:
+        memory = [nameless_records(folder, rows, width, dtype) for _ in range(2)]
+    elif storage == "pinned" and plan.paging.lookahead:
         # Both rows of a word then move at much the same time, so they lie side by side.
-        width = record_width(size, states, dtype.itemsize, plan.alignment)
-        pinned = side_by_side(2, rows, width, dtype).unbind()
+        memory = side_by_side(2, rows, width, dtype).unbind()
 
     def table(name: str, memory_VR: Tensor | None) -> Table:
-        # Not by process id: processes of several hosts or containers may have the same.
-        path = Path(folder, f"{unique}-{name}.records") if folder else None
         layout = rows, size, states, plan.optimizer.scalars, storage, dtype
-        return Table(name, *layout, path=path, alignment=plan.alignment, memory_VR=memory_VR)
+        return Table(name, *layout, alignment=plan.alignment, memory_VR=memory_VR)
 
-    inputs, outputs = map(table, ("input", "output"), pinned)
+    inputs, outputs = map(table, ("input", "output"), memory)
     if not draws_vectors:
         return inputs, outputs
     values = uniform(size, 0.5 / size, plan.config.train.seed)

@@ -121,21 +121,24 @@ def train(
     `save` writes their vectors.
     """
     further.check()
-    trained = []
+    planned = []
     for name, config in configs.items():
         for seed in seeds:
             seeded = with_seed(config, seed)
             run = _run_folder(folder, f"{name}-seed{seed}", seeded)
-            if not (run / "scores.json").exists():
-                run.mkdir(parents=True)
-                save_config(seeded, run / "config.yaml")
-                scores = train_and_score(seeded, run, save, further)
-                # Written last: it marks the run as finished.
-                atomic_write(run / "scores.json", as_json(scores, indent=1))
-            trained.append(runs.read(run))
-            check_scored(trained[-1], further)
-            done = f"{len(trained)} of {len(configs) * len(seeds)}"
-            log.info(f"{done}  {run.name:<24}  {_summary(trained[-1])}")
+            if (run / "scores.json").exists():
+                check_scored(runs.read(run), further)
+            planned.append((seeded, run))
+    trained = []
+    for config, run in planned:
+        if not (run / "scores.json").exists():
+            run.mkdir(parents=True)
+            save_config(config, run / "config.yaml")
+            scores = train_and_score(config, run, save, further)
+            # Written last: it marks the run as finished.
+            atomic_write(run / "scores.json", as_json(scores, indent=1))
+        trained.append(runs.read(run))
+        log.info(f"{len(trained)} of {len(planned)}  {run.name:<24}  {_summary(trained[-1])}")
     atomic_write(folder / "env.txt", describe_environment(Machine.here()))
     return trained
 

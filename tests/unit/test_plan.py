@@ -4,6 +4,7 @@ import re
 import socket
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -322,8 +323,8 @@ def test_runs_share_a_folder_of_tables_in_files(tmp_path):
 def test_tables_in_files_are_gone_when_the_process_is_killed(tmp_path):
     """The files have no name, so that nothing can be left of them."""
     loop = build(zipf_plan(200, 2000, f"transfer.table_dir={tmp_path}"))
-    mapped = [line for line in open("/proc/self/maps") if str(tmp_path) in line]
-    assert len(mapped) == 2 and not any(tmp_path.iterdir())
+    mapped = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    assert mapped == 2 and not any(tmp_path.iterdir())
     del loop
 
 

@@ -1,5 +1,6 @@
 """Cores, signals, exit and versions of this process."""
 
+import math
 import os
 import signal
 import subprocess
@@ -22,9 +23,14 @@ def run_code(code):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_cores_are_those_of_the_affinity_mask(monkeypatch):
+@pytest.mark.parametrize("quota, count", [(math.inf, 3), (4.0, 3), (1.2, 2), (0.1, 1)])
+def test_cores_are_those_that_may_be_busy(monkeypatch, quota, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6})
-    assert cores() == 3
+    monkeypatch.setattr(process, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "environ", {})
+    assert cores() == count
+    process.limit_threads()
+    assert os.environ.get("OMP_NUM_THREADS") == (str(count) if count < 3 else None)
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])

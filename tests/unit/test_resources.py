@@ -1,5 +1,6 @@
-"""Free memory and disk within the limits of system and control groups."""
+"""CPU time, memory and disk within the limits of control groups."""
 
+import math
 import os
 import resource
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from w2v.system.resources import (
+    cpu_quota,
     format_bytes,
     free_disk_bytes,
     free_host_bytes,
@@ -58,6 +60,26 @@ def test_control_group_v1_counts(tmp_path):
 def test_control_group_without_a_limit_does_not_count(tmp_path):
     files = group("memory/", GROUP_V1, 2**63 - 4096, 1, "")
     assert free_host_bytes(system(tmp_path, "4:memory:/\n", files)) == AVAILABLE
+
+
+@pytest.mark.parametrize(
+    "cgroup, files, cpus",
+    [
+        ("0::/a/gone\n", {"a/cpu.max": "max 100000", "cpu.max": "250000 100000"}, 2.5),
+        ("0::/a\n", {"a/cpu.max": "100000 100000", "cpu.max": "250000 100000"}, 1),
+        (
+            "5:cpu,cpuacct:/docker/1\n",
+            {"cpu/docker/1/cpu.cfs_quota_us": "50000", "cpu/docker/1/cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        ("5:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("0::/\n", {"cpu.max": "max 100000"}, math.inf),
+        ("5:memory:/\n", {}, math.inf),
+    ],
+)
+def test_cpus_that_control_groups_let_a_process_keep_busy(tmp_path, cgroup, files, cpus):
+    files = {f"sys/fs/cgroup/{name}": text + "\n" for name, text in files.items()}
+    assert cpu_quota(system(tmp_path, cgroup, files)) == cpus
 
 
 def test_limit_of_the_process_counts(monkeypatch):

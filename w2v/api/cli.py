@@ -20,7 +20,7 @@ from typing import NoReturn
 import w2v
 from w2v.distributed import launcher
 from w2v.system.files import error_message, naming_file, nearest
-from w2v.system.process import Signals, escape_unencodable, exit_fast
+from w2v.system.process import Signals, escape_unencodable, exit_fast, limit_threads
 from w2v.vectors.datasets import RESTRICT_VOCAB
 
 EXIT_STATUS = (
@@ -235,6 +235,7 @@ def start(*command: str) -> NoReturn:
     """Run the command line as a program, after the words of `command`."""
     arguments = [*command, *sys.argv[1:]]
     escape_unencodable()
+    limit_threads()
     sys.path.append("")  # optimizer.name=module.Class finds a module of this folder
     if arguments[:1] == ["train"]:
         exit_fast(launcher.run(main, arguments))

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int | None:
         if options.threads > cores():
             raise ConfigError(f"--threads {options.threads} is more than the {cores()} cores")
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     if options.gpus > 1:
         with launcher.on_all_ranks():
             if launcher.started():

@@ -108,9 +108,9 @@ class RowFile:
 
 
 def nameless_records(folder: str | Path, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return records [V, R] of zeros in a file that ends with the process, even if killed.
+    """Return zero records [V, R] in a file that ends with the process.
 
-    Raises `OSError` if the disk has no room.
+    It does so even if the process is killed. Raises `OSError` if the disk has no room.
     """
     shape = rows, width * dtype.itemsize
     with naming_file(folder), tempfile.TemporaryFile(dir=folder) as file:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import io
+import math
 import multiprocessing
 import os
 import platform
@@ -22,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from w2v.system.resources import cpu_quota
+
 # Constants of malloc.h and prctl.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -32,8 +35,17 @@ PACKAGES = "w2v torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of CPU cores that this process may keep busy."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
+
+
+def limit_threads() -> None:
+    """Let libraries that are imported from now on use `cores()` threads.
+
+    They see the cores of the machine, and not that a container may use only part of their time.
+    """
+    if cores() < len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
 
 
 def on_threads(function: Callable[[Any], Any], items: Sequence, threads: int) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Limits of this process: free CPU memory, locked memory and disk."""
+"""Limits of this process: CPU time, memory, locked memory and disk."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,23 @@ def free_host_bytes(root: Path = Path("/")) -> int:
         used_pages = int((root / "proc/self/statm").read_text().split()[0])
         free.append(limit - used_pages * resource.getpagesize())
     return max(0, min(free))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many CPUs control groups let this process keep busy.
+
+    Infinity without a limit. A container that may use 4 of 64 CPUs still sees all of them.
+    """
+    quotas = [math.inf]
+    for folder, version in _control_groups(root, "cpu"):
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        # There may be no such group here, or its quota be "max" or -1.
+        with contextlib.suppress(OSError, ValueError):
+            words = " ".join((folder / name).read_text() for name in names).split()
+            quota, period = map(int, words)
+            if quota > 0:
+                quotas.append(quota / period)
+    return min(quotas)
 
 
 def lockable_bytes() -> int:
@@ -61,29 +79,35 @@ def format_bytes(count: float) -> str:
 
 def _control_groups_free(root: Path) -> Iterator[int]:
     """Yield the free memory of each control group that sets a limit."""
+    for folder, version in _control_groups(root, "memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        # There may be no such group here, or its limit be "max".
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((folder / name).read_text()) for name in names[:2])
+            # Each line is such as "inactive_file 4096".
+            pairs = (folder / "memory.stat").read_text().splitlines()
+            stat = dict(map(str.split, pairs))
+            if limit < UNLIMITED:
+                # The kernel gives cached file pages back when memory runs short.
+                yield limit - used + int(stat.get(names[2], 0))
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and version of each control group of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            mount = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
+        mount = root / "sys/fs/cgroup"
+        if controllers:
+            mount /= controller
+            if controller not in controllers.split(","):
+                continue
         # Every group above this one limits it as well.
         group = mount / path.lstrip("/")
         for folder in [group, *group.parents]:
-            # There may be no such group here, or its limit be "max".
-            with contextlib.suppress(OSError, ValueError):
-                limit, used = (int((folder / name).read_text()) for name in names[:2])
-                # Each line is such as "inactive_file 4096".
-                pairs = (folder / "memory.stat").read_text().splitlines()
-                stat = dict(map(str.split, pairs))
-                if limit < UNLIMITED:
-                    # The kernel gives cached file pages back when memory runs short.
-                    yield limit - used + int(stat.get(names[2], 0))
+            yield folder, 1 if controllers else 2

@@ -134,7 +134,7 @@ class Machine:
         return f"pip install 'cupy-cuda{self.cuda_torch.split('.')[0]}x'"
 
     def __str__(self) -> str:
-        host = f"{self.cores} cores, {format_bytes(self.host_bytes)}"
+        host = f"{self.cores} core{'s' * (self.cores > 1)}, {format_bytes(self.host_bytes)}"
         if not self.gpu:
             return f"{host} | no GPU"
         gpu = f"{self.gpu}, {format_bytes(self.gpu_free_bytes)} free"

@@ -165,13 +165,13 @@ extern "C" __global__ void survey(
             }
             wanted[word] = bits;
             soon[word] = soon_bits;
-            const int used = __reduce_add_sync(ALL, __popc(bits));
+            const int used = warp_sum(__popc(bits));
             if (lane_id() == 0 && used)
                 atomicAdd((unsigned long long*)&totals->used, (unsigned long long)used);
         }
-        const int miss_count = __reduce_add_sync(ALL, __popc(all.misses(word)));
-        const int first_count = __reduce_add_sync(ALL, __popc(all.evict_first(word)));
-        const int last_count = __reduce_add_sync(ALL, __popc(all.evict_last(word)));
+        const int miss_count = warp_sum(__popc(all.misses(word)));
+        const int first_count = warp_sum(__popc(all.evict_first(word)));
+        const int last_count = warp_sum(__popc(all.evict_last(word)));
         if (lane_id() == 0) {
             misses[warp_id()] = miss_count;
             evict_first[warp_id()] = first_count;
@@ -334,7 +334,7 @@ extern "C" __global__ void mark_ids(
 extern "C" __global__ void count_ids(
     const unsigned* words, int* counts, int stretches, unsigned* done, Numbers* numbers) {
     if (warp_id() < stretches) {
-        const int count = __reduce_add_sync(ALL, __popc(words[32 * warp_id() + lane_id()]));
+        const int count = warp_sum(__popc(words[32 * warp_id() + lane_id()]));
         if (lane_id() == 0) counts[warp_id()] = count;
     }
     if (!is_last_block(done)) return;

@@ -24,6 +24,13 @@ __device__ void each_warp(long long count, Visit visit) {
     for (long long n = warp_id(); n < count; n += step) visit(n);
 }
 
+// Return the sum of a number of each lane, on GPUs without __reduce_add_sync too.
+__device__ int warp_sum(int number) {
+    for (int distance = 16; distance; distance /= 2)
+        number += __shfl_xor_sync(ALL, number, distance);
+    return number;
+}
+
 // N adjacent floats, read and written together.
 template <int N>
 struct alignas(4 * N) Floats {

@@ -103,7 +103,7 @@ struct Bag {
         int ids = 0;
         for (long long i = first + lane_id(); mean && i < end; i += 32)
             ids += places[i] != padding;
-        share = mean ? 1.0f / max(1, __reduce_add_sync(ALL, ids)) : 1;
+        share = mean ? 1.0f / max(1, warp_sum(ids)) : 1;
     }
 };
 

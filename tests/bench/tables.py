@@ -189,7 +189,11 @@ TABLES = {
     ),
     "library": Table(["library-2026-11-23"], {r".* ids: (.*)": r"\1"}, STEPS),
     "clicks": Table(
-        numbered("library-2026-11-23", 2, 6, 4, 3, 5, 7),
+        [
+            *numbered("library-2026-11-23", 2, 6),
+            "library-2026-11-24",
+            *numbered("library-2026-11-23", 4, 3, 5, 7),
+        ],
         {
             r"clicks, (\w+), .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": (
                 r"\1, \2 rows, \3 samples\4, \5"

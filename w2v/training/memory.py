@@ -39,6 +39,7 @@ from w2v.vectors.export import EXPORT_BYTES
 PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
 COMPILER_BYTES = 196 << 20  # CPU memory of numba while it compiles kernels
 CUDA_BYTES = 768 << 20  # CPU memory of CUDA's context and libraries
+UNUSED_CUDA_BYTES = 300 << 20  # CPU memory of torch's CUDA libraries where a CPU computes
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 REUSED_BYTES = 90 << 20  # CPU memory of freed arrays, where `reuse_freed_memory` keeps it
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
@@ -275,7 +276,7 @@ class Task:
             vectors += 4 * min(self.words, RESTRICT_VOCAB) * self.shape.dim
         return {
             "program": PROGRAM_BYTES
-            + CUDA_BYTES * self.on_gpu
+            + (CUDA_BYTES if self.on_gpu else UNUSED_CUDA_BYTES * bool(self.machine.cuda_torch))
             + COMPILER_BYTES * compiles
             + CUBLAS_BYTES * plain_on_gpu
             + REUSED_BYTES * (not (self.on_gpu or self.has_own_step)),

@@ -55,7 +55,7 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
         if ranks.rank == 0:
             block_nD = np.empty(received_nD.shape, np.float32)
             for rank, part_nD in enumerate(received_nD.split(sizes)):
-                block_nD[rank :: ranks.size] = part_nD
+                block_nD[rank :: ranks.size] = part_nD.numpy()
             yield block_nD
 
 

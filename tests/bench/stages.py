@@ -18,7 +18,7 @@ from tests.bench.results import Figures
 from tests.bench.steps import Steps
 
 STAGES = {
-    "sampling": ("draw",),
+    "sampling": ("draw", "choose_kept", "list_kept"),
     "plan": (
         "mark",
         "count_owners",

@@ -87,10 +87,11 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, caplog):
 
 DRAW = """
 import torch
-from w2v.kernels.batch import Pool
+from w2v.kernels.batch import BatchSeed, Pool
 from w2v.kernels.cuda import draw
 cdf_V = torch.linspace(0.1, 1, 10, dtype=torch.float64, device="cuda")
-print(draw(1, 4, (1, 5), 3, Pool(), cdf_V)[1].tolist())
+[(_, negatives_BK)] = draw([BatchSeed(4, 1)], (1, 5), 3, Pool(), cdf_V)
+print(negatives_BK.tolist())
 """
 
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
-from w2v.kernels.batch import Pool, StepShape
+from w2v.kernels.batch import BatchSeed, Pool, StepShape
 from w2v.kernels.cpu import CpuKernels
 from w2v.kernels.reference import expand
 from w2v.model.sampler import (
@@ -165,6 +165,9 @@ def cpu_kernels(threads):
     return CpuKernels(StepShape(2, 4, torch.float32, CPU), threads)
 
 
+IN_ORDER = 0, 1  # batches are consecutive text
+
+
 @pytest.mark.parametrize("kernels", [reference, cpu_kernels(3)], ids=["reference", "cpu"])
 def test_subsampling_keeps_words_by_their_probability(kernels):
     keep_V = np.array([0.1, 0.5, 0.9, 1.0])
@@ -172,7 +175,9 @@ def test_subsampling_keeps_words_by_their_probability(kernels):
     edges_S = np.array([0, 3, 3, 20_000, 20_001, 40_000])
     trained_S = np.array([True, True, False, True, True])
     keep = torch.from_numpy(keep_V).float()
-    words_n, sentences_n = kernels.subsample(2**64 - 5, words_N, edges_S, keep, trained_S)
+    words_n, sentences_n = kernels.subsample(
+        2**64 - 5, words_N, edges_S, keep, trained_S, *IN_ORDER
+    )
     assert words_n.dtype == sentences_n.dtype == torch.int32
     assert set(sentences_n.tolist()) <= {0, 3, 4} and (sentences_n.diff() >= 0).all()
     deviation = np.sqrt(5_000 * keep_V * (1 - keep_V))
@@ -183,9 +188,35 @@ def test_subsampling_keeps_words_by_their_probability(kernels):
 def test_subsampling_does_not_depend_on_the_number_of_threads():
     text = torch.arange(1000, dtype=torch.int32) % 7, np.array([0, 10, 900, 1000])
     chances = torch.full((7,), 0.5), np.ones(3, np.bool_)
-    results = [cpu_kernels(threads).subsample(3, *text, *chances) for threads in (1, 2, 5)]
+    results = [
+        cpu_kernels(threads).subsample(3, *text, *chances, *IN_ORDER) for threads in (1, 2, 5)
+    ]
     assert all(map(torch.equal, results[0], results[1]))
     assert all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.gpu
+@settings(max_examples=100, deadline=None)
+@given(
+    key=st.integers(0, 2**64 - 1),
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=30),
+    keep=st.sampled_from([0.0, 0.3, 1.0]),
+    held_out=st.booleans(),
+    block_words=st.sampled_from([0, 1, 7, 64]),
+    batch_size=st.sampled_from([1, 50, 5000]),
+)
+def test_a_gpu_keeps_the_words_that_a_cpu_keeps(
+    key, lengths, keep, held_out, block_words, batch_size
+):
+    rng = np.random.default_rng(len(lengths))
+    edges_S = np.cumsum([0, *lengths])
+    words_N = torch.from_numpy(rng.integers(0, 9, edges_S[-1]).astype(np.int32))
+    keep_V = torch.full((9,), keep)
+    trained_S = rng.random(len(lengths)) < (0.5 if held_out else 2)
+    rest = trained_S, block_words, batch_size
+    expected = cpu_kernels(2).subsample(key, words_N, edges_S, keep_V, *rest)
+    found = cuda.subsample(key, words_N.cuda(), edges_S, keep_V.cuda(), *rest)
+    assert all(map(torch.equal, (part.cpu() for part in found), expected))
 
 
 @pytest.mark.parametrize("pool", [0, 512])
@@ -308,7 +339,7 @@ def test_a_position_continues_anywhere(pool):
 @settings(max_examples=60)
 @given(
     key=st.integers(0, 2**64 - 1),
-    size=st.integers(1, 3000),
+    sizes=st.lists(st.integers(1, 3000), max_size=4),
     negative=st.integers(1, 9),
     window=st.integers(1, 20),
     pool=st.integers(0, 9),
@@ -320,17 +351,21 @@ def test_a_position_continues_anywhere(pool):
     shrinks=st.booleans(),
 )
 def test_kernels_draw_what_the_reference_draws(
-    kernels, key, size, negative, window, pool, own, fresh, part, parts, words, shrinks
+    kernels, key, sizes, negative, window, pool, own, fresh, part, parts, words, shrinks
 ):
     generator = torch.Generator().manual_seed(words)
     cdf_V = torch.rand(words * parts, generator=generator, dtype=torch.float64).cumsum(0)
     cdf_V /= cdf_V[-1].clone()
-    picked = Pool(pool, key ^ 1, own % max(1, pool), fresh, part % parts, parts)
-    args = key, size, (1 if shrinks else window, window), negative, picked
+    picked = Pool(pool, own % max(1, pool), fresh, part % parts, parts)
+    seeds = [BatchSeed(size, key ^ 2 * n, key ^ (2 * n + 1)) for n, size in enumerate(sizes)]
+    args = seeds, (1 if shrinks else window, window), negative, picked
     on_cpu = cpu_kernels(threads=3)
-    drawn = on_cpu.draw(*args, cdf_V) if kernels == "cpu" else cuda.draw(*args, cdf_V.cuda())
-    for tensor, expected in zip(drawn, reference.draw(*args, cdf_V), strict=True):
-        assert torch.equal(tensor.cpu(), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "DRAWN_AT_ONCE", 2 * max(sizes, default=1))
+        drawn = on_cpu.draw(*args, cdf_V) if kernels == "cpu" else cuda.draw(*args, cdf_V.cuda())
+        batches = list(drawn)
+    for batch, expected in zip(batches, reference.draw(*args, cdf_V), strict=True):
+        assert all(map(torch.equal, (numbers.cpu() for numbers in batch), expected))
 
 
 def test_progress_reaches_each_epoch_exactly():

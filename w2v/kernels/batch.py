@@ -6,7 +6,7 @@ D dimensions, S slots of a cache, R elements of a record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,8 +17,10 @@ from torch import Tensor
 FAULTS = ("the loss", "rows of the input table", "rows of the output table")
 FAULT_BITS = len(FAULTS)
 # `reference.draw` and `reference.subsample`
-Draw = Callable[[int, int, tuple[int, int], int, "Pool", Tensor], tuple[Tensor, Tensor]]
-Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray], tuple[Tensor, Tensor]]
+Draw = Callable[
+    [Sequence["BatchSeed"], tuple[int, int], int, "Pool", Tensor], Iterator[tuple[Tensor, Tensor]]
+]
+Subsample = Callable[[int, Tensor, np.ndarray, Tensor, np.ndarray, int, int], tuple[Tensor, Tensor]]
 ZEROS_AT_ONCE = 64  # steps
 HEADER_WORDS = 6  # 4-byte words of a header between ranks: loss, pairs and fault
 CHUNK_BATCHES = 32  # a chunk of text has about as many raw words as this many batches have centers
@@ -43,11 +45,18 @@ class Pool(NamedTuple):
     """
 
     size: int = 0  # 0: no pool
-    key: int = 0  # 64 random bits, unsigned: batches with the same key share a pool
     own: int = 0  # how many words, the first ones, are drawn from `part` alone
     fresh: bool = False  # whether these are drawn anew each time they are picked
     part: int = 0
     parts: int = 1
+
+
+class BatchSeed(NamedTuple):
+    """What the draws of a batch are made from."""
+
+    centers: int
+    key: int  # 64 random bits, unsigned
+    pool_key: int = 0  # the same of its pool: batches with the same key share a pool
 
 
 def chunk_words(batch_size: int) -> int:

@@ -9,17 +9,19 @@ Shapes: n threads, V rows of a table, U unique rows of a thread, D dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from w2v.kernels import cpu_loops
+from w2v.kernels import cpu_loops, reference
 from w2v.kernels.batch import (
     Batch,
+    BatchSeed,
     Grads,
     OptimizerLike,
     Page,
@@ -130,13 +132,12 @@ class CpuKernels:
 
     def draw(
         self,
-        key: int,
-        centers: int,
+        seeds: Sequence[BatchSeed],
         widths: tuple[int, int],
         negatives: int,
         pool: Pool,
         cdf_V: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Draw windows and negatives as `reference.draw` does, on all threads."""
         cdf = cdf_V.numpy()
         if cdf_V is not self._cdf_V:
@@ -144,20 +145,27 @@ class CpuKernels:
             starts = np.searchsorted(cdf, np.arange(parts) / parts, side="right")
             self._starts = starts.astype(np.int32)
             self._cdf_V = cdf_V
-        windows_B = np.empty(centers, np.int32)
-        negatives_BK = np.empty((centers, negatives), np.int32)
-        of_pool = pool.size, np.uint64(pool.key), *pool[2:]
-        drawn = windows_B, negatives_BK
-        arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
+        for centers, key, pool_key in seeds:
+            windows_B = np.empty(centers, np.int32)
+            negatives_BK = np.empty((centers, negatives), np.int32)
+            of_pool = pool.size, np.uint64(pool_key), *pool[1:]
+            drawn = windows_B, negatives_BK
+            arguments = np.uint64(key), *widths, of_pool, cdf, self._starts, *drawn
+            self.threads.run(partial(self._draw_share, arguments, centers))
+            yield torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
 
-        def draw_share(thread: int) -> None:
-            cpu_loops.draw(*share(thread, self.threads.count, centers), *arguments)
-
-        self.threads.run(draw_share)
-        return torch.from_numpy(windows_B), torch.from_numpy(negatives_BK)
+    def _draw_share(self, arguments: tuple, centers: int, thread: int) -> None:
+        cpu_loops.draw(*share(thread, self.threads.count, centers), *arguments)
 
     def subsample(
-        self, key: int, words_N: Tensor, edges_S: np.ndarray, keep_V: Tensor, trained_S: np.ndarray
+        self,
+        key: int,
+        words_N: Tensor,
+        edges_S: np.ndarray,
+        keep_V: Tensor,
+        trained_S: np.ndarray,
+        block_words: int,
+        batch_size: int,
     ) -> tuple[Tensor, Tensor]:
         """Draw which words are kept, on all threads; see `reference.subsample`.
 
@@ -179,7 +187,8 @@ class CpuKernels:
         kept, sentences = (
             np.concatenate([array[part] for part in parts]) for array in (kept_n, sentences_n)
         )
-        return torch.from_numpy(kept), torch.from_numpy(sentences)
+        in_order = torch.from_numpy(kept), torch.from_numpy(sentences)
+        return reference.interleave(*in_order, block_words, batch_size)
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         ReferenceKernels(self.shape).mark(batch, marks_TV)

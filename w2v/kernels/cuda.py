@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from w2v.kernels import Kernels, reference
 from w2v.kernels.batch import (
     FAULT_BITS,
     Batch,
+    BatchSeed,
     Grads,
     OptimizerLike,
     Page,
@@ -30,7 +33,7 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import blocks_for, launch
+from w2v.kernels.launch import THREADS, blocks_for, launch
 from w2v.system.random import signed
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
@@ -38,21 +41,57 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element
 SUMS = (torch.float64, ()), *[(torch.int64, ())] * 3
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
+DRAWN_AT_ONCE = 1 << 19  # centers
+WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
 
 
 def draw(
-    key: int, centers: int, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
+    seeds: Sequence[BatchSeed], widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw as `reference.draw` does, many batches by one kernel."""
+    device = cdf_V.device
+    at_once = max(1, DRAWN_AT_ONCE // max((seed.centers for seed in seeds), default=1))
+    for first in range(0, len(seeds), at_once):
+        sizes, *keys = zip(*seeds[first : first + at_once], strict=True)
+        centers = sum(sizes)
+        windows_B = torch.empty(centers, dtype=torch.int32, device=device)
+        negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=device)
+        # From pinned memory, as copies from other memory wait for the GPU.
+        numbers = torch.tensor([0, *accumulate(sizes), *map(signed, chain(*keys))], device="cpu")
+        of_batches = numbers.pin_memory().to(device, non_blocking=True)
+        edges, of_keys = of_batches.split([len(sizes) + 1, 2 * len(sizes)])
+        given = edges, of_keys, len(sizes), negatives, *widths, *pool
+        drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
+        launch("draw.cu", "draw", {}, blocks_for(centers * (1 + negatives)), *given, *drawn)
+        yield from zip(windows_B.split(sizes), negatives_BK.split(sizes), strict=True)
+
+
+def subsample(
+    key: int,
+    words_N: Tensor,
+    edges_S: np.ndarray,
+    keep_V: Tensor,
+    trained_S: np.ndarray,
+    block_words: int,
+    batch_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Draw windows and negatives as `reference.draw` does, by one kernel."""
-    windows_B = torch.empty(centers, dtype=torch.int32, device=cdf_V.device)
-    negatives_BK = torch.empty(centers, negatives, dtype=torch.int32, device=cdf_V.device)
-    blocks = blocks_for(centers * (1 + negatives))
-    sizes = centers, negatives, *widths
-    from_pool = pool._replace(key=signed(pool.key))
-    drawn = cdf_V, cdf_V.shape[0], windows_B, negatives_BK
-    launch("draw.cu", "draw", {}, blocks, signed(key), *sizes, *from_pool, *drawn)
-    return windows_B, negatives_BK
+    """Draw the words that are kept, the same as `CpuKernels.subsample`."""
+    device, count = words_N.device, words_N.shape[0]
+    edges = torch.from_numpy(edges_S.astype(np.int64)).to(device)
+    trained = None if trained_S.all() else torch.from_numpy(trained_S).to(device)
+    stretches = -(-count // WARP_WORDS)
+    kept = torch.empty(stretches, WARP_WORDS // 32, dtype=torch.int32, device=device)
+    counts = torch.zeros(stretches + 2, dtype=torch.int32, device=device)
+    text = words_N, count, edges, len(trained_S)
+    blocks, done = max(1, -(-32 * stretches // THREADS)), counts[stretches + 1 :]
+    bits = kept, counts, stretches
+    launch("draw.cu", "choose_kept", {}, blocks, signed(key), *text, keep_V, trained, *bits, done)
+    size = int(counts[stretches])  # waits for the device
+    words_n, sentences_n = torch.empty(2, size, dtype=torch.int32, device=device).unbind()
+    order = block_words, max(1, -(-size // batch_size))
+    launch("draw.cu", "list_kept", {}, blocks, *text, *bits, *order, words_n, sentences_n)
+    return words_n, sentences_n
 
 
 class CudaKernels(Kernels):
@@ -60,7 +99,7 @@ class CudaKernels(Kernels):
 
     plans_rows = False  # batches share one set of buffers, which is free after the optimizer's step
     draw = staticmethod(draw)
-    subsample = staticmethod(reference.subsample)
+    subsample = staticmethod(subsample)
 
     def __init__(self, shape: StepShape):
         self.shape = shape

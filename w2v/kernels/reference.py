@@ -8,7 +8,7 @@ a table, U unique rows, D dimensions, M requested rows, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
@@ -21,6 +21,7 @@ from w2v.kernels.batch import (
     HEADER_WORDS,
     SKIPGRAM,
     Batch,
+    BatchSeed,
     Counts,
     Grads,
     Objective,
@@ -43,45 +44,45 @@ FLOAT16_SCALE = 2.0**8
 
 
 def draw(
-    key: int, centers: int, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw windows and negatives, the same on every device for a key.
+    seeds: Sequence[BatchSeed], widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw windows and negatives of batches, on every device the same.
 
     Negatives are drawn by inverting their cumulative distribution. With a pool, that many are
     drawn, stratified, and those of the centers are picked from them.
 
     Args:
-        key: 64 random bits, unsigned, of the batch.
-        centers: Number of centers, B.
+        seeds: Of B centers each.
         widths: Smallest and largest window.
         negatives: Negatives of each center, K.
         pool: Words that negatives are picked from, if any.
         cdf_V: Cumulative distribution of the negatives, float64, in parts of equal length: entry n
             of the last part is word n * parts, of the one before n * parts + 1, and so on.
 
-    Returns:
-        Window sizes, int32 [B], and negatives, int32 [B, K].
+    Yields:
+        Window sizes, int32 [B], and negatives, int32 [B, K], of each batch.
     """
 
     def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them for each number
         return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
 
     lowest, widest = widths
-    windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
-    drawn = bits(key, centers, centers * (1 + negatives))
-    uniform = drawn.double() / 2**53
-    if pool.size:
-        # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
-        place = drawn % pool.size
-        pooled = place + (bits(pool.key, 0, pool.size).double() / 2**53)[place]
-        of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
-        of_all = (pooled - pool.own) / (pool.size - pool.own)
-        uniform = torch.where(place < pool.own, of_part, of_all)
-    entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
-    entry.clamp_(max=len(cdf_V) - 1)
-    length = len(cdf_V) // pool.parts
-    words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
-    return windows_B.int(), words.view(centers, negatives)
+    for centers, key, pool_key in seeds:
+        windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
+        drawn = bits(key, centers, centers * (1 + negatives))
+        uniform = drawn.double() / 2**53
+        if pool.size:
+            # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
+            place = drawn % pool.size
+            pooled = place + (bits(pool_key, 0, pool.size).double() / 2**53)[place]
+            of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
+            of_all = (pooled - pool.own) / (pool.size - pool.own)
+            uniform = torch.where(place < pool.own, of_part, of_all)
+        entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
+        entry.clamp_(max=len(cdf_V) - 1)
+        length = len(cdf_V) // pool.parts
+        words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
+        yield windows_B.int(), words.view(centers, negatives)
 
 
 def subsample(
@@ -90,10 +91,13 @@ def subsample(
     edges_S: np.ndarray,  # where each sentence begins in `words_N`, and N
     keep_V: Tensor,  # probability that an occurrence of each word is kept, float32
     trained_S: np.ndarray,  # whether any word of each sentence is kept, bool
+    block_words: int,  # of the blocks that batches mix; 0: batches are consecutive text
+    batch_size: int,  # the most words of a batch
 ) -> tuple[Tensor, Tensor]:
     """Draw by torch's generator the words of a text that are kept.
 
-    Returns these words, and the number of the sentence of each, int32 [n].
+    Returns these words, in the order in which batches have them, and the number of the sentence of
+    each, int32 [n].
     """
     device = words_N.device
     edges = torch.from_numpy(edges_S).to(device)
@@ -108,7 +112,31 @@ def subsample(
     places = torch.searchsorted(kept, edges)
     del uniform_N, kept_N, kept  # they would add to the peak of memory
     sentences = torch.arange(len(trained_S), dtype=torch.int32, device=device)
-    return words_n, torch.repeat_interleave(sentences, places.diff(), output_size=len(words_n))
+    sentences_n = torch.repeat_interleave(sentences, places.diff(), output_size=len(words_n))
+    return interleave(words_n, sentences_n, block_words, batch_size)
+
+
+def interleave(
+    words_n: Tensor, sentences_n: Tensor, block_words: int, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Distribute the blocks of a text over its batches in turn.
+
+    Each block is a sentence of its own, so that windows end at its edges.
+    """
+    if not block_words:
+        return words_n, sentences_n
+    batches = max(1, -(-len(words_n) // batch_size))
+    places_n = torch.arange(len(words_n), dtype=torch.int32, device=words_n.device)
+    blocks = len(words_n) // block_words
+    order = torch.argsort(places_n[:blocks] % batches, stable=True)
+
+    def reordered(numbers_n: Tensor) -> Tensor:  # a last block that is not full stays in place
+        whole_n, rest_n = numbers_n.tensor_split([blocks * block_words])
+        return torch.cat([whole_n.view(blocks, block_words)[order].flatten(), rest_n])
+
+    # Blocks of one sentence may come to lie side by side; neighbours differ in the last bit.
+    parity_n = places_n // block_words % 2
+    return reordered(words_n), 2 * reordered(sentences_n) + parity_n
 
 
 def expand(batch: Batch) -> Pairs:

@@ -33,6 +33,7 @@ from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
 from w2v.kernels.batch import (
     Batch,
+    BatchSeed,
     Draw,
     Lookahead,
     Objective,
@@ -106,7 +107,7 @@ class Sampler:
             size = self._pool or self._batch_size
             part = self.world_size - 1 - self.rank
             own = size // own_one_in(self.world_size)
-            self._pool_of_rank = Pool(size, 0, own, not self._pool, part, self.world_size)
+            self._pool_of_rank = Pool(size, own, not self._pool, part, self.world_size)
 
     def epoch(self) -> Iterator[Batch]:
         """Yield the batches from `position` on, and advance it."""
@@ -134,12 +135,8 @@ class Sampler:
             words_n, sentences_n = self._subsample(span, epoch, chunk)
             batches = -(-len(words_n) // self._batch_size)  # of nearly equal size
             cuts = [len(words_n) * batch // batches for batch in range(batches)] + [len(words_n)]
-            if self.block_words:
-                words_n, sentences_n = interleave(words_n, sentences_n, self.block_words, batches)
-            for batch in range(first_batch, batches):
-                size = cuts[batch + 1] - cuts[batch]
-                place = Position(epoch, chunk, batch, drawn)
-                windows_B, negatives_BK = self._windows_and_negatives(size, place)
+            draws = self._draws(cuts, Position(epoch, chunk, first_batch, drawn))
+            for batch, (windows_B, negatives_BK) in enumerate(draws, first_batch):
                 if self._reach < self.model.window:
                     windows_B.clamp_(max=self._reach)
                 drawn += 1
@@ -260,7 +257,8 @@ class Sampler:
         trained_S[held_out - first] = False
         key = self._key(epoch, chunk, 0)
         words_n = self._read(span)
-        return self.subsample(key, words_n, edges_S - edges_S[0], self._keep_V, trained_S)
+        text = words_n, edges_S - edges_S[0], self._keep_V, trained_S
+        return self.subsample(key, *text, self.block_words, self._batch_size)
 
     def _read(self, span: Span) -> Tensor:
         """Return the words of a span, int32 on the device."""
@@ -283,18 +281,24 @@ class Sampler:
             if number >= self.lookahead:
                 yield Lookahead(last_piece_V, (number - self.lookahead) * CHUNK_PIECES)
 
-    def _windows_and_negatives(self, size: int, place: Position) -> tuple[Tensor, Tensor]:
-        """Draw windows [B] and negatives [B, K] of centers, int32."""
-        model = self.model
+    def _draws(self, cuts: list[int], first: Position) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw windows [B] and negatives [B, K] of a chunk's batches, int32.
+
+        The centers of batch n are those from cuts[n] to cuts[n + 1]. `first` is not yet drawn.
+        """
+        model, pool = self.model, self._pool_of_rank
+        seeds = []
+        for batch, (begin, end) in enumerate(pairwise(cuts[first.batch :]), first.batch):
+            # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a
+            # key.
+            key, pool_key = self._key(first.epoch, first.chunk, batch + 1), 0
+            if pool.size:
+                drawn = first.drawn + batch - first.batch
+                pool_key = self._key(first.epoch, -1, drawn // model.negative_pool_steps)
+            seeds.append(BatchSeed(end - begin, key, pool_key))
         lowest = 1 if model.shrink_windows and not self._weighs else model.window
-        # Number 0 of a chunk is its subsampling, and chunk -1 the pool's: no two draws share a key.
-        key = self._key(place.epoch, place.chunk, place.batch + 1)
-        pool = self._pool_of_rank
-        if pool.size:
-            pool_key = self._key(place.epoch, -1, place.drawn // model.negative_pool_steps)
-            pool = pool._replace(key=pool_key)
         widths = lowest, model.window
-        return self.draw(key, size, widths, model.negative, pool, self._negative_cdf_V)
+        return self.draw(seeds, widths, model.negative, pool, self._negative_cdf_V)
 
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
@@ -314,29 +318,8 @@ def warm_up() -> None:
         words_N = torch.zeros(1 << 18, dtype=torch.int32, device="cuda")
         edges_S = np.array([0, len(words_N)])
         keep_V = torch.ones(1, device="cuda")
-        words_n, sentences_n = reference.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool))
-        interleave(words_n, sentences_n, 16, 2)
-        cuda.draw(1, 1, (1, 1), 1, Pool(), keep_V.double())
-
-
-def interleave(
-    words_n: Tensor, sentences_n: Tensor, block_words: int, batches: int
-) -> tuple[Tensor, Tensor]:
-    """Distribute the blocks of a text over the batches in turn.
-
-    Each block is a sentence of its own, so that windows end at its edges.
-    """
-    places_n = torch.arange(len(words_n), dtype=torch.int32, device=words_n.device)
-    blocks = len(words_n) // block_words
-    order = torch.argsort(places_n[:blocks] % batches, stable=True)
-
-    def reordered(numbers_n: Tensor) -> Tensor:  # a last block that is not full stays in place
-        whole_n, rest_n = numbers_n.tensor_split([blocks * block_words])
-        return torch.cat([whole_n.view(blocks, block_words)[order].flatten(), rest_n])
-
-    # Blocks of one sentence may come to lie side by side; neighbours differ in the last bit.
-    parity_n = places_n // block_words % 2
-    return reordered(words_n), 2 * reordered(sentences_n) + parity_n
+        cuda.subsample(1, words_N, edges_S, keep_V, np.ones(1, bool), 16, 1 << 16)
+        list(cuda.draw([BatchSeed(1, 1)], (1, 1), 1, Pool(), keep_V.double()))
 
 
 def reach(window: int, offsets_S: np.ndarray) -> int:

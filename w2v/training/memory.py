@@ -23,6 +23,7 @@ import torch
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, max_rows, table_rows
+from w2v.kernels.cuda import DRAWN_AT_ONCE
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
 from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, padded, pinning_is_limited, record_width
@@ -335,10 +336,11 @@ class Task:
         step = 0
         if kernels == "cuda":
             # Buffers for the most rows that a batch may touch; larger ones are allocated beside
-            # them. The batches of several pages are under way.
+            # them. The batches of several pages are under way, and those drawn with them.
             distinct = model.distinct_negatives(centers)
             most = max_rows(centers, distinct, window, depth, self.words)
-            stay += PAGES * MOST_STEPS * 4 * (centers + drawn)
+            under_way = PAGES * MOST_STEPS * centers + 2 * min(DRAWN_AT_ONCE, chunk)
+            stay += 4 * (1 + model.negative) * under_way
             if self.has_own_step:
                 stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
         elif kernels == "cpu":

@@ -50,61 +50,6 @@ struct Rows {
 // Kernel parameters that make up Rows.
 #define ROWS unsigned *wanted, const unsigned *in_use, unsigned *cached, unsigned *soon
 
-// Return the inclusive prefix sum of the lanes' numbers.
-__device__ int prefix_sum(int number) {
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(ALL, number, distance);
-        if (lane_id() >= distance) number += other;
-    }
-    return number;
-}
-
-// Replace n counts by their exclusive prefix sums, with the total at counts[n], and return the
-// total. One block calls this; other blocks wrote the counts, so they are read past the L1 cache.
-__device__ int exclusive_sums(int* counts, int n) {
-    __shared__ int sums[32];  // of each warp
-    const int each = (n + blockDim.x - 1) / blockDim.x;  // counts per thread
-    const int begin = min(n, (int)threadIdx.x * each), end = min(n, begin + each);
-    constexpr int LOADS = 8;  // under way at once: one after the other they took most of the time
-    int mine = 0;
-#pragma unroll LOADS
-    for (int i = begin; i < end; i++) mine += __ldcg(counts + i);
-    const int sum = prefix_sum(mine);
-    if (lane_id() == 31) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    int total = 0, before = sum - mine;
-    for (int w = 0; w < blockDim.x / 32; w++) {
-        if (w < threadIdx.x / 32) before += sums[w];
-        total += sums[w];
-    }
-    __syncthreads();
-    for (int first = begin; first < end; first += LOADS) {
-        int loaded[LOADS];
-#pragma unroll
-        for (int l = 0; l < LOADS; l++)
-            loaded[l] = first + l < end ? __ldcg(counts + first + l) : 0;
-#pragma unroll
-        for (int l = 0; l < LOADS; l++) {
-            if (first + l < end) counts[first + l] = before;
-            before += loaded[l];
-        }
-    }
-    if (threadIdx.x == 0) counts[n] = total;
-    return total;
-}
-
-// Return whether this block is the last to finish, so that all counts are written. done: number of
-// blocks that have finished, 0 before.
-__device__ bool is_last_block(unsigned* done) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (last) __threadfence();
-    return last;
-}
-
 // Whether a page comes after another. They are numbered by 16 bits: differences tell the order.
 __device__ bool is_later(short page, int other) { return (short)(page - other) > 0; }
 
@@ -199,13 +144,6 @@ extern "C" __global__ void survey(
     *done = 0;
 }
 
-// Call visit(n, position) for each bit of the lane's word; n counts the warp's bits from `before`.
-template <class Visit>
-__device__ void each_bit(unsigned bits, long long word, int before, Visit visit) {
-    int n = before + prefix_sum(__popc(bits)) - __popc(bits);
-    for (; bits; bits &= bits - 1) visit(n++, 32 * word + __ffs(bits) - 1);
-}
-
 // List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
 // least frequent of those evictable. Parameters are those of `survey`. next_wanted: bits of the
 // next plan, which become 0; may be those in use, or null.
@@ -280,26 +218,14 @@ struct Numbers {  // of a look-up
 // each: ids of each table, 0 if they differ.
 #define SPANS const Span *spans, int tables, int ranks, long long each, Numbers *numbers
 
-// Return the first span for which `is_past` is false, or the last one.
-template <class Test>
-__device__ int find_span(int spans, Test is_past) {
-    int first = 0;
-    for (int last = spans - 1; first < last;) {
-        const int middle = (first + last) / 2;
-        if (is_past(middle)) first = middle + 1;
-        else last = middle;
-    }
-    return first;
-}
-
 // Find the word and the bit of the i-th id; return false for one that is no row.
 __device__ bool find_bit(long long id, long long i, SPANS, long long* word, unsigned* bit) {
     int at;
     if (!ranks) {
-        at = find_span(tables, [&](int t) { return spans[t + 1].first_row <= id; });
+        at = find_first(tables, [&](int t) { return spans[t + 1].first_row <= id; });
         id -= spans[at].first_row;
     } else {
-        at = each ? i / each : find_span(tables, [&](int t) { return spans[t].ids_end <= i; });
+        at = each ? i / each : find_first(tables, [&](int t) { return spans[t].ids_end <= i; });
         if (id < 0 || id >= spans[at].rows) {
             if (id < 0) atomicMin(&numbers->found[at].least, id);
             else atomicMax(&numbers->found[at].greatest, id);
@@ -352,7 +278,7 @@ extern "C" __global__ void list_ids(
     int* narrow, short* uses, short* page_of, int page) {
     if (warp_id() >= stretches) return;
     const long long word = 32 * warp_id() + lane_id();
-    const int at = find_span(
+    const int at = find_first(
         tables * max(ranks, 1), [&](int s) { return spans[s + 1].first_word <= word; });
     const Span span = spans[at];
     Found* found = numbers->found + at;

@@ -1,49 +1,111 @@
-// Windows and negatives of a batch, as in reference.py::draw. Each number has random bits of its
-// own, so threads share no state. And the answers of analogies, as each run loads this file.
+// Words of a text that are kept, and windows and negatives of batches, as in reference.py. Each
+// number has random bits of its own, so threads share no state. And the answers of analogies, as
+// each run loads this file.
 
 #include "common.cuh"
+
+// Return a number of [0, 1) from random bits.
+__device__ double unit(unsigned long long bits) { return (bits >> 11) * 0x1p-53; }
 
 // Return one of the integers [0, choices).
 __device__ long long chosen(unsigned long long bits, long long choices) {
     return (bits >> 11) % choices;
 }
 
-// Draw the window size of each center, then its negatives.
+// Kernel parameters: words of a text, and where each of its sentences begins.
+#define TEXT const int *words, long long count, const long long *edges, int sentences
+
+__device__ int sentence_of(long long i, const long long* edges, int sentences) {
+    return find_first(sentences, [&](int s) { return edges[s + 1] <= i; });
+}
+
+// Draw which words of a text are kept: a bit for each.
 //
-// key: seed of this batch. count: negatives per center. lowest, widest: range of window sizes.
-// pool, ..., parts: as in `Pool` of batch.py.
-// cdf: cumulative probabilities of the words, in parts.
+// key: 64 random bits of the text. keep: probability that an occurrence of a word is kept. trained:
+// whether any word of a sentence is kept; null if of all. counts: prefix sums over the stretches,
+// with the number of words kept behind them. done: 0 before and after.
+extern "C" __global__ void choose_kept(
+    unsigned long long key, TEXT, const float* keep, const bool* trained, unsigned* kept,
+    int* counts, int stretches, unsigned* done) {
+    if (warp_id() < stretches) {
+        const long long first = 32 * warp_id();
+        unsigned bits = 0;
+#pragma unroll 8
+        for (int w = 0; w < 32; w++) {
+            const long long i = 32 * (first + w) + lane_id();
+            bool is_kept = i < count && unit(splitmix64(i, key)) < keep[words[i]];
+            if (is_kept && trained) is_kept = trained[sentence_of(i, edges, sentences)];
+            const unsigned ballot = __ballot_sync(ALL, is_kept);
+            if (w == lane_id()) bits = ballot;
+        }
+        kept[first + lane_id()] = bits;
+        const int of_stretch = warp_sum(__popc(bits));
+        if (lane_id() == 0) counts[warp_id()] = of_stretch;
+    }
+    if (!is_last_block(done)) return;
+    exclusive_sums(counts, stretches);
+    if (threadIdx.x == 0) *done = 0;
+}
+
+// List the kept words and their sentences, in the order of `reference.interleave`. block_words: 0
+// if batches are consecutive text.
+extern "C" __global__ void list_kept(
+    TEXT, const unsigned* kept, const int* counts, int stretches, int block_words, int batches,
+    int* kept_words, int* kept_sentences) {
+    if (warp_id() >= stretches) return;
+    const long long word = 32 * warp_id() + lane_id();
+    const int blocks = block_words ? counts[stretches] / block_words : 0;
+    each_bit(kept[word], word, counts[warp_id()], [&](int n, long long i) {
+        int sentence = sentence_of(i, edges, sentences);
+        if (block_words) {
+            const int block = n / block_words, batch = block % batches;
+            if (block < blocks) {  // of a batch's blocks, those of the batches before come first
+                const int before = batch * (blocks / batches) + min(batch, blocks % batches);
+                n += (before + block / batches - block) * block_words;
+            }
+            sentence = 2 * sentence + n / block_words % 2;
+        }
+        kept_words[n] = words[i];
+        kept_sentences[n] = sentence;
+    });
+}
+
+// Draw the window size of each center of some batches, and its negatives.
+//
+// edges: where the centers of each batch begin, and their number. keys: seed of each batch, and
+// then of its pool. count: negatives per center. lowest, widest: range of window sizes. pool, ...,
+// parts: as in `Pool` of batch.py. cdf: cumulative probabilities of the words, in parts.
 extern "C" __global__ void draw(
-    unsigned long long key, long long centers, int count, int lowest, int widest, long long pool,
-    unsigned long long pool_key, long long own, bool fresh, int part, int parts, const double* cdf,
+    const long long* edges, const unsigned long long* keys, int batches, int count, int lowest,
+    int widest, long long pool, long long own, bool fresh, int part, int parts, const double* cdf,
     int entries, int* windows, int* negatives) {
+    const long long centers = edges[batches];
     each_thread(centers * (1 + count), [&](long long i) {
-        const unsigned long long bits = splitmix64(i, key);
+        const int center = i < centers ? i : (unsigned)(i - centers) / count;
+        const int batch = find_first(batches, [&](int b) { return edges[b + 1] <= center; });
+        const long long begin = edges[batch], size = edges[batch + 1] - begin;
+        // Numbers of a batch are counted through its windows, then its negatives.
+        const long long number =
+            i < centers ? i - begin : size + (i - centers) - begin * count;
+        const unsigned long long bits = splitmix64(number, keys[batch]);
         if (i < centers) {
             windows[i] = lowest + chosen(bits, widest - lowest + 1);
             return;
         }
-        double uniform = (bits >> 11) * 0x1p-53;  // in [0, 1)
+        double uniform = unit(bits);
         if (pool) {
             // Word `place` of the pool is drawn from a stretch of the distribution, or of the part.
             const long long place = chosen(bits, pool);
-            const double pooled = place + (splitmix64(place, pool_key) >> 11) * 0x1p-53;
+            const double pooled = place + unit(splitmix64(place, keys[batches + batch]));
             if (place >= own)
                 uniform = (pooled - own) / (pool - own);
             else
                 uniform = (part + (fresh ? uniform : pooled / own)) / parts;
         }
-        // Binary search for the first entry whose cumulative probability is greater.
-        int first = 0, last = entries - 1;
-        while (first < last) {
-            const int middle = first + (last - first) / 2;
-            if (cdf[middle] > uniform)
-                last = middle;
-            else
-                first = middle + 1;
-        }
+        // The first entry whose cumulative probability is greater.
+        const int entry = find_first(entries, [&](int e) { return cdf[e] <= uniform; });
         const int length = entries / parts;
-        negatives[i - centers] = first % length * parts + (parts - 1 - first / length);
+        negatives[i - centers] = entry % length * parts + (parts - 1 - entry / length);
     });
 }
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from w2v.config import (
     YAML_SUFFIXES,
@@ -29,9 +30,14 @@ from w2v.config import (
 )
 from w2v.distributed import launcher
 from w2v.system import console
-from w2v.system.files import naming_file
+from w2v.system.files import naming_file, one_line
 from w2v.system.process import Signals, cores, describe_environment, forked, open_gpu
 from w2v.system.timeline import Timeline
+
+if TYPE_CHECKING:
+    from w2v.distributed.ranks import Ranks
+    from w2v.text import Corpus, Vocab
+    from w2v.training.trainer import Trial
 
 STDIN = "-"
 SWITCH_SECONDS = 0.0005  # after which a thread that waits for Python gets it
@@ -97,6 +103,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     # Plan, and check that it fits.
     timeline.begin("set-up")
     with ranks.reraise():
+        given = config
         planned = plan.make_plan(config, opened, folder, ranks)
         config = planned.config  # with a value for each `auto`
         planned.log()
@@ -104,8 +111,12 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         with planned.budget.explained():
             loop = plan.build(planned)
     if options.dry_run:
-        if ranks.size == 1:
-            print(trainer.estimate_time(loop, planned.corpus.raw_words))
+        trial = trainer.Trial.of(loop, planned.corpus.raw_words, ranks)
+        if ranks.rank == 0:
+            print(f"time      {trial}")
+        if ranks.size > 1:
+            del planned, loop  # their memory is needed again
+            try_alone(given, opened, trial, ranks)
         ranks.leave()
         return
 
@@ -136,6 +147,32 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
             job.train()
             job.export()
     ranks.leave()
+
+
+def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks: Ranks) -> None:
+    """Train on rank 0 alone, and print how fast all are beside it."""
+    import torch
+
+    from w2v.training import plan, trainer
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    ranks.all_gather(None)  # no rank has tables any more
+    if ranks.rank:
+        return
+    torch.set_num_threads(cores())
+    try:
+        planned = plan.make_plan(config, opened)
+        planned.budget.check()
+        alone = trainer.Trial.of(plan.build(planned), planned.corpus.raw_words)
+    except (ConfigError, MemoryError) as error:
+        print(f"one rank  cannot train this: {one_line(error)}")
+        return
+    gain = ""
+    if trial.rate and alone.rate:
+        gain = f"; {ranks.size} ranks are {trial.rate / alone.rate:.2f} times as fast"
+    print(f"one rank  {alone}{gain}")
 
 
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:

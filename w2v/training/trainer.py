@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -482,22 +482,40 @@ class Trainer:
         return state["metrics"]
 
 
-def estimate_time(loop: TrainingLoop, raw_words: int) -> str:
-    """Train for some seconds; return an estimate of the whole run's time.
+class Trial(NamedTuple):
+    """What some seconds of training tell of a whole run."""
 
-    The loop cannot be used afterwards.
-    """
-    steps = 0
-    for steps, done in enumerate(loop.epoch(), start=1):
-        float(done.loss)  # waits for the device
-        if steps == TRIAL_WARMUP:
-            begun = time.monotonic()
-            epochs_before = loop.epochs_done
-        if steps > TRIAL_WARMUP and time.monotonic() - begun > TRIAL_SECONDS:
-            break
-    if steps <= TRIAL_WARMUP:
-        return f"time      unknown: an epoch has {steps} steps, too few to tell"
-    rate = (loop.epochs_done - epochs_before) * raw_words / (time.monotonic() - begun)
-    seconds = loop.config.train.epochs * raw_words / rate
-    trial = f"{rate / 1e6:.3g} M words/s in {steps - TRIAL_WARMUP} steps"
-    return f"time      about {seconds:.0f} s of training: {trial}"
+    words: float  # of the whole run
+    steps: int  # that were timed
+    rate: float  # words/s; 0 if there were too few steps
+
+    @classmethod
+    def of(cls, loop: TrainingLoop, raw_words: int, ranks: Ranks = SINGLE) -> Trial:
+        """Train for some seconds. The loop cannot be used afterwards."""
+        ends = math.inf  # when the time is over
+
+        def vote() -> Decision:
+            return Decision(int(time.monotonic() > ends), 0)
+
+        lockstep = Lockstep(ranks, vote)
+        steps, began, epochs_before = 0, 0.0, 0.0
+        batches = lockstep.batches(loop.sampler.epoch(), loop.sampler.empty_batch(0))
+        for steps, done in enumerate(loop.epoch(batches), start=1):
+            if steps == TRIAL_WARMUP:
+                float(done.loss)  # waits for the device
+                began, epochs_before = time.monotonic(), loop.epochs_done
+                ends = began + TRIAL_SECONDS
+            if lockstep.decision().status:
+                break
+        words = loop.config.train.epochs * raw_words
+        if steps <= TRIAL_WARMUP:
+            return cls(words, steps, 0.0)
+        float(done.loss)
+        trained = (loop.epochs_done - epochs_before) * raw_words
+        return cls(words, steps - TRIAL_WARMUP, trained / (time.monotonic() - began))
+
+    def __str__(self) -> str:
+        if not self.rate:
+            return f"unknown: an epoch has {self.steps} steps, too few to tell"
+        took = f"{self.rate / 1e6:.3g} M words/s in {self.steps} steps"
+        return f"about {self.words / self.rate:.0f} s of training: {took}"

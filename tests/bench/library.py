@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -162,16 +163,48 @@ def loss_of(users_BD: Tensor, items_BD: Tensor) -> Tensor:
     return nn.functional.softplus(-(users_BD * items_BD).sum(1)).mean()
 
 
+def by_store(table_rows: int, values_ND: Tensor) -> transfer.Way:
+    """Read and write a `RowStore`."""
+    rows = RowStore(table_rows, transfer.DIM, storage="pinned")
+    return transfer.Way(rows.get, lambda ids: rows.put(ids, values_ND), lambda ids: ids, False)
+
+
+def by_store_from_cpu(table_rows: int, values_ND: Tensor) -> transfer.Way:
+    """Read and write a `RowStore` by ids in CPU memory, as SpeedTorch takes them."""
+    return by_store(table_rows, values_ND)._replace(convert=Tensor.cpu)
+
+
+def by_speedtorch(table_rows: int, values_ND: Tensor) -> transfer.Way:
+    """Call SpeedTorch itself, whose ids are NumPy arrays (pip install SpeedTorch)."""
+    from SpeedTorch import ModelFactory
+
+    variable = nn.Embedding(*values_ND.shape, device="cuda")
+    table = ModelFactory(variable, table_rows, transfer.DIM, CPUPinn=True)
+    table.zerosInit()
+
+    def get(ids: Any) -> Tensor:
+        table.beforeForwardPass(ids)
+        return variable.weight.data
+
+    def put(ids: Any) -> None:
+        variable.weight.data = values_ND
+        table.afterOptimizerStep(ids)
+
+    return transfer.Way(get, put, lambda ids: ids.cpu().numpy(), True)
+
+
 def rows(table_rows: int, moved: int, found: Results) -> None:
-    """Measure random rows of a `RowStore`, of its kernels, and by CuPy."""
+    """Measure random rows of a `RowStore`, of its kernels, by CuPy and SpeedTorch."""
     sets = row_sets(table_rows, moved)
     values_ND = torch.randn(moved, transfer.DIM, device="cuda")
-
-    def store(table_rows: int, values_ND: Tensor) -> transfer.Way:
-        rows = RowStore(table_rows, transfer.DIM, storage="pinned")
-        return rows.get, lambda ids: rows.put(ids, values_ND), lambda ids: ids, False
-
-    ways = {"RowStore": store, "kernels": transfer.ours, "CuPy pinned": transfer.by_cupy}
+    ways = {
+        "RowStore": by_store,
+        "RowStore, ids on the CPU": by_store_from_cpu,
+        "kernels": transfer.ours,
+        "CuPy pinned": transfer.by_cupy,
+    }
+    if find_spec("SpeedTorch"):
+        ways["SpeedTorch"] = by_speedtorch
     for name, make in ways.items():
         get, put, convert, _ = make(table_rows, values_ND)
         asked = [convert(ids) for ids in sets]

@@ -1,5 +1,6 @@
 """Automatic settings: they fit the text, and learn its structure."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -81,12 +82,20 @@ def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thre
 
 def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
     for centers in (10, 5e3, 1e6, 1e8, 1e11):
-        for words in (2, 1_000, 10**6):
+        for words, gpus in itertools.product((2, 1_000, 10**6), (1, 2, 8)):
             for name, steps in (("AdamW", auto.STEPS), *auto.MORE_STEPS.items()):
-                size = auto.batch_size(name, Use(centers, 80, 1 / words))
-                assert 1 <= size <= auto.LARGEST
+                size = auto.batch_size(name, Use(centers, 80, 1 / words), gpus=gpus)
+                assert 1 <= size <= gpus * auto.LARGEST
                 assert size == 1 or centers / size >= steps / 1.5
-                assert size == 1 or size / words <= auto.REPEATS * 1.5
+                assert size == 1 or size / words <= gpus * auto.REPEATS * 1.5
+
+
+def test_several_gpus_have_larger_batches_where_steps_are_left():
+    def sizes(centers):
+        return [auto.batch_size("Adam", Use(centers, 80, 0.0), gpus=gpus) for gpus in (1, 2, 4)]
+
+    assert sizes(1e9) == [65_536, 131_072, 262_144]
+    assert sizes(4e7) == [65_536] * 3
 
 
 def test_batches_of_sequential_sgd_let_the_rate_fall_often():

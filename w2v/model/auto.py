@@ -14,7 +14,7 @@ import numpy as np
 from w2v.config import CONFIGS, Config, ConfigError, OptimizerConfig, load_config
 from w2v.text.vocab import Vocab
 
-LARGEST = 65_536  # centers of a step; with more, a GPU gains little
+LARGEST = 65_536  # centers of a step for each GPU; with more, it gains little
 REPEATS = 32  # how often a batch has the word of one of its centers, at most
 LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
@@ -91,7 +91,9 @@ class Choice(NamedTuple):
     reasons: dict[str, str]  # by key
 
 
-def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 1) -> Choice:
+def choose(
+    config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 1, gpus: int = 1
+) -> Choice:
     """Choose windows, batches and optimizer settings that are `auto`.
 
     `kernels` are the plan's: with "sequential", each center is a step of its own. Raises
@@ -116,14 +118,15 @@ def choose(config: Config, vocab: Vocab, kernels: str = "cpu", sentences: int = 
     config = replace(config, model=model)
     use = Use.of(config, vocab, sentences)
     if not train.batch_size:
-        size = batch_size(optimizer.name, use, sequential)
+        size = batch_size(optimizer.name, use, sequential, gpus)
         train = replace(train, batch_size=size)
         steps = max(1, use.centers / size)
         reasons["train.batch_size"] = f"{size:,} centers, for {steps:,.0f} steps"
     if not optimizer.lr:
         optimizer = optimizer if sequential else shipped(optimizer)
         # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
-        steps = None if sequential else use.centers / batch_size(optimizer.name, use)
+        size = batch_size(optimizer.name, use, gpus=gpus)
+        steps = None if sequential else use.centers / size
         lr = learning_rate(optimizer, use, config.model.vector_size, steps)
         optimizer = replace(optimizer, lr=lr)
         why = f"{lr:g}, as the median word is {use.median:,.0f} of {use.centers:,.0f} centers"
@@ -176,18 +179,18 @@ def subsampling(vocab: Vocab) -> float:
     return share
 
 
-def batch_size(name: str, use: Use, sequential: bool = False) -> int:
+def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> int:
     """Return the centers of a step for an optimizer, a power of two.
 
-    There are enough steps for rare words to move, in batches of at most LARGEST. A batch has the
-    same word at most about REPEATS times: its gradients are taken at one point, where a step for
+    There are enough steps for rare words to move. For each GPU a batch has at most LARGEST centers
+    and the same word about REPEATS times: its gradients are taken at one point, where a step for
     each would see what the others have done.
     """
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
     else:
-        most = REPEATS / use.repeat if use.repeat else math.inf
-        size = min(use.centers / MORE_STEPS.get(name, STEPS), most, LARGEST)
+        most = min(LARGEST, REPEATS / use.repeat) if use.repeat else LARGEST
+        size = min(use.centers / MORE_STEPS.get(name, STEPS), gpus * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 

@@ -300,7 +300,8 @@ def plan_task(task: Task, run: Path | None) -> Plan:
     """Choose what is `auto`, the engine, and the capacity of its cache."""
     sentences = len(task.corpus.offsets) - 1
     kernels = task.kernels if task.has_own_step else "reference"
-    config, chosen = auto.choose(task.config, task.vocab, kernels, sentences)
+    gpus = task.ranks.size if task.on_gpu else 1
+    config, chosen = auto.choose(task.config, task.vocab, kernels, sentences, gpus)
     optimizer = RowOptimizer(config.optimizer)
     centers = float(task.vocab.kept_counts(config.model.sample).sum())
     task = replace(task, config=config, optimizer=optimizer, centers=centers)

@@ -170,12 +170,12 @@ def by_store(table_rows: int, values_ND: Tensor) -> transfer.Way:
 
 
 def by_store_from_cpu(table_rows: int, values_ND: Tensor) -> transfer.Way:
-    """Read and write a `RowStore` by ids in CPU memory, as SpeedTorch takes them."""
+    """Read and write a `RowStore` by ids in CPU memory, as in SpeedTorch."""
     return by_store(table_rows, values_ND)._replace(convert=Tensor.cpu)
 
 
 def by_speedtorch(table_rows: int, values_ND: Tensor) -> transfer.Way:
-    """Call SpeedTorch itself, whose ids are NumPy arrays (pip install SpeedTorch)."""
+    """Call SpeedTorch itself, whose ids are NumPy arrays."""
     from SpeedTorch import ModelFactory
 
     variable = nn.Embedding(*values_ND.shape, device="cuda")
@@ -194,7 +194,10 @@ def by_speedtorch(table_rows: int, values_ND: Tensor) -> transfer.Way:
 
 
 def rows(table_rows: int, moved: int, found: Results) -> None:
-    """Measure random rows of a `RowStore`, of its kernels, by CuPy and SpeedTorch."""
+    """Measure random rows of a `RowStore` and of others.
+
+    SpeedTorch is one of these if it is installed: pip install SpeedTorch.
+    """
     sets = row_sets(table_rows, moved)
     values_ND = torch.randn(moved, transfer.DIM, device="cuda")
     ways = {

@@ -16,7 +16,7 @@ from w2v.training import checkpoint, plan, trainer
 from w2v.training.checkpoint import Checkpoints
 from w2v.training.divergence import Diverged
 from w2v.training.step import TrainingStep
-from w2v.training.trainer import Trainer, estimate_time
+from w2v.training.trainer import Trainer, Trial
 
 EPOCHS = 2
 
@@ -169,11 +169,11 @@ def test_time_is_estimated_from_the_steps_after_the_first(monkeypatch):
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     loop = make_loop()
     progress = [batch.epochs_done for batch in make_loop().sampler.epoch()]
-    # The clock moves a second at a time: steps 4 to 7 are timed, and the end is read once more.
-    found = re.match(r"time +about (\d+) s of training: .* 4 steps", estimate_time(loop, 1000))
-    epoch_seconds = 5 / (progress[6] - progress[2])
+    # The clock moves a second at a time: steps 4 to 6 are timed, and the end is read once more.
+    found = re.match(r"about (\d+) s of training: .* 3 steps", str(Trial.of(loop, 1000)))
+    epoch_seconds = 5 / (progress[5] - progress[2])
     assert float(found[1]) == pytest.approx(EPOCHS * epoch_seconds, abs=0.51)
 
 
 def test_time_of_a_tiny_text_is_unknown():
-    assert "unknown" in estimate_time(make_loop("train.batch_size=500"), 1000)
+    assert "unknown" in str(Trial.of(make_loop("train.batch_size=500"), 1000))

@@ -29,6 +29,7 @@ from w2v.distributed.exchange import Exchange, PlannedBatch
 from w2v.distributed.ranks import Ranks
 from w2v.kernels.batch import Batch, Grads, Page, StepState
 from w2v.kernels.cuda_shard import CudaPeerKernels
+from w2v.kernels.launch import cuda_runtime
 from w2v.system.files import one_line
 
 
@@ -113,8 +114,7 @@ class PeerMemory:
         if shared.process == os.getpid():
             return shared.address
         if shared.handle not in self._opened:
-            from cupy.cuda import runtime
-
+            runtime = cuda_runtime()
             flag = runtime.cudaIpcMemLazyEnablePeerAccess
             try:
                 self._opened[shared.handle] = runtime.ipcOpenMemHandle(shared.handle, flag)
@@ -134,8 +134,7 @@ class Shared(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Shared:
         """Share a tensor of a GPU; raise OSError if CUDA cannot."""
-        from cupy.cuda import runtime
-
+        runtime = cuda_runtime()
         address, base, size = tensor.data_ptr(), ctypes.c_uint64(), ctypes.c_size_t()
         parts = ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
         status = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(*parts)

@@ -49,6 +49,19 @@ def launch(
 _thread = threading.local()
 
 
+def cuda_runtime() -> Any:
+    """Return CuPy's module of CUDA's runtime.
+
+    Raises:
+        ImportError: CuPy is not installed.
+    """
+    # `from cupy.cuda import runtime` locks the part before CuPy itself: of two threads that import
+    # both, each would wait for the other, and one go on with a module that is half initialized.
+    import cupy
+
+    return cupy.cuda.runtime
+
+
 def blocks_for(threads: int) -> int:
     """Return the blocks for that many threads, at most 8 a processor."""
     return max(1, min(-(-threads // THREADS), 8 * _processors()))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from w2v.kernels.launch import cuda_runtime
 from w2v.model.row_file import NPY_TYPES, RowFile
 from w2v.system.process import on_threads
 from w2v.system.random import mix, shift_right, splitmix64
@@ -371,7 +372,7 @@ def _pin(memory: Tensor) -> None:
     # Pinning touched memory is three times faster than having the driver allocate it.
     try:
         # torch's binding would leave the error of a failure behind for the next kernel.
-        from cupy.cuda import runtime
+        runtime = cuda_runtime()
     except ImportError:
         install = "install cupy-cuda12x or cupy-cuda13x"
         raise ValueError(f"storage='pinned' needs CuPy, which is not there; {install}") from None

@@ -24,6 +24,7 @@ from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, max_rows, table_rows
 from w2v.kernels.cuda import DRAWN_AT_ONCE
+from w2v.kernels.launch import cuda_runtime
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
 from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, padded, pinning_is_limited, record_width
@@ -111,9 +112,7 @@ class Machine:
             gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
             gpu_free //= -(-share // gpus)
             with contextlib.suppress(ImportError):
-                from cupy.cuda import runtime
-
-                version = runtime.runtimeGetVersion()
+                version = cuda_runtime().runtimeGetVersion()
                 cupy = f"{version // 1000}.{version % 1000 // 10}"
         lockable = lockable_bytes()
         # Some drivers ignore ulimit -l.

@@ -960,3 +960,13 @@ def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
     other = ids[1].clone()
     for apart in ([ids[0], ids[2]], [ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()]):
         assert whole(apart) is None
+    assert whole([ids[:, 0]]) is None
+
+
+@everywhere
+def test_ids_in_a_column_of_a_batch(tmp_path, storage, device):
+    table = embedding(tmp_path, storage, device)
+    ids = torch.arange(ROWS).flip(0)[:8].view(4, 2)
+    for column in (ids[:, 0], ids[:, 1].to(table.device), ids.T):
+        assert torch.equal(table(column), table(column.contiguous()))
+        assert torch.equal(table(column).cpu(), weights(table)[column.cpu()])

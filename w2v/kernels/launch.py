@@ -55,8 +55,8 @@ def cuda_runtime() -> Any:
     Raises:
         ImportError: CuPy is not installed.
     """
-    # `from cupy.cuda import runtime` locks the part before CuPy itself: of two threads that import
-    # both, each would wait for the other, and one go on with a module that is half initialized.
+    # `from cupy.cuda import runtime` would not wait for a thread that is importing CuPy, and fail,
+    # as it needs what that thread has not imported yet.
     import cupy
 
     return cupy.cuda.runtime

@@ -82,7 +82,9 @@ def whole(flat: Sequence[Tensor]) -> Tensor | None:
     first, last = flat[0], flat[-1]
     end = first.data_ptr()
     for values in flat:
-        if values.data_ptr() != end or values.dtype is not first.dtype:
+        # A column of a batch is flat, but its numbers are apart.
+        is_next = values.data_ptr() == end and values.is_contiguous()
+        if not is_next or values.dtype is not first.dtype:
             return None
         end += values.nbytes
     # Side by side by chance, they would not be in one memory.

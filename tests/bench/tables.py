@@ -191,8 +191,9 @@ TABLES = {
     "clicks": Table(
         [
             *numbered("library-2026-11-23", 2, 6),
-            "library-2026-11-24",
-            *numbered("library-2026-11-23", 4, 3, 5, 7),
+            *numbered("library-2026-11-25", 4, 5),
+            *numbered("library-2026-11-23", 3, 5, 7),
+            *numbered("library-2026-11-25", 2, 3),
         ],
         {
             r"clicks, (\w+), .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": (
@@ -202,7 +203,7 @@ TABLES = {
         [*STEPS, Column("M samples/s", "samples/s", ".1f", 1e-6)],
     ),
     "stores": Table(
-        ["library-2026-11-23"],
+        ["library-2026-11-25"],
         {r".* rows: (.*)": r"\1"},
         [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),
@@ -318,13 +319,11 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        numbered("ranks-2026-11-23", 1, 5, 8, 4, 9, 2, 6, 3, 7),
+        numbered("ranks-2026-11-25", 2, 8, 1, 6, 3, 7, 4, 9, 10, 5, 11),
         {
-            rf"{GPUS}float32 resident \S+=65536 .*": r"\1, tables on the GPU",
-            rf"{GPUS}float32 resident \S+=131072 .*": r"\1, tables on the GPU, a batch for each",
-            rf"{GPUS}float32 resident \S+=16384 .*": r"\1, tables on the GPU, batches of 16,384",
-            rf"{GPUS}.* transfer.gpu_bytes=10%": r"\1, paged, shared negatives",
-            rf"{GPUS}.* model.negative_pool=0": r"\1, paged, no shared negatives",
+            rf"{GPUS}float32 resident \S+=(\d+) .*": r"\1, tables on the GPU, batches of \2",
+            rf"{GPUS}.* \S+size=(\d+) .*bytes=10%": r"\1, paged, batches of \2",
+            rf"{GPUS}.* model.negative_pool=0": r"\1, paged, no shared negatives, batches of 65536",
         },
         [
             SPEED,
@@ -402,7 +401,7 @@ MILLIONS = (
 FULL_W2V = "fullw2v-2026-11-20"
 FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
 BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
-ONE, TWO = numbered("ranks-2026-11-23", 1, 5)
+ONE, TWO = numbered("ranks-2026-11-25", 1, 6)
 RESIDENT = "1019060 words of a text of 338882060, Adam float32 resident train.batch_size=65536 "
 RESIDENT += "transfer.engine=resident"
 PERFORMANCE = "docs/performance.md"

@@ -156,8 +156,6 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
     from w2v.training import plan, trainer
 
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     ranks.all_gather(None)  # no rank has tables any more
     if ranks.rank:
         return

@@ -62,27 +62,35 @@ def draw(
     Yields:
         Window sizes, int32 [B], and negatives, int32 [B, K], of each batch.
     """
+    for seed in seeds:
+        yield _draw_batch(seed, widths, negatives, pool, cdf_V)
+
+
+def _draw_batch(
+    seed: BatchSeed, widths: tuple[int, int], negatives: int, pool: Pool, cdf_V: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw one batch; see `draw`."""
+    centers, key, pool_key = seed
 
     def bits(key: int, begin: int, end: int) -> Tensor:  # 53 of them for each number
         return shift_right(splitmix64(torch.arange(begin, end, device=cdf_V.device), key), 11)
 
     lowest, widest = widths
-    for centers, key, pool_key in seeds:
-        windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
-        drawn = bits(key, centers, centers * (1 + negatives))
-        uniform = drawn.double() / 2**53
-        if pool.size:
-            # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
-            place = drawn % pool.size
-            pooled = place + (bits(pool_key, 0, pool.size).double() / 2**53)[place]
-            of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
-            of_all = (pooled - pool.own) / (pool.size - pool.own)
-            uniform = torch.where(place < pool.own, of_part, of_all)
-        entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
-        entry.clamp_(max=len(cdf_V) - 1)
-        length = len(cdf_V) // pool.parts
-        words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
-        yield windows_B.int(), words.view(centers, negatives)
+    windows_B = lowest + bits(key, 0, centers) % (widest - lowest + 1)
+    drawn = bits(key, centers, centers * (1 + negatives))
+    uniform = drawn.double() / 2**53
+    if pool.size:
+        # A number is drawn from each of equal stretches of [0, 1), or of those of the part.
+        place = drawn % pool.size
+        pooled = place + (bits(pool_key, 0, pool.size).double() / 2**53)[place]
+        of_part = (pool.part + (uniform if pool.fresh else pooled / pool.own)) / pool.parts
+        of_all = (pooled - pool.own) / (pool.size - pool.own)
+        uniform = torch.where(place < pool.own, of_part, of_all)
+    entry = torch.searchsorted(cdf_V, uniform, right=True, out_int32=True)
+    entry.clamp_(max=len(cdf_V) - 1)
+    length = len(cdf_V) // pool.parts
+    words = entry % length * pool.parts + (pool.parts - 1 - entry // length)
+    return windows_B.int(), words.view(centers, negatives)
 
 
 def subsample(

@@ -109,7 +109,9 @@ class Machine:
             raise ConfigError(f"{share} ranks on a machine of {gpus} GPUs; {remedy}")
         gpu, gpu_free, cupy = "", 0, ""
         if torch.cuda.is_available():
-            gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+            # torch keeps the memory of earlier tables, for new ones.
+            kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0] + kept
             gpu_free //= -(-share // gpus)
             with contextlib.suppress(ImportError):
                 version = cuda_runtime().runtimeGetVersion()

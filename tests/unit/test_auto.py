@@ -92,10 +92,10 @@ def test_batches_leave_enough_steps_and_repeat_no_word_too_often():
 
 def test_several_gpus_have_larger_batches_where_steps_are_left():
     def sizes(centers):
-        return [auto.batch_size("Adam", Use(centers, 80, 0.0), gpus=gpus) for gpus in (1, 2, 4)]
+        return [auto.batch_size("Adam", Use(centers, 80, 0.0), gpus=gpus) for gpus in (1, 2, 4, 8)]
 
-    assert sizes(1e9) == [65_536, 131_072, 262_144]
-    assert sizes(4e7) == [65_536] * 3
+    assert sizes(1e9) == [65_536, 131_072, 262_144, 262_144]
+    assert sizes(4e7) == [65_536] * 4
 
 
 def test_batches_of_sequential_sgd_let_the_rate_fall_often():

@@ -15,6 +15,7 @@ from w2v.config import CONFIGS, Config, ConfigError, OptimizerConfig, load_confi
 from w2v.text.vocab import Vocab
 
 LARGEST = 65_536  # centers of a step for each GPU; with more, it gains little
+MOST_GPUS = 4  # for which batches grow: scores of larger ones were not measured
 REPEATS = 32  # how often a batch has the word of one of its centers, at most
 LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
@@ -182,15 +183,15 @@ def subsampling(vocab: Vocab) -> float:
 def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> int:
     """Return the centers of a step for an optimizer, a power of two.
 
-    There are enough steps for rare words to move. For each GPU a batch has at most LARGEST centers
-    and the same word about REPEATS times: its gradients are taken at one point, where a step for
-    each would see what the others have done.
+    There are enough steps for rare words to move. For each of up to MOST_GPUS, a batch has at most
+    LARGEST centers and the same word about REPEATS times: its gradients are taken at one point,
+    where a step for each would see what the others have done.
     """
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
     else:
         most = min(LARGEST, REPEATS / use.repeat) if use.repeat else LARGEST
-        size = min(use.centers / MORE_STEPS.get(name, STEPS), gpus * most)
+        size = min(use.centers / MORE_STEPS.get(name, STEPS), min(gpus, MOST_GPUS) * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
 

@@ -29,7 +29,7 @@ template <class Test>
 __device__ int find_first(int count, Test is_past) {
     int first = 0;
     for (int last = count - 1; first < last;) {
-        const int middle = (first + last) / 2;
+        const int middle = first + (last - first) / 2;
         if (is_past(middle)) first = middle + 1;
         else last = middle;
     }

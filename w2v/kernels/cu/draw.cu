@@ -15,6 +15,7 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
 // Kernel parameters: words of a text, and where each of its sentences begins.
 #define TEXT const int *words, long long count, const long long *edges, int sentences
 
+// Return the sentence of word i.
 __device__ int sentence_of(long long i, const long long* edges, int sentences) {
     return find_first(sentences, [&](int s) { return edges[s + 1] <= i; });
 }

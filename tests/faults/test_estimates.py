@@ -84,10 +84,14 @@ def measure(arguments, **environment):
 
 @pytest.mark.parametrize("settings", CPU if "W2V_DAMAGES" in os.environ else CPU[1:2])
 def test_memory_of_the_cpu(arguments, tmp_path, settings):
-    """A run that compiles its kernels takes the most, and may be any."""
+    """A run that compiles its kernels takes the most, and may be any.
+
+    Of equal runs of plain torch one takes up to a third more than another.
+    """
     folders = {"CUDA_VISIBLE_DEVICES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
     estimates, peaks = measure([*arguments, *settings], **folders)
-    assert 1 <= estimates["host"] / peaks["host"] <= 1.25, (estimates, peaks)
+    most = 1.4 if "train.kernels=reference" in settings else 1.25
+    assert 1 <= estimates["host"] / peaks["host"] <= most, (estimates, peaks)
 
 
 @pytest.mark.gpu

@@ -44,6 +44,7 @@ CUDA_BYTES = 768 << 20  # CPU memory of CUDA's context and libraries
 UNUSED_CUDA_BYTES = 300 << 20  # CPU memory of torch's CUDA libraries where a CPU computes
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 REUSED_BYTES = 90 << 20  # CPU memory of freed arrays, where `reuse_freed_memory` keeps it
+GAPS_BYTES = 32 << 20  # CPU memory of plain torch between arrays, in some runs
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
 WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
 RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
@@ -281,7 +282,8 @@ class Task:
             + (CUDA_BYTES if self.on_gpu else UNUSED_CUDA_BYTES * bool(self.machine.cuda_torch))
             + COMPILER_BYTES * compiles
             + CUBLAS_BYTES * plain_on_gpu
-            + REUSED_BYTES * (not (self.on_gpu or self.has_own_step)),
+            + REUSED_BYTES * (not (self.on_gpu or self.has_own_step))
+            + GAPS_BYTES * (not self.on_gpu and self.kernels == "reference"),
             "tables": tables,
             "buffers": RING_BYTES * (self.engine == "staged"),
             "vocabulary": WORD_BYTES * self.words + self._tree_bytes,

@@ -120,6 +120,21 @@ def test_rates_fall_with_centers_dimensions_and_steps():
         rate(name="Mine")
 
 
+def test_rates_grow_with_the_root_of_the_batches_of_several_gpus():
+    def chosen(gpus, *given):
+        config = load_config([], ["model.sample=0", *given])
+        found = auto.choose(config, vocab_of([20_000] * 10_000), "cuda", gpus=gpus).config
+        return found.train.batch_size, found.optimizer.lr
+
+    batch, rate = chosen(1)
+    assert batch == 65_536
+    assert chosen(2) == (131_072, pytest.approx(2**0.5 * rate, rel=0.05))  # two digits
+    assert chosen(4) == (262_144, pytest.approx(2 * rate, rel=0.05))
+    assert chosen(2, "train.batch_size=65536") == (65_536, rate)
+    assert chosen(2, "train.batch_size=1024") == (1024, rate)
+    assert chosen(2, "optimizer.name=SGD")[1] == chosen(1, "optimizer.name=SGD")[1]
+
+
 def test_rates_rise_where_sentences_are_shorter_than_windows():
     def choice(words, window=5, architecture="skipgram"):
         given = f"model.window={window}", f"model.architecture={architecture}", "model.sample=0"

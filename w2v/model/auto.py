@@ -126,9 +126,10 @@ def choose(
     if not optimizer.lr:
         optimizer = optimizer if sequential else shipped(optimizer)
         # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
-        size = batch_size(optimizer.name, use, gpus=gpus)
-        steps = None if sequential else use.centers / size
-        lr = learning_rate(optimizer, use, config.model.vector_size, steps)
+        alone = batch_size(optimizer.name, use)  # of one GPU
+        steps = None if sequential else use.centers / alone
+        grown = min(train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
+        lr = learning_rate(optimizer, use, config.model.vector_size, steps, max(1.0, grown))
         optimizer = replace(optimizer, lr=lr)
         why = f"{lr:g}, as the median word is {use.median:,.0f} of {use.centers:,.0f} centers"
         short = f" in sentences that fill {use.fill:.2g} of a window" if use.fill < 1 else ""
@@ -196,13 +197,15 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
 
 
 def learning_rate(
-    optimizer: OptimizerConfig, use: Use, dim: int, steps: float | None = None
+    optimizer: OptimizerConfig, use: Use, dim: int, steps: float | None = None, grown: float = 1.0
 ) -> float:
     """Return the peak learning rate of an optimizer.
 
     It falls with what adds up: the centers of the median word, the dimensions of a dot product, and
     the steps, where each is about as long as the rate. `steps` is None for a step per center. Of
     optimizers in RISING it is higher in a short run, the more so the rarer the median word is.
+    `grown` is how many times larger a batch is than that of one GPU, whose steps are given: the
+    rate grows with its root (Malladi et al. 2022, arXiv 2205.10287).
     """
     name = optimizer.name
     if name not in RATES:
@@ -222,7 +225,7 @@ def learning_rate(
         power = RISE_WHERE_SHORT * min(1.0, rareness)
         factor *= max(1.0, SHORT / max(use.centers, 1.0)) ** power
     if steps and name not in SUMMED:
-        factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS
+        factor *= min(1.0, STEPS / steps) ** FALL_WITH_STEPS * grown**0.5
     rate = RATES[name] * min(factor, HIGHEST)
     if optimizer.occurrence_cap > 0 and name in SUMMED:
         rate = min(rate, STABLE / optimizer.occurrence_cap)

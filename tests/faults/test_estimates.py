@@ -86,12 +86,13 @@ def measure(arguments, **environment):
 def test_memory_of_the_cpu(arguments, tmp_path, settings):
     """A run that compiles its kernels takes the most, and may be any.
 
-    Of equal runs of plain torch one takes up to a third more than another.
+    Equal runs of plain torch differ by up to a third: the greatest peak counts.
     """
     folders = {"CUDA_VISIBLE_DEVICES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
-    estimates, peaks = measure([*arguments, *settings], **folders)
-    most = 1.4 if "train.kernels=reference" in settings else 1.25
-    assert 1 <= estimates["host"] / peaks["host"] <= most, (estimates, peaks)
+    equal_runs = 4 if "train.kernels=reference" in settings else 1
+    runs = [measure([*arguments, *settings], **folders) for _ in range(equal_runs)]
+    estimates, peak = runs[0][0], max(peaks["host"] for _, peaks in runs)
+    assert 1 <= estimates["host"] / peak <= 1.25, (estimates, peak)
 
 
 @pytest.mark.gpu

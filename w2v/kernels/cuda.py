@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from w2v.kernels.batch import (
     Batch,
     BatchSeed,
     Grads,
+    Objective,
     OptimizerLike,
     Page,
     Pool,
@@ -33,16 +35,16 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import THREADS, blocks_for, launch
+from w2v.kernels.launch import THREADS, Kernel, blocks_for, launch
 from w2v.system.random import signed
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as element.cuh knows them
-# Sums of a step: loss, pairs, unique rows of both tables.
-SUMS = (torch.float64, ()), *[(torch.int64, ())] * 3
+SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
 # Dimensions of CBOW: a row and a count in the 48 KiB of shared memory that a block has by itself.
 MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
+NO_PLACES = None, None, None, 0  # PLACES of optim.cu, with RANKS = 0
 MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
 
 
@@ -105,6 +107,8 @@ class CudaKernels(Kernels):
         self.shape = shape
         self._rows: tuple[TableGrads, TableGrads] | None = None
         self._sums = zeros_by_step(shape.device, *SUMS)
+        self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
+        self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         marks = marks_TV.unbind()
@@ -112,60 +116,88 @@ class CudaKernels(Kernels):
 
     def unique_rows(self, batch: Batch) -> Grads:
         self._rows = with_room(self._rows, max_batch_rows(batch), self.shape.rows, self.shape)
-        rows = with_sums(self._rows, next(self._sums))
-        find_unique_rows(batch, rows[:2])
-        return rows
+        self._list_unique(batch, self._rows)
+        return self._with_sums(self._rows)
 
     def gradients(self, batch: Batch, page: Page, rows: Grads, lr: float) -> Grads:
         cbow, mean, tree, weighted = batch.objective
         if tree and not (tree.depth or _word_targets(batch)):  # one word, which nothing predicts
             mask_BC = reference.expand(batch).context_mask_BC
             return rows._replace(pairs=(mask_BC.any(1) if cbow else mask_BC).sum())
-        ranks, borrowed = self._borrowed_at()
-        macros = _macros(batch) | {
-            "DIM": self.shape.dim,
-            "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
-            "COUNTED": int(self.shape.count_pairs),
-            "CBOW": int(cbow),
-            "MEAN": int(mean),
-            "RANKS": ranks,
-            "WEIGHTED": weighted,
-        }
-        inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
-        row_width, sums = page.inputs.records_SR.shape[1], (rows.loss, rows.pairs)
-        args = *_text(batch), *inputs, *outputs, row_width, *borrowed, *sums
+
+        def bind() -> Kernel:
+            ranks, borrowed = self._borrowed_at()
+            macros = _macros(batch) | {
+                "DIM": self.shape.dim,
+                "ELEMENT": ELEMENTS[page.inputs.records_SR.dtype],
+                "COUNTED": int(self.shape.count_pairs),
+                "CBOW": int(cbow),
+                "MEAN": int(mean),
+                "RANKS": ranks,
+                "WEIGHTED": weighted,
+            }
+            inputs, outputs = (*page.inputs, *rows.inputs), (*page.outputs, *rows.outputs)
+            first = *inputs, *outputs, page.inputs.records_SR.shape[1], *borrowed
+            return Kernel("gradients.cu", "cbow" if cbow else "skipgram", macros, *first)
+
+        kernel = self._bind("gradients", (*_form(batch), *page, *rows[:2]), bind)
         blocks = blocks_for(32 * batch.windows_B.shape[0])
-        launch("gradients.cu", "cbow" if cbow else "skipgram", macros, blocks, *args)
+        kernel(blocks, *_text(batch), rows.loss, rows.pairs)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
         optimizer, tables, lr = update
-        dim, row_width = self.shape.dim, page.inputs.records_SR.shape[1]
         # Both tables count their steps, and count alike: the kernel needs one number.
         (step, step_column), _ = map(optimizer.count_step, tables)
-        ranks, sources = self._sources()
-        macros = _step_macros(optimizer, page.inputs.records_SR.dtype, dim, ranks)
+
+        def bind() -> Kernel:
+            ranks, places = self._places_read()
+            views = *page.inputs, *grads.inputs, *page.outputs, *grads.outputs
+            record = page.inputs.records_SR.shape[1], self.shape.dim, step_column
+            # 2 is the fault bit of the input table; the output table has the next.
+            counters = state.rows_updated, state.fault, 2, self._done
+            constants = optimizer.occurrence_cap, *optimizer.hyper(lr)[1:]
+            macros = _step_macros(optimizer, page.inputs.records_SR.dtype, self.shape.dim, ranks)
+            args = *views, *record, *constants, *places, *counters
+            return Kernel("optim.cu", "step", macros, *args)
+
+        kernel = self._bind("step", (optimizer, state, *page, *grads[:2]), bind)
         # An upper bound: the number of rows is known on the device alone.
         rows = grads.inputs.rows_U.shape[0] + grads.outputs.rows_U.shape[0]
-        inputs, outputs = (
-            (*view, *table_grads, signed(table.next_rounding_seed()))
-            for table, view, table_grads in zip(tables, page, grads[:2], strict=True)
-        )
-        record = row_width, dim, step_column, step
-        hyper = optimizer.occurrence_cap, *optimizer.hyper(lr)
-        # 2 is the fault bit of the input table; the output table has the next.
-        fault = state.rows_updated, grads.loss, state.fault, state.step << FAULT_BITS, 2
-        blocks = blocks_for(32 * rows)
-        args = *inputs, *outputs, *record, *hyper, *fault
-        launch("optim.cu", "step", macros, blocks, *args, *sources)
+        seeds = [signed(table.next_rounding_seed()) for table in tables]
+        counted = grads.loss, state.step << FAULT_BITS
+        kernel(blocks_for(32 * rows), float(lr), step, *seeds, *counted)
+
+    def _list_unique(
+        self, batch: Batch, rows: tuple[TableGrads, TableGrads], slot: int = 0
+    ) -> None:
+        """List the unique rows of a batch, in the buffers of a slot."""
+
+        def bind() -> Kernel:
+            return Kernel("unique.cu", "unique_rows", _macros(batch), *rows[0], *rows[1])
+
+        kernel = self._bind(slot, (*_form(batch), *rows), bind)
+        kernel(_blocks(batch), *_text(batch))
+
+    def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
+        """Return buffers with the sums of a step, which are zero."""
+        loss, pairs = next(self._sums)
+        return Grads(*rows, loss, pairs)
+
+    def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
+        """Return the kernel of a use, bound anew if it was for other objects."""
+        bound = self._bound.get(use)
+        if bound is None or not all(map(operator.is_, bound[0], what)):
+            bound = self._bound[use] = what, bind()
+        return bound[1]
 
     def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
         """Return RANKS, borrowed_in, borrowed_out and me of gradients.cu."""
         return 1, (0, 0, 0)
 
-    def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
+    def _places_read(self) -> tuple[int, Sequence[Tensor | int | None]]:
         """Return RANKS and PLACES of optim.cu: where gradients are read."""
-        return 0, (None, None, None, 0)
+        return 0, NO_PLACES
 
 
 class TorchStepKernels(CudaKernels):
@@ -177,8 +209,8 @@ class TorchStepKernels(CudaKernels):
         shape = self.shape
         # Lists of their own, as the batches before may still be on their way.
         lists = with_room(None, max_batch_rows(batch), shape.rows, shape, dim=0)
-        found = with_sums(lists, next(self._sums))
-        find_unique_rows(batch, found[:2])
+        find_unique_rows(batch, lists)
+        found = self._with_sums(lists)
 
         def zero_grads(table: TableGrads) -> TableGrads:
             rows_U = table.rows_U[: int(table.row_count)]
@@ -292,21 +324,22 @@ def step_rows(
     records_SR, slot_of_V = view
     (rows, dim), device = grad_UD.shape, grad_UD.device
     step, step_column = counted
-    macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
     if rows_U is None:
         rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
     # The arguments of `CudaKernels.optimizer_step`, for one table.
     no_rows, stepped, loss, faults = _zeros(device)
-    inputs = records_SR, slot_of_V, None, rows_U, grad_UD, None, count, signed(seed)
-    outputs = None, None, None, None, None, None, no_rows, 0
-    record = records_SR.shape[1], dim, step_column, step
-    hyper = 0, *optimizer.hyper(lr)
+    inputs = records_SR, slot_of_V, None, rows_U, grad_UD, None, count
+    outputs = None, None, None, None, None, None, no_rows
+    record = records_SR.shape[1], dim, step_column
     # A fault would be the sum of this step and a bit, both 0. The loss has the bits of a double 0.
-    fault = stepped, loss, faults, 0, 0
-    args = *inputs, *outputs, *record, *hyper, *fault, None, None, None, 0
-    launch("optim.cu", "step", macros, blocks_for(32 * rows), *args)
+    counters = stepped, faults, 0, None
+    hyper = optimizer.hyper(lr)
+    args = *inputs, *outputs, *record, 0, *hyper[1:], *NO_PLACES, *counters, hyper.lr, step
+    macros = _step_macros(optimizer, records_SR.dtype, dim, ranks=0)
+    of_step = signed(seed), 0, loss, 0
+    launch("optim.cu", "step", macros, blocks_for(32 * rows), *args, *of_step)
 
 
 @functools.lru_cache(maxsize=4)
@@ -338,16 +371,7 @@ def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     Before, indices are -1 and counts 0.
     """
     lists = *rows[0], *rows[1]
-    launch("unique.cu", "unique_rows", _macros(batch), _blocks(batch), *_text(batch), *lists)
-
-
-def with_sums(rows: Sequence[TableGrads], sums: Sequence[Tensor]) -> Grads:
-    """Return the buffers with the SUMS of a step, which are zero."""
-    loss, pairs, *counts = sums
-    inputs, outputs = (
-        table._replace(row_count=count) for table, count in zip(rows, counts, strict=True)
-    )
-    return Grads(inputs, outputs, loss, pairs)
+    launch("unique.cu", "unique_rows", _macros(batch), _blocks(batch), *lists, *_text(batch))
 
 
 def with_room(
@@ -367,9 +391,15 @@ def with_room(
         index_V = torch.full((table_rows,), -1, dtype=torch.int32, device=shape.device)
         rows_U = torch.empty(n, dtype=torch.int32, device=shape.device)
         grad_UD = torch.zeros(n, dim, device=shape.device)
-        return TableGrads(index_V, rows_U, grad_UD, torch.zeros_like(rows_U), None)
+        row_count = torch.zeros((), dtype=torch.int64, device=shape.device)
+        return TableGrads(index_V, rows_U, grad_UD, torch.zeros_like(rows_U), row_count)
 
     return buffers(most[0]), buffers(most[1])
+
+
+def _form(batch: Batch) -> tuple[int, int, Objective]:
+    """Return what kernels are compiled for, equal for a sampler's batches."""
+    return batch.window, batch.negatives_BK.shape[1], batch.objective
 
 
 def _macros(batch: Batch) -> dict[str, int | str]:

@@ -7,7 +7,7 @@ read each other's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.cuda import ELEMENTS, SUMS, CudaKernels, find_unique_rows, with_room, with_sums
-from w2v.kernels.launch import blocks_for, launch
+from w2v.kernels.cuda import ELEMENTS, CudaKernels, find_unique_rows, with_room
+from w2v.kernels.launch import Kernel, blocks_for, launch
 
 ROOM = 1 << 15  # rows by which buffers for requested rows grow
 
@@ -57,7 +57,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
         self._listed: tuple[TableGrads, TableGrads] | None = None
         self._owned: tuple[TableGrads, TableGrads] | None = None
         # Requests are listed on the planning stream, which must not share zeros with the steps.
-        self._listed_sums = zeros_by_step(shape.device, *SUMS)
+        self._listed_counts = zeros_by_step(shape.device, *[(torch.int64, ())] * 2)
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
@@ -68,13 +68,17 @@ class CudaShardKernels(RankKernels, ShardKernels):
         shape = self.shape
         # Room for numbers alone: these rows get no gradients.
         self._listed = with_room(self._listed, max_batch_rows(batch), shape.rows, shape, dim=0)
-        unique = with_sums(self._listed, next(self._listed_sums))
-        find_unique_rows(batch, unique[:2])
-        room = unique.inputs.rows_U.shape[0] + unique.outputs.rows_U.shape[0]
+        counts = next(self._listed_counts)
+        inputs, outputs = (
+            table._replace(row_count=count)
+            for table, count in zip(self._listed, counts, strict=True)
+        )
+        find_unique_rows(batch, (inputs, outputs))
+        room = inputs.rows_U.shape[0] + outputs.rows_U.shape[0]
         room += shape.world_size * shape.header_rows
         rows_U = torch.empty(room, dtype=torch.int64, device=shape.device)
         ids_U = torch.empty(room, dtype=torch.int32, device=shape.device)
-        rows = *unique.inputs, *unique.outputs
+        rows = *inputs, *outputs
         self._launch("count_owners", room, *rows, send_N)
         lists = scratch_N, rows_U, ids_U
         sizes = shape.rows, shape.stride
@@ -90,7 +94,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
     def own(self, ids_M: Tensor) -> Grads:
         room = -(-ids_M.shape[0] // ROOM) * ROOM
         self._owned = with_room(self._owned, (room, room), self.shape.stride, self.shape)
-        owned = with_sums(self._owned, next(self._sums))
+        owned = self._with_sums(self._owned)
         rows = *owned.inputs, *owned.outputs
         self._launch("own", len(ids_M), *self._requests(ids_M), *rows)
         return owned
@@ -132,6 +136,9 @@ class CudaShardKernels(RankKernels, ShardKernels):
         added = recv_N, *grads, *owned.inputs, *owned.outputs
         facts = self.shape.dim, owned.loss, owned.pairs, fault
         self._launch("collect", 32 * len(ids_M), *self._requests(ids_M), *added, *facts)
+
+    def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
+        return bind()  # weights are borrowed into other memory in each step
 
     def _requests(self, ids_M: Tensor) -> tuple[Tensor, int, int]:
         """Return the parameters REQUESTS of shard.cu."""
@@ -188,6 +195,11 @@ class CudaPeerKernels(RankKernels):
             )
             for slot in range(slots)
         ]
+        self._mark_listed = []
+        for slot, (of_inputs, of_outputs) in enumerate(self._lists):
+            next_counts = counts[(slot + 1) % slots]
+            first = *of_inputs, *of_outputs, next_counts, shape.stride
+            self._mark_listed.append(Kernel("shard.cu", "mark_listed", self._macros, *first))
         facts = torch.zeros(3, dtype=torch.int64, device=device)
         flags = torch.zeros(2, size, dtype=torch.int32, device=device)
         marks = None
@@ -207,7 +219,6 @@ class CudaPeerKernels(RankKernels):
         self._owned = with_room(None, (room, room), shape.stride, shape, dim=0)
         places = torch.full((2, size, room), -1, dtype=torch.int32, device=device)
         self._places = places[0], places[1], room
-        self._owned_now: Grads | None = None
         self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
         self._listed = self._pages = self._meetings = 0  # so far
 
@@ -221,12 +232,19 @@ class CudaPeerKernels(RankKernels):
         """
         self._rank = rank
         self._peers = torch.tensor(addresses, device=self.shape.device)
-        self._row_width = page.inputs.records_SR.shape[1]
         borrowed_in, borrowed_out = (
             (weights_UD.data_ptr() - view.records_SR.data_ptr()) // weights_UD.element_size()
             for view, weights_UD in zip(page, self._weights, strict=True)
         )
         self._borrowed = borrowed_in, borrowed_out, rank
+        row_width = page.inputs.records_SR.shape[1]
+        copies = *self._numbers, *self._weights, row_width, self.shape.dim
+        owned = *self._owned[0], *self._owned[1], self.rows_borrowed
+        places = self._peers, *self._places
+        first = *copies, *owned, *places, rank, *self._most
+        listed = sum(self._most)
+        self._borrow = Kernel("shard.cu", "borrow_from_peers", self._macros, *first)
+        self._mark_blocks, self._borrow_blocks = map(blocks_for, (listed, 4 * listed))
 
     def list_rows(self, page: Sequence[Batch]) -> list[int]:
         """List the unique rows of a page's batches; return the slot of each."""
@@ -256,38 +274,34 @@ class CudaPeerKernels(RankKernels):
             Zero gradients of the rows of a batch.
         """
         self._meetings += 1
-        self._owned_now = owned = with_sums(self._owned, next(self._sums))
-        rows, lists = (slot, *self._most), (*owned.inputs, *owned.outputs, self.rows_borrowed)
-        copied = *self._weights, self._row_width, self.shape.dim
-        turn, (_, places) = (self._rank, self._meetings), self._sources()
-        args = *rows, *self._numbers, *copied, *lists, *turn
-        self._launch("borrow_from_peers", 4 * sum(self._most), *args, *places)
-        return Grads(*self._grads, owned.loss, owned.pairs)
+        self._borrow(self._borrow_blocks, slot, self._meetings)
+        return self._with_sums(self._grads)
 
     def find_gradients(self, grads: Grads, fault: Tensor) -> Grads:
         """Return the rows of this rank, once all ranks have their gradients.
 
         `optimizer_step` reads those. Loss, pairs and fault become those of all ranks.
         """
+
+        def bind() -> Kernel:
+            first = self._peers, self._rank, fault
+            return Kernel("shard.cu", "meet_to_step", self._macros, *first)
+
         self._meetings += 1
-        turn = self._peers, self._rank, self._meetings
-        self._launch("meet_to_step", 1, grads.loss, grads.pairs, fault, *turn)
-        return self._owned_now._replace(loss=grads.loss, pairs=grads.pairs)
+        self._bind("meet", (fault,), bind)(1, grads.loss, grads.pairs, self._meetings)
+        return Grads(*self._owned, grads.loss, grads.pairs)
 
     def _list(self, batch: Batch, marks_NTV: Tensor | None) -> int:
         for rows, most in zip(max_batch_rows(batch), self._most, strict=True):
             assert min(rows, self.shape.rows) <= most, "a larger batch than planned"
         slot = self._listed % len(self._lists)
         self._listed += 1
-        inputs, outputs = self._lists[slot]
-        find_unique_rows(batch, (inputs, outputs))
-        counts = self._lists[self._listed % len(self._lists)][0].row_count
-        marked = *inputs, *outputs, marks_NTV, self.shape.stride, counts
-        self._launch("mark_listed", sum(self._most), *marked)
+        self._list_unique(batch, self._lists[slot], slot)
+        self._mark_listed[slot](self._mark_blocks, marks_NTV)
         return slot
 
     def _borrowed_at(self) -> tuple[int, tuple[int, int, int]]:
         return self.shape.world_size, self._borrowed
 
-    def _sources(self) -> tuple[int, Sequence[Tensor | int | None]]:
+    def _places_read(self) -> tuple[int, Sequence[Tensor | int | None]]:
         return self.shape.world_size, (self._peers, *self._places)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,80 @@ SOURCES = Path(__file__).parent / "cu"
 THREADS = 256  # of a block
 
 
+class Kernel:
+    """A kernel of a source file in cu/, compiled at its first launch.
+
+    Args:
+        source: Name of the file.
+        name: Name of the kernel.
+        defines: Macros.
+        first: Arguments that every launch begins with; their tensors are kept.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        defines: Mapping[str, int | str],
+        *first: Tensor | float | None,
+    ):
+        self._place = source, name
+        self._defines = defines
+        self._first = first
+        self._launchers: dict[int, Launcher] = {}  # by device
+
+    def __call__(self, blocks: int, *args: Tensor | float | None) -> None:
+        """Launch so many blocks of THREADS threads on torch's current stream.
+
+        A tensor is passed as the pointer to its data, None as a null pointer; integers are for
+        parameters of any width, floats for those of 4 bytes.
+        """
+        # torch's public functions for device and stream take longer than the launch itself.
+        device = torch._C._cuda_getDevice()
+        if getattr(_thread, "device", None) != device:
+            # Gives this thread the device's context, without which the driver launches nothing.
+            torch.cuda.current_stream().query()
+            _thread.device = device
+        launcher = self._launchers.get(device)
+        if launcher is None:
+            compiled = _compiled(device, *self._place, **self._defines)
+            launcher = self._launchers[device] = Launcher(*compiled, _values(self._first))
+        launcher(blocks, _values(args), torch._C._cuda_getCurrentRawStream(device))
+
+    def bind(self, *first: Tensor | float | None) -> Kernel:
+        """Return the kernel with more arguments that every launch begins with.
+
+        Arguments are most of what a launch takes on the CPU.
+        """
+        return Kernel(*self._place, self._defines, *self._first, *first)
+
+
 def launch(
     source: str,
     kernel: str,
-    defines: dict[str, int | str],  # macros that it is compiled with
-    blocks: int,  # of THREADS threads
+    defines: dict[str, int | str],
+    blocks: int,
     *args: Tensor | float | None,
 ) -> None:
-    """Launch a kernel of a source file in cu/ on torch's current stream.
+    """Launch a kernel once, as `Kernel` does."""
+    _kernel(source, kernel, **defines)(blocks, *args)
 
-    A tensor is passed as the pointer to its data, None as a null pointer; integers are for
-    parameters of any width, floats for those of 4 bytes.
-    """
-    # torch's public functions for device and stream take longer than the launch itself.
-    device = torch._C._cuda_getDevice()
-    if getattr(_thread, "device", None) != device:
-        # Gives this thread the device's context, without which the driver launches nothing.
-        torch.cuda.current_stream().query()
-        _thread.device = device
+
+@functools.cache
+def _kernel(source: str, kernel: str, **defines: int | str) -> Kernel:
+    return Kernel(source, kernel, defines)
+
+
+def _values(args: Sequence[Tensor | float | None]) -> list[float]:
+    """Return arguments as numbers."""
     # isinstance takes twice as long to find that a number is no tensor.
     values: list[Any] = [
         arg.data_ptr() if type(arg) is Tensor else 0 if arg is None else arg for arg in args
     ]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    _compiled(device, source, kernel, **defines)(blocks, values, stream)
+    return values
 
 
-_thread = threading.local()
+_thread = threading.local()  # of each thread, the device whose context it has
 
 
 def cuda_runtime() -> Any:
@@ -79,38 +126,49 @@ class Launcher:
     was most of a step's time on the CPU.
     """
 
-    def __init__(self, function: int, launch: Callable[..., None]):
+    def __init__(self, function: int, launch: Callable[..., None], first: Sequence[float] = ()):
         self._function = function  # handle of the kernel
         self._launch = launch  # the driver's cuLaunchKernel, as CuPy has it
-        self._layout: struct.Struct | None = None
+        self._first = first  # arguments of all launches
+        self._layout: struct.Struct | None = None  # of the others
         self._lock = threading.Lock()
 
     def __call__(self, blocks: int, values: Sequence[float], stream: int) -> None:
         with self._lock:  # until the driver has copied the arguments
             if self._layout is None:
-                self._allocate(values)
-            self._layout.pack_into(self._memory, 0, *values)
+                self._layout = self._allocate(values)
+            self._layout.pack_into(self._memory, 8 * len(self._first), *values)
             grid = blocks, 1, 1, THREADS, 1, 1
             self._launch(self._function, *grid, 0, stream, self._parameters, 0)
 
-    def _allocate(self, values: Sequence[float]) -> None:
+    def _allocate(self, values: Sequence[float]) -> struct.Struct:
         """Allocate 8 bytes an argument; the driver takes what a parameter has."""
-        kinds = ("f4x" if isinstance(value, float) else "q" for value in values)
-        self._layout = struct.Struct("".join(kinds))
-        self._memory = ctypes.create_string_buffer(self._layout.size)
+        count = len(self._first) + len(values)
+        self._memory = ctypes.create_string_buffer(8 * count)
+        _layout(self._first).pack_into(self._memory, 0, *self._first)
         start = ctypes.addressof(self._memory)
-        addresses = range(start, start + self._layout.size, 8)
-        self._pointers = (ctypes.c_void_p * len(values))(*addresses)
+        self._pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
         self._parameters = ctypes.addressof(self._pointers)
+        return _layout(values)
+
+
+def _layout(values: Sequence[float]) -> struct.Struct:
+    """Return how numbers lie in memory, 8 bytes each."""
+    return struct.Struct("".join("f4x" if isinstance(value, float) else "q" for value in values))
 
 
 @functools.cache
-def _compiled(device: int, source: str, kernel: str, **defines: int | str) -> Launcher:
-    """Return the kernel, whose module stays loaded with it."""
+def _compiled(
+    device: int, source: str, kernel: str, **defines: int | str
+) -> tuple[int, Callable[..., None]]:
+    """Return the handle of a kernel, and the driver's cuLaunchKernel.
+
+    Its module stays loaded.
+    """
     function = _module(device, source, **defines).get_function(kernel).kernel
     from cupy_backends.cuda.api import driver  # after CuPy itself, which finds CUDA's libraries
 
-    return Launcher(function.ptr, driver.launchKernel)
+    return function.ptr, driver.launchKernel
 
 
 @functools.cache

@@ -6,6 +6,7 @@ back; the caches of cache.py keep rows on the GPU from page to page.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,10 @@ class Engine:
 
     def page(self) -> Page:
         """Return the records of the rows that were prefetched last, in place."""
+        return self._whole_tables
+
+    @functools.cached_property
+    def _whole_tables(self) -> Page:
         inputs, outputs = self._tables
         return Page(View(inputs.records_VR, None), View(outputs.records_VR, None))
 

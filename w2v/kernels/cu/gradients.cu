@@ -216,8 +216,8 @@ struct HotRows {
 // Add the loss, the number of positive pairs, and the gradients of the unique rows; if COUNTED,
 // also the number of pairs that each gradient sums.
 extern "C" __global__ void skipgram(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width,
-    long long borrowed_in, long long borrowed_out, int me, double* loss, long long* pairs) {
+    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long borrowed_in,
+    long long borrowed_out, int me, BATCH, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     const int lane = threadIdx.x % 32;
     const int member = lane / (32 / GROUP);  // the target in the group whose logit this lane gets
@@ -308,8 +308,8 @@ constexpr int AT_ONCE = LANE_ELEMENTS > 8 ? 2 : 4;  // context rows that are loa
 // Add the loss, the number of centers with context words, and the gradients of the unique rows; if
 // COUNTED, also the number of pairs that each gradient sums.
 extern "C" __global__ void cbow(
-    BATCH, VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width,
-    long long borrowed_in, long long borrowed_out, int me, double* loss, long long* pairs) {
+    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, long long borrowed_in,
+    long long borrowed_out, int me, BATCH, double* loss, long long* pairs) {
     const Batch batch = THE_BATCH;
     HotRows hot(batch);
     __shared__ SharedRow grad_of[TILE];  // what the context words of each center get

@@ -104,13 +104,15 @@ struct Table {
 // fault: 0 as long as all is finite. A loss that is not finite sets it to this_step + 1; a number
 // that the record cannot hold to this_step + bit in the input table, + 2 * bit in the output table.
 // From then on no weight or state is written.
+// done: unless it is null, counts become 0; 0 before and after.
 // The bounds keep 32 warps in flight, with peers too: they wait for memory most of the time.
 extern "C" __global__ void __launch_bounds__(256, 4) step(
-    VIEW(in), GRADS(in), unsigned long long seed_in, VIEW(out), GRADS(out),
-    unsigned long long seed_out, long long row_width, int dim, int step_column, float table_step,
-    int cap, float lr, float eps, float weight_decay, float lr_decay, float beta1, float rest1,
-    float log_beta1, float beta2, float rest2, float log_beta2, long long* stepped,
-    const double* loss, unsigned long long* fault, long long this_step, long long bit, PLACES) {
+    VIEW(in), GRADS(in), VIEW(out), GRADS(out), long long row_width, int dim, int step_column,
+    int cap, float eps, float weight_decay, float lr_decay, float beta1, float rest1,
+    float log_beta1, float beta2, float rest2, float log_beta2, PLACES, long long* stepped,
+    unsigned long long* fault, long long bit, unsigned* done, float lr, float table_step,
+    unsigned long long seed_in, unsigned long long seed_out, const double* loss,
+    long long this_step) {
     const Table in = {
         records_in, slot_in, index_in, rows_in, grads_in, pairs_in, places_in, seed_in};
     const Table out = {
@@ -196,4 +198,5 @@ extern "C" __global__ void __launch_bounds__(256, 4) step(
             if (step_column >= 0) Pack<1>{bias.step}.store(record, step_column, 0);
         }
     }
+    if (done && is_last_block(done) && threadIdx.x == 0) *count_in = *count_out = *done = 0;
 }

@@ -291,7 +291,7 @@ extern "C" __global__ void gather_marks(
 }
 
 // Rows in a window: those of batch `slot`, at most so many of each table.
-#define LISTED int slot, long long most_in, long long most_out
+#define LISTED long long most_in, long long most_out, int slot
 
 __device__ Unique listed_by(const Peer& rank, LISTED) {
     const unsigned long long* counts = rank.counts + 2 * slot;
@@ -305,7 +305,7 @@ __device__ Unique listed_by(const Peer& rank, LISTED) {
 // marks: of both tables of the first rank, rows_each long, then of the next. next_counts: of the
 // list that is made next, become 0.
 extern "C" __global__ void mark_listed(
-    GRADS(in), GRADS(out), bool* marks, long long rows_each, unsigned long long* next_counts) {
+    GRADS(in), GRADS(out), unsigned long long* next_counts, long long rows_each, bool* marks) {
     if (thread_id() < 2) next_counts[thread_id()] = 0;
     const Unique unique = {rows_in, rows_out, (long long)*count_in, (long long)*count_out};
     each_thread(unique.total(), [&](long long n) {
@@ -321,14 +321,14 @@ extern "C" __global__ void mark_listed(
 //
 // borrowed: grows by the number of rows of other ranks.
 extern "C" __global__ void borrow_from_peers(
-    LISTED, int* index_in, int* index_out, Element* weights_in, Element* weights_out,
-    long long row_width, int dim, GRADS(own_in), GRADS(own_out), unsigned long long* borrowed,
-    int me, int turn, PLACES) {
+    int* index_in, int* index_out, Element* weights_in, Element* weights_out, long long row_width,
+    int dim, GRADS(own_in), GRADS(own_out), unsigned long long* borrowed, PLACES, int me,
+    LISTED, int turn) {
     constexpr int TOGETHER = 8;  // rows that a warp looks at
     __shared__ int borrowed_here;
     if (threadIdx.x == 0) borrowed_here = 0;
     meet(peers, me, false, turn, blockIdx.x == 0);
-    const Unique mine = listed_by(peers[me], slot, most_in, most_out);
+    const Unique mine = listed_by(peers[me], most_in, most_out, slot);
     const int lane = lane_id();
     each_warp((mine.total() + TOGETHER - 1) / TOGETHER, [&](long long part) {
         const long long n = part * TOGETHER + lane;
@@ -349,7 +349,7 @@ extern "C" __global__ void borrow_from_peers(
         }
     });
     for (int rank = 0; rank < RANKS; rank++) {
-        const Unique listed = listed_by(peers[rank], slot, most_in, most_out);
+        const Unique listed = listed_by(peers[rank], most_in, most_out, slot);
         each_thread(listed.total(), [&](long long n) {
             const bool output = listed.is_output(n);
             const int row = listed.row(n);
@@ -368,7 +368,7 @@ extern "C" __global__ void borrow_from_peers(
 // Tell all ranks that this one has its gradients, and the facts of its step; once all have, add the
 // facts. By one block.
 extern "C" __global__ void meet_to_step(
-    double* loss, long long* pairs, long long* fault, const Peer* peers, int me, int turn) {
+    const Peer* peers, int me, long long* fault, double* loss, long long* pairs, int turn) {
     if (threadIdx.x == 0) write_facts(loss, pairs, fault, (int*)peers[me].facts);
     meet(peers, me, false, turn);
     if (threadIdx.x == 0)

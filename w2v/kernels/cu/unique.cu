@@ -35,7 +35,7 @@ __device__ void each_row(const Batch& batch, Input input, Output output) {
 }
 
 // List the unique rows of both tables that take part in a pair.
-extern "C" __global__ void unique_rows(BATCH, GRADS(in), GRADS(out)) {
+extern "C" __global__ void unique_rows(GRADS(in), GRADS(out), BATCH) {
     each_row(
         Batch THE_BATCH, [&](int row) { return add_unique(row, index_in, rows_in, count_in); },
         [&](int row) { return add_unique(row, index_out, rows_out, count_out); });

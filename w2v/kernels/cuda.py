@@ -249,6 +249,16 @@ def move_records(
         launch("rows.cu", "move_records", {}, MOVE_BLOCKS, *where)
 
 
+def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
+    """Copy the record of the last id of each row to the row's other ids.
+
+    A record is a multiple of 16 bytes.
+    """
+    count, width = places_N.shape[0], records_NR.shape[1] * records_NR.element_size() // 16
+    where = places_N, last_U, count, records_NR, width
+    launch("rows.cu", "copy_repeated", {}, blocks_for(32 * count), *where)
+
+
 class Bags(NamedTuple):
     """How the ids of a table are divided into bags whose vectors are summed.
 

@@ -190,7 +190,7 @@ def find_rows(
     readback: Tensor,
     is_filled: bool = False,  # whether -1 stands behind the rows, and alone if an id is no row
     are_rows: bool = False,  # whether ids are rows of one rank, of all tables in any order
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Find the unique rows of ids without sorting.
 
     `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
@@ -198,38 +198,32 @@ def find_rows(
     and 1 + the place of its padding row (0: it is not there).
 
     Returns the place of each id among the rows; the rows, by rank and then sorted, in a buffer as
-    long as the ids, and in 32 bits; and their number, first of some on the GPU.
+    long as the ids, and in 32 bits; their number, first of some on the GPU; and the last id of each
+    row, if `is_filled`.
     """
     ids, parts = ids_N.shape[0], spans.on_device.shape[0]
-    stretches = -(-spans.words // (WARP_ROWS // 32))
-    numbers, words = numbers_of(parts), stretches * WARP_ROWS // 32
+    word_blocks = -(-spans.words // THREADS)
+    numbers, words, rows = numbers_of(parts), word_blocks * THREADS, ids if is_filled else 0
     # One zeroed and one other allocation: each takes the CPU as long as a launch.
-    zeros = torch.zeros(numbers + words // 2 + 1, dtype=torch.int64, device=ids_N.device)
-    scratch = torch.empty(ids + words + stretches + 1, dtype=torch.int32, device=ids_N.device)
+    zeros = torch.zeros(numbers + words // 2 + 1 + rows, dtype=torch.int64, device=ids_N.device)
+    scratch = torch.empty(ids + words + word_blocks + 1, dtype=torch.int32, device=ids_N.device)
     bits = zeros.data_ptr() + 8 * numbers
     done = bits + 4 * words
+    last_N = zeros[len(zeros) - rows :]
     before = scratch.data_ptr() + 4 * ids
     counts = before + 4 * words
     places_N = torch.empty_like(ids_N)
     rows_N = torch.empty_like(ids_N)
     given = ids_N, ids
     tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
-    blocks, survey_blocks = blocks_for(ids), -(-32 * stretches // THREADS)
+    blocks = blocks_for(ids)
     launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
-    launch("cache.cu", "count_ids", {}, survey_blocks, bits, counts, stretches, done, zeros)
+    launch("cache.cu", "count_ids", {}, word_blocks, bits, counts, done, zeros)
     listed = before, rows_N, scratch, uses_V, page_of_V, page
-    placed = before, places_N, readback, rows_N if is_filled else None
-    launch("cache.cu", "list_ids", {}, survey_blocks, bits, counts, stretches, *tables, *listed)
+    placed = before, places_N, readback, *((rows_N, last_N) if is_filled else (None, None))
+    launch("cache.cu", "list_ids", {}, word_blocks, bits, counts, *tables, *listed)
     launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
-    return places_N, rows_N, scratch[:ids], zeros
-
-
-def last_ids(places_N: Tensor, rows: int) -> Tensor:
-    """Return the last id of each row: int64 [rows]."""
-    last_U = torch.zeros(rows, dtype=torch.int64, device=places_N.device)
-    count = places_N.shape[0]
-    launch("cache.cu", "last_ids", {}, blocks_for(count), places_N, count, last_U)
-    return last_U
+    return places_N, rows_N, scratch[:ids], zeros, last_N
 
 
 def exchange_records(

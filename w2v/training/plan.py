@@ -66,8 +66,9 @@ KERNELS = {  # as the plan names them
 }
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
 # Batch size, and words/s of two GPUs over those of one (docs/performance.md).
-TWO_OVER_ONE = ((16_384, 0.6), (65_536, 1.5), (131_072, 1.7))
-TWO_OVER_ONE_PAGED = ((65_536, 1.2), (131_072, 1.7))
+TWO_OVER_ONE = ((4_096, 1.0), (16_384, 1.25), (65_536, 1.6), (131_072, 1.7))
+TWO_OVER_ONE_PAGED = ((65_536, 1.5),)
+LEAST_GAIN = 1.1  # of two GPUs; with less, one is enough
 FEWEST_STEPS = 100  # of a run that learns anything
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
@@ -204,7 +205,7 @@ class Plan(Task):
         sizes, gains = zip(*measured, strict=True)
         gain = np.interp(math.log2(batch), np.log2(sizes), gains)
         text = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
-        if gain < 1:
+        if gain < LEAST_GAIN:
             text += f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"
         return text
 

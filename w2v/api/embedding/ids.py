@@ -80,6 +80,8 @@ def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
 def whole(flat: Sequence[Tensor]) -> Tensor | None:
     """Return tensors that lie side by side, such as rows, as one; or None."""
     first, last = flat[0], flat[-1]
+    if len(flat) == 1:
+        return first if first.is_contiguous() else None
     end = first.data_ptr()
     for values in flat:
         # A column of a batch is flat, but its numbers are apart.

@@ -53,6 +53,7 @@ class LookUp:
         rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits, on a GPU.
         count: The number of unique rows, the first element of a tensor on the GPU.
+        last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
         paddings: The place of each table's padding row; set with `rows`.
         owned: With several ranks, the rows of each table that are requested from this rank.
@@ -63,6 +64,7 @@ class LookUp:
 
     narrow_N: Tensor | None = None
     count: Tensor | None = None
+    last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
     owned: list[UniqueRows] | None = None
@@ -96,7 +98,7 @@ class LookUp:
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             self._readback = Readback(cuda_cache.numbers_of(len(spans) * ranks))
-            self.places_N, self.rows_N, self.narrow_N, self.count = cuda_cache.find_rows(
+            self.places_N, self.rows_N, self.narrow_N, self.count, last_N = cuda_cache.find_rows(
                 joined(ids, group.device),
                 _spans_of(tuple(spans), () if each else tuple(counts), group.device),
                 each,
@@ -107,6 +109,7 @@ class LookUp:
                 is_filled,
                 are_rows,
             )
+            self.last_N = last_N if is_filled else None
             self._readback.launched()
         else:
             flat = [given.to(group.device).long().flatten() for given in ids]

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from w2v.api.embedding.ids import Ids, as_tensor, to_device
-from w2v.api.embedding.look_up import LookUp, UniqueRows, look_up, outside_inference
-from w2v.kernels import cuda, cuda_cache
+from w2v.api.embedding.look_up import LookUp, RowsOfIds, UniqueRows, look_up, outside_inference
+from w2v.kernels import cuda
 from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
 from w2v.model import table_file
@@ -318,12 +318,18 @@ class Rows:
             group = self.group
             found = look_up(self, ids, is_filled=True)  # negative rows are not read
             group.empty_caches()
-            rows_U = found.look_up.rows_N if group.is_mapped else found.rows
+            is_queued = group.is_mapped
+            rows_U = found.look_up.rows_N if is_queued else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
-            stored_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
-            group.link.read(group.weights, rows_U, stored_UW)
-            rows_ND = stored_UW[:, : self.table.dim].index_select(0, found.places_N)
-            self._check(found, waits=not (non_blocking and group.is_mapped))
+            read_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
+            if (last_U := found.look_up.last_N) is not None and is_queued:
+                group.link.read(group.weights, rows_U, read_UW, last_U)  # to its place at once
+                cuda.copy_repeated(found.places_N, last_U, read_UW)
+                rows_ND = read_UW[:, : self.table.dim].contiguous()
+            else:
+                group.link.read(group.weights, rows_U, read_UW)
+                rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places_N)
+            self._check(found, waits=not (non_blocking and is_queued))
             return rows_ND.view(*found.shape, self.table.dim)
 
     @outside_inference
@@ -350,7 +356,7 @@ class Rows:
             rows_U = found.look_up.rows_N if is_queued else found.rows
             group.empty_caches()
             self.version += 1
-            last_U = _last_ids(found.places_N, len(rows_U))
+            last_U = last_ids(found, len(rows_U))
             if group.is_exact:
                 group.link.write(group.weights, rows_U, values_NW.contiguous(), last_U)
             else:
@@ -455,13 +461,13 @@ def replace_table(store: Rows, table: Table) -> None:
     store._join(table, RowGroup(table, store.device, store.lock), alone)
 
 
-def _last_ids(places_N: Tensor, rows: int) -> Tensor:
+def last_ids(found: RowsOfIds, rows: int) -> Tensor:
     """Return the last id of each row: int64 [rows]."""
-    if places_N.is_cuda:
-        return cuda_cache.last_ids(places_N, rows)
-    last_U = places_N.new_zeros(rows)
+    if found.look_up.last_N is not None:
+        return found.look_up.last_N[:rows]
+    places_N = found.places_N
     order_N = torch.arange(len(places_N), device=places_N.device)
-    return last_U.scatter_reduce_(0, places_N, order_N, "amax")
+    return places_N.new_zeros(rows).scatter_reduce_(0, places_N, order_N, "amax")
 
 
 def open_device(device: torch.device | str | None, storage: Storage) -> torch.device:

@@ -256,15 +256,14 @@ extern "C" __global__ void mark_ids(
     });
 }
 
-// Count the rows: prefix sums over stretches. done: as in `survey`.
+// Count the rows: prefix sums over blocks. done: as in `survey`.
 extern "C" __global__ void count_ids(
-    const unsigned* words, int* counts, int stretches, unsigned* done, Numbers* numbers) {
-    if (warp_id() < stretches) {
-        const int count = warp_sum(__popc(words[32 * warp_id() + lane_id()]));
-        if (lane_id() == 0) counts[warp_id()] = count;
-    }
+    const unsigned* words, int* counts, unsigned* done, Numbers* numbers) {
+    int count;
+    sum_before(warp_sum(__popc(words[thread_id()])), &count);
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
     if (!is_last_block(done)) return;
-    const int all = exclusive_sums(counts, stretches);
+    const int all = exclusive_sums(counts, gridDim.x);
     if (threadIdx.x) return;
     numbers->unique = all;
     *done = 0;
@@ -274,19 +273,20 @@ extern "C" __global__ void count_ids(
 // in 32 bits. uses: how often a row was looked up; page_of: the last page that has it, `page`; both
 // may be null.
 extern "C" __global__ void list_ids(
-    const unsigned* words, const int* counts, int stretches, SPANS, int* before, long long* unique,
-    int* narrow, short* uses, short* page_of, int page) {
-    if (warp_id() >= stretches) return;
-    const long long word = 32 * warp_id() + lane_id();
+    const unsigned* words, const int* counts, SPANS, int* before, long long* unique, int* narrow,
+    short* uses, short* page_of, int page) {
+    const long long word = thread_id();
     const int at = find_first(
         tables * max(ranks, 1), [&](int s) { return spans[s + 1].first_word <= word; });
     const Span span = spans[at];
     Found* found = numbers->found + at;
     const unsigned bits = words[word];
     const bool valid = !numbers->wrong;
-    before[word] = counts[warp_id()] + prefix_sum(__popc(bits)) - __popc(bits);
+    int of_block;
+    const int of_warp = counts[blockIdx.x] + sum_before(warp_sum(__popc(bits)), &of_block);
+    before[word] = of_warp + prefix_sum(__popc(bits)) - __popc(bits);
     if (word == span.first_word) found->begin = before[word];
-    each_bit(bits, word, counts[warp_id()], [&](int n, long long position) {
+    each_bit(bits, word, of_warp, [&](int n, long long position) {
         if (!valid) return;
         const long long row = position - 32 * span.first_word;
         const long long numbered = span.first_row + row;
@@ -300,10 +300,11 @@ extern "C" __global__ void list_ids(
 
 // Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to `told`,
 // in CPU memory. rest: if not null, the list of rows, as long as the ids, which becomes -1 behind
-// the rows, and as a whole if an id is no row.
+// the rows, and as a whole if an id is no row. last: with `rest`, the last id of each row; zeros
+// before.
 extern "C" __global__ void place_ids(
     const long long* ids, long long count, const unsigned* words, SPANS, const int* before,
-    long long* places, Numbers* told, long long* rest) {
+    long long* places, Numbers* told, long long* rest, long long* last) {
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(count, [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
@@ -311,15 +312,11 @@ extern "C" __global__ void place_ids(
         unsigned bit;
         const bool is_row = find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit);
         places[i] = is_row ? before[word] + __popc(words[word] & (1u << bit) - 1) : 0;
+        if (rest) atomicMax(last + places[i], i);
     });
     each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
         told->unique = numbers->unique;
         told->wrong = numbers->wrong;
     }
-}
-
-// Find the last id of each row; last is 0 before.
-extern "C" __global__ void last_ids(const long long* places, long long count, long long* last) {
-    each_thread(count, [&](long long i) { atomicMax(last + places[i], i); });
 }

@@ -70,6 +70,21 @@ __device__ int prefix_sum(int number) {
     return number;
 }
 
+// Return the sum of the numbers of the block's warps before this one, and that of all in `total`.
+// All threads of the block call this; the lanes of a warp give the same number.
+__device__ int sum_before(int number, int* total) {
+    __shared__ int numbers[32];
+    if (lane_id() == 0) numbers[threadIdx.x / 32] = number;
+    __syncthreads();
+    int before = 0;
+    *total = 0;
+    for (int warp = 0; warp < blockDim.x / 32; warp++) {
+        if (warp == threadIdx.x / 32) before = *total;
+        *total += numbers[warp];
+    }
+    return before;
+}
+
 // Replace n counts by their exclusive prefix sums, with the total at counts[n], and return the
 // total. One block calls this; other blocks wrote the counts, so they are read past the L1 cache.
 __device__ int exclusive_sums(int* counts, int n) {

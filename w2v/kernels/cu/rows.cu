@@ -55,6 +55,16 @@ extern "C" __global__ void move_records(
     });
 }
 
+// Copy record last[p] to the records of other ids with place p: one of each row was read.
+extern "C" __global__ void copy_repeated(
+    const long long* places, const long long* last, long long count, float4* records, int width) {
+    each_warp(count, [&](long long n) {
+        const long long first = last[places[n]];
+        if (first != n)
+            copy_records(records + first * width, records + n * width, nullptr, nullptr, width);
+    });
+}
+
 // Return the record of a row, counted through all tables of `rows` rows each.
 __device__ float4* record_of(
     float4* const* tables, long long rows, long long stride, long long row) {

@@ -62,7 +62,7 @@ def draw(results: Path, picture: Path | None = None) -> None:
 
 def draw_summary() -> None:
     """Draw the tables "summary" and "cpu", for light and dark pages."""
-    shown = {"One H200": "summary", "Two CPU cores": "cpu"}
+    shown = {"One GPU": "summary", "Two CPU cores": "cpu"}
     bars = {title: summary_bars(tables.TABLES[name]) for title, name in shown.items()}
     # Equal runs give equal files, whose text is text.
     matplotlib.rcParams.update({"svg.hashsalt": "w2v", "svg.fonttype": "none", "font.size": 9})

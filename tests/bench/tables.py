@@ -82,7 +82,12 @@ STAGES = {  # in the files of results, and in the table
 GPUS = r"(\d GPUs?), 1019060 words .* Adam "  # of wiki100 twenty times
 TABLES = {
     "summary": Table(
-        ["cpu-2026-11-23-7", "fullw2v-2026-11-20", *numbered("train-2026-11-23", 2, 3)],
+        [
+            "cpu-2026-11-23-7",
+            "fullw2v-2026-11-20",
+            *numbered("train-2026-11-23", 2, 3),
+            "train-2026-11-26",
+        ],
         {
             r".* 5 epochs, gensim alpha .05.*": "gensim, 16 CPU cores, SGD, alpha .05",
             r"FULL-W2V.* 5 epochs": "FULL-W2V (CUDA), all rows on the GPU, SGD",
@@ -98,6 +103,7 @@ TABLES = {
             *numbered("cpu-2026-11-23", 7, 8),
             "fullw2v-2026-11-20",
             *numbered("train-2026-11-23", 2, 3),
+            "train-2026-11-26",
             "train-2026-11-24",
         ],
         {
@@ -118,7 +124,7 @@ TABLES = {
         [SPEED, *SCORES],
     ),
     "stages": Table(
-        numbered("train-2026-11-23", 2, 3),
+        [*numbered("train-2026-11-23", 2, 3), "train-2026-11-26"],
         {r"wiki100 (\S+) (\S+) float32": r"\1, `\2`"},
         [Column(title, f"{stage} [us]", ".0f") for stage, title in STAGES.items()],
     ),
@@ -203,7 +209,7 @@ TABLES = {
         [*STEPS, Column("M samples/s", "samples/s", ".1f", 1e-6)],
     ),
     "stores": Table(
-        ["library-2026-11-25"],
+        ["library-2026-11-26"],
         {r".* rows: (.*)": r"\1"},
         [Column("get", "get [ms]", ".2f ms"), Column("put", "put [ms]", ".2f ms")],
     ),
@@ -319,7 +325,7 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        numbered("ranks-2026-11-25", 2, 8, 1, 6, 3, 7, 4, 9, 10, 5, 11),
+        numbered("ranks-2026-11-26", *range(1, 15)),
         {
             rf"{GPUS}float32 resident \S+=(\d+) .*": r"\1, tables on the GPU, batches of \2",
             rf"{GPUS}.* \S+size=(\d+) .*bytes=10%": r"\1, paged, batches of \2",
@@ -401,7 +407,7 @@ MILLIONS = (
 FULL_W2V = "fullw2v-2026-11-20"
 FP16 = "wiki100 adam auto transfer.engine=resident train.precision=fp16 seeds=4"
 BUFFER = ("transfer-2026-11-21-2", "131072 of 10000000 rows, torch pinned, staged")
-ONE, TWO = numbered("ranks-2026-11-25", 1, 6)
+ONE, TWO = numbered("ranks-2026-11-26", 5, 6)
 RESIDENT = "1019060 words of a text of 338882060, Adam float32 resident train.batch_size=65536 "
 RESIDENT += "transfer.engine=resident"
 PERFORMANCE = "docs/performance.md"

@@ -66,7 +66,7 @@ KERNELS = {  # as the plan names them
 }
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
 # Batch size, and words/s of two GPUs over those of one (docs/performance.md).
-TWO_OVER_ONE = ((4_096, 1.0), (16_384, 1.25), (65_536, 1.6), (131_072, 1.7))
+TWO_OVER_ONE = ((8_192, 0.8), (16_384, 1.2), (65_536, 1.6), (131_072, 1.7))
 TWO_OVER_ONE_PAGED = ((65_536, 1.5),)
 LEAST_GAIN = 1.1  # of two GPUs; with less, one is enough
 FEWEST_STEPS = 100  # of a run that learns anything

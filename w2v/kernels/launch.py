@@ -23,6 +23,8 @@ THREADS = 256  # of a block
 class Kernel:
     """A kernel of a source file in cu/, compiled at its first launch.
 
+    Arguments are most of what a launch takes on the CPU: those that stay are given once.
+
     Args:
         source: Name of the file.
         name: Name of the kernel.
@@ -60,13 +62,6 @@ class Kernel:
             launcher = self._launchers[device] = Launcher(*compiled, _values(self._first))
         launcher(blocks, _values(args), torch._C._cuda_getCurrentRawStream(device))
 
-    def bind(self, *first: Tensor | float | None) -> Kernel:
-        """Return the kernel with more arguments that every launch begins with.
-
-        Arguments are most of what a launch takes on the CPU.
-        """
-        return Kernel(*self._place, self._defines, *self._first, *first)
-
 
 def launch(
     source: str,
@@ -75,7 +70,7 @@ def launch(
     blocks: int,
     *args: Tensor | float | None,
 ) -> None:
-    """Launch a kernel once, as `Kernel` does."""
+    """Launch a kernel with all its arguments, as `Kernel` does."""
     _kernel(source, kernel, **defines)(blocks, *args)
 
 

@@ -113,6 +113,4 @@ def test_memory_of_a_gpu(arguments, tmp_path, settings):
     folders = {"CUPY_CACHE_DIR": str(tmp_path / "cupy"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
     estimates, peaks = measure([*arguments, *more, *settings], **folders)
     for place, peak in peaks.items():
-        # CUDA itself takes some 60 MiB of CPU memory less on one machine than on another.
-        most = 1.3 if place == "host" else 1.25
-        assert 1 <= estimates[place] / peak <= most, (place, estimates, peaks)
+        assert 1 <= estimates[place] / peak <= 1.25, (place, estimates, peaks)

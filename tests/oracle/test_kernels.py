@@ -149,14 +149,15 @@ def test_launcher_passes_arguments_in_the_sizes_of_the_parameters():
 
     calls = [
         (5, [2**48 + 8, -(2**40), -1, 0.5, float("-inf"), True], 9),
-        (6, [2**48 + 8, -(2**40), -1, 0.5, 1.0, False], 0),
+        (6, [0, 3, 2**31 - 1, 0.0, 1.0, False], 0),
     ]
-    for first in (0, 4, 6):  # arguments that all launches begin with
-        launcher = launch.Launcher(77, driver, calls[0][1][:first])
-        for blocks, values, stream in calls[: 1 if first == 6 else 2]:
-            launcher(blocks, values[first:], stream)
+    for fixed in (0, 4, 6):  # how many arguments all launches begin with
+        first = calls[0][1][:fixed]
+        launcher = launch.Launcher(77, driver, first)
+        for blocks, values, stream in calls:
+            launcher(blocks, values[fixed:], stream)
             shape = [blocks, 1, 1, launch.THREADS, 1, 1, 0]
-            assert launched.pop() == (77, shape, stream, 0, values)
+            assert launched.pop() == (77, shape, stream, 0, [*first, *values[fixed:]])
 
 
 # Gradients.

@@ -325,7 +325,7 @@ TABLES = {
         sources=False,
     ),
     "two": Table(
-        numbered("ranks-2026-11-26", *range(1, 15)),
+        numbered("ranks-2026-11-26", 1, 2, 15, 16, *range(3, 15)),
         {
             rf"{GPUS}float32 resident \S+=(\d+) .*": r"\1, tables on the GPU, batches of \2",
             rf"{GPUS}.* \S+size=(\d+) .*bytes=10%": r"\1, paged, batches of \2",

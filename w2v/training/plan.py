@@ -67,7 +67,7 @@ KERNELS = {  # as the plan names them
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
 # Batch size, and words/s of two GPUs over those of one (docs/performance.md).
 TWO_OVER_ONE = ((8_192, 0.8), (16_384, 1.2), (65_536, 1.6), (131_072, 1.7))
-TWO_OVER_ONE_PAGED = ((65_536, 1.5),)
+TWO_OVER_ONE_PAGED = 1.5  # where rows are paged, with batches of auto.LARGEST or more
 LEAST_GAIN = 1.1  # of two GPUs; with less, one is enough
 FEWEST_STEPS = 100  # of a run that learns anything
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
@@ -201,9 +201,10 @@ class Plan(Task):
         alone = replace(self.budget.task, engine="resident", ranks=SINGLE)
         if not self.is_paged and "gpu" in self.budget.lacking(alone):
             return "; one GPU would have to page rows"
-        measured = TWO_OVER_ONE_PAGED if self.is_paged else TWO_OVER_ONE
-        sizes, gains = zip(*measured, strict=True)
-        gain = np.interp(math.log2(batch), np.log2(sizes), gains)
+        gain = TWO_OVER_ONE_PAGED
+        if not self.is_paged:
+            sizes, gains = zip(*TWO_OVER_ONE, strict=True)
+            gain = float(np.interp(math.log2(batch), np.log2(sizes), gains))
         text = f"; with such batches 2 GPUs are about {gain:.1f} times as fast as one"
         if gain < LEAST_GAIN:
             text += f": one is enough, several gain with train.batch_size={auto.LARGEST} or more"

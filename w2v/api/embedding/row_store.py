@@ -356,7 +356,7 @@ class Rows:
             rows_U = found.look_up.rows_N if is_queued else found.rows
             group.empty_caches()
             self.version += 1
-            last_U = last_ids(found, len(rows_U))
+            last_U = _last_ids(found, len(rows_U))
             if group.is_exact:
                 group.link.write(group.weights, rows_U, values_NW.contiguous(), last_U)
             else:
@@ -461,7 +461,7 @@ def replace_table(store: Rows, table: Table) -> None:
     store._join(table, RowGroup(table, store.device, store.lock), alone)
 
 
-def last_ids(found: RowsOfIds, rows: int) -> Tensor:
+def _last_ids(found: RowsOfIds, rows: int) -> Tensor:
     """Return the last id of each row: int64 [rows]."""
     if found.look_up.last_N is not None:
         return found.look_up.last_N[:rows]

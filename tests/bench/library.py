@@ -1,13 +1,13 @@
 """Steps of paged embeddings and rows of a store, beside torch and CuPy.
 
-    python tests/bench/library.py [--parts tables rows clicks]
+    python tests/bench/library.py [--parts tables rows cache clicks]
     torchrun --nproc-per-node 2 tests/bench/library.py --parts clicks --samples 65536
 
 `tables` steps two tables whose ids follow Zipf's law in random order of the rows; `rows` reads and
-writes random rows of a `RowStore`; `clicks` trains the model of docs/examples/clicks.py, which
-several GPUs share: rows are sharded over them, and each has its part of a batch. `--scale 5.924`
-makes 200 M rows: 95 GiB with Adagrad and 143 with Adam, which 16 threads (OMP_NUM_THREADS) pin at
-7 GiB a second.
+writes random rows of a `RowStore`; `cache` is the memory that a cache takes beside its rows;
+`clicks` trains the model of docs/examples/clicks.py, which several GPUs share: rows are sharded
+over them, and each has its part of a batch. `--scale 5.924` makes 200 M rows: 95 GiB with Adagrad
+and 143 with Adam, which 16 threads (OMP_NUM_THREADS) pin at 7 GiB a second.
 """
 
 from __future__ import annotations
@@ -224,6 +224,25 @@ def call(run: Callable[[Any], object], asked: list[Any], i: int) -> None:
     run(asked[i % len(asked)])
 
 
+def narrow(rows_n: Tensor) -> Tensor:
+    """Return initial weights of few dimensions."""
+    return torch.zeros(len(rows_n), 4)
+
+
+def cache(rows: int, found: Results) -> None:
+    """Measure GPU memory beside a cache's rows, where batches are small."""
+    batches = [torch.randint(rows, (1000,)) for _ in range(20)]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    table = PagedEmbedding(rows, 4, storage="pinned", gpu_bytes="10%", init=narrow)
+    optimizer = PagedOptimizer(table, "SGD", lr=0.1, fused=True)
+    for batch in optimizer.pages(batches, lambda ids: ids):
+        table(batch).sum().backward()
+        optimizer.step()
+    beside = torch.cuda.max_memory_allocated() - before - table.store.cache_bytes
+    found.add(f"{rows} rows, room for 10 %", {"beside the cache [MiB]": beside / 2**20})
+
+
 class Loss(nn.Module):
     """Loss by the features of a click model."""
 
@@ -304,7 +323,7 @@ def clicks(args: argparse.Namespace, found: Results) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = results.parser(__doc__)
-    parts = ["tables", "rows", "clicks"]
+    parts = ["tables", "rows", "cache", "clicks"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rows", type=int, default=5_000_000, help="of each of `tables`")
     parser.add_argument("--batch", type=int, default=65_536, help="ids of each of `tables`")
@@ -327,6 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
         tables(args.rows, args.batch, args.steps, args.skew, args.only, found)
     if "rows" in args.parts:
         rows(10_000_000, 131_072, found)
+    if "cache" in args.parts:
+        cache(200_000_000, found)
     if "clicks" in args.parts:
         clicks(args, found)
     if RANKS > 1:

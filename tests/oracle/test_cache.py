@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Lookahead
+from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, PageRows
 from w2v.kernels.reference import ReferenceKernels, unique_rows
-from w2v.transfer.cache import AGE, MOST_USES, RowUses, wrapped
+from w2v.model.table import Table
+from w2v.transfer.cache import ListedCache, TorchCache
+from w2v.transfer.links import Link, MappedLink
 
 ROWS, DIM = 24, 3
 STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
@@ -173,24 +176,108 @@ def test_least_frequent_rows_are_evicted_first():
     assert step.engine.stats.rows_read == 7  # so it was row 20 that was evicted
 
 
-def test_uses_are_counted_and_pages_numbered_by_16_bits():
-    uses = RowUses(9, torch.device("cpu"))
-    rows_U = torch.tensor([1, 3])
-    for page in range(1, 70001):
-        assert uses.begin(is_ahead=True) == page
-        if page in (1, 32766, 32767, 32768, 65536, 70000):
-            uses.note(rows_U, page)
-            later = [uses.page_of_V - wrapped(other) > 0 for other in (page - 1, page, page + 300)]
-            assert torch.stack(later)[:, 3].tolist() == [True, False, False]
-    assert not (uses.page_of_V - wrapped(70001) >= 0).any()
-    # The uses before are halved at pages 65,536 and 69,632, and at many before.
-    assert uses.count_V.tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
-    for _ in range(AGE):
-        assert uses.begin(is_ahead=False) == 0
-    assert not uses.count_V.any()
-    uses.count_V.fill_(MOST_USES)
-    uses.note(rows_U, 0)
-    assert uses.count_V.min() == MOST_USES
+def list_cache(kind, slots, rows=ROWS, device="cpu"):
+    """Return a cache of one table whose records are their rows' numbers."""
+    storage = "pinned" if device == "cuda" else "cpu"
+    table = Table("rows", rows, 4, {}, {}, storage, torch.float32)
+    table["weight"].copy_(torch.arange(rows)[:, None])
+    if kind is ListedCache:
+        return kind([table], slots, torch.device(device))
+    link = MappedLink() if device == "cuda" else Link()
+    return kind(link, [table], slots, torch.device(device))
+
+
+def cached(cache):
+    """Return the rows that are in a cache."""
+    rows_V = torch.arange(cache._tables[0].rows, device=cache.records_SR.device)
+    return set(rows_V[cache.slots_of(rows_V) != cache.slots].tolist())
+
+
+def page_of(*rows, soon=(), is_counted=True):
+    return PageRows([ids(rows)], [(ids(soon), None)], is_counted)
+
+
+def use(cache, *pages):
+    for page in pages:
+        cache.prefetch(page)
+        cache.wait()
+
+
+def test_rows_with_few_uses_are_evicted_first():
+    cache = list_cache(TorchCache, 4)
+    use(cache, page_of(20), page_of(20), page_of(5), page_of(3), page_of(1), page_of(0))
+    assert cached(cache) == {0, 1, 3, 20}  # without counts, row 20 would go
+    use(cache, page_of(7, is_counted=False), page_of(8, is_counted=False))
+    assert cached(cache) == {1, 7, 8, 20} or cached(cache) == {0, 7, 8, 20}
+
+
+def test_rows_of_pages_to_come_are_evicted_last():
+    cache = list_cache(TorchCache, 4)
+    use(cache, page_of(20), page_of(5), page_of(3), page_of(1), page_of(0, soon=[20, 9]))
+    assert cached(cache) == {0, 1, 3, 20}
+    use(cache, page_of(2))  # nothing is said of row 20 now
+    assert cached(cache) == {0, 1, 2, 3}
+
+
+def test_uses_are_halved_where_rows_with_few_do_not_suffice():
+    cache = list_cache(TorchCache, 3)
+    pages = iter([page_of(row) for _ in range(3) for row in range(6) for _ in range(20)])
+    while cache._limit < HIGHEST_LIMIT:
+        use(cache, next(pages))
+    assert cache._uses_N.max() == 15
+    use(cache, next(pages))
+    assert cache._uses_N.max() == 8  # 7, and a use
+    assert cache._limit == HIGHEST_LIMIT // 2
+
+
+def test_uses_are_halved_as_time_goes_by():
+    cache = list_cache(TorchCache, 3)
+    use(cache, *[page_of(1)] * (AGE - 1))
+    assert cache._uses_N.max() == 15
+    use(cache, page_of(2))
+    assert cache._uses_N[:3].tolist() == [0, 7, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, slots", [(300, 70), (5000, 900), (300_000, 40_000)])
+def test_lists_planned_on_the_gpu_equal_those_of_plain_torch(rows, slots):
+    """Both cache the same rows, page after page."""
+    g = torch.Generator().manual_seed(rows)
+    caches = [list_cache(kind, slots, rows, "cuda") for kind in (TorchCache, ListedCache)]
+    every_V = torch.arange(rows, device="cuda")
+
+    def some_rows(most):
+        drawn = rows * torch.rand(int(torch.randint(most, (), generator=g)), generator=g) ** 3
+        return drawn.long().unique().cuda()
+
+    for turn in range(200):
+        lists, later = [some_rows(slots // 5) for _ in range(2)], some_rows(slots // 4)
+        numbers = torch.tensor([len(later), turn % 5 == 4], device="cuda")
+        buffer = torch.cat([later, later.new_full((9,), -1)])
+        soon = [[], [(later, None)], [(buffer, numbers)]][turn % 3]
+        masks = []
+        for cache in caches:
+            use(cache, PageRows(lists, soon, turn % 7 > 0))
+            slots_V = cache.slots_of(every_V)
+            masks.append(slots_V != slots)
+            slots_U = slots_V[masks[-1]].long()
+            assert len(slots_U.unique()) == len(slots_U)
+            assert torch.equal(cache.records_SR[slots_U, 0], every_V[masks[-1]].float())
+        assert torch.equal(*masks)
+        assert masks[0][torch.cat(lists)].all()
+    torch_cache, listed = caches
+    assert torch_cache.stats[:3] == listed.stats[:3]
+    assert torch_cache.stats.rows_written > 1000
+    assert torch_cache._limit == listed._planner.counters[4] > 1
+    rows_U, slots_U = map(torch.cat, zip(*listed._planner.cached_rows(), strict=True))
+    assert torch.equal(listed.slots_of(rows_U).long(), slots_U)
+    assert len(rows_U) == slots
+    for cache in caches:
+        cache.records_SR *= -1
+        cache.flush()
+    first, second = (cache._tables[0]["weight"] for cache in caches)
+    assert torch.equal(first, second)
+    assert (first[1:] < 0).any(1).sum() >= slots - 1
 
 
 def test_least_used_rows_are_evicted_first():

@@ -14,7 +14,6 @@ from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.embedding.row_store import RowGroup
 from w2v.api.embedding.table import PagedTable
 from w2v.kernels import cuda
-from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
 
 SIZES, DIM, LR = (20, 30, 40), 6, 0.5
@@ -34,8 +33,8 @@ def share(places_n, bags):
     return 1 / max(1, len(places_n)) if bags and bags.is_mean else 1
 
 
-def gather_bags(records_SR, slot_of_V, rows_U, places_N, dim, bags=None, padding=None):
-    weight_UD = records_SR[rows_U.long(), :dim]
+def gather_bags(records_SR, slots_U, places_N, dim, bags=None, padding=None):
+    weight_UD = records_SR[slots_U.long(), :dim]
     found = places_of_bags(places_N, bags, padding)
     return torch.stack([weight_UD[its].sum(0) * share(its, bags) for its in found])
 
@@ -47,9 +46,9 @@ def sum_gradients(grads, places_N, sums_UD, bags=None, padding=None):
         sums_UD.index_add_(0, places_n, (grad_D * share(places_n, bags)).repeat(len(places_n), 1))
 
 
-def step_rows(optimizer, counted, seed, view, rows_U, count, grad_UD, lr):
+def step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr):
     """Step as SGD does."""
-    view.records_SR[rows_U.long(), : grad_UD.shape[1]] -= lr * grad_UD
+    records_SR[slots_U.long(), : grad_UD.shape[1]] -= lr * grad_UD
     grad_UD.zero_()
 
 
@@ -58,7 +57,7 @@ def kernels_of_torch(monkeypatch):
     for kernel in (gather_bags, sum_gradients, step_rows):
         monkeypatch.setattr(cuda, kernel.__name__, kernel)
     monkeypatch.setattr(PagedTable, "check_fused", lambda *given: None)  # refuses a CPU
-    monkeypatch.setattr(RowGroup, "in_place", lambda its, _: View(its.table.records_VR, None))
+    monkeypatch.setattr(RowGroup, "in_place", lambda its, rows_U, _: (its.table.records_VR, rows_U))
 
 
 def modules(is_bag, paddings, **settings):

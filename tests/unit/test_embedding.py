@@ -699,7 +699,7 @@ def test_a_cache_takes_little_memory_beside_its_rows():
         optimizer.step()
     cached = rows // 2
     beside = torch.cuda.max_memory_allocated() - before - cached * dim * 4
-    assert beside < 10 * rows + (16 << 20)
+    assert beside < 8 * cached + 1.5 * rows + (8 << 20)
 
 
 def ones(rows_n):
@@ -729,9 +729,8 @@ def test_plans_of_listed_rows_on_the_gpu_equal_those_of_plain_torch():
         for ids in optimizer.pages(({"ids": ids} for ids in batches), "ids"):
             table(ids["ids"]).sum().backward()
             optimizer.step()
-        stats.append((table.store.stats[:3], int(table.store.group.uses.limit)))
+        stats.append(table.store.stats[:3])
     assert stats[0] == stats[1]
-    assert stats[0][1] > 1  # so rows of more uses were evicted last
 
 
 def test_tables_of_one_optimizer_share_their_caches():

@@ -284,8 +284,7 @@ class Bags(NamedTuple):
 
 def gather_bags(
     records_SR: Tensor,
-    slot_of_V: Tensor | None,  # the record of each row, int32; None: row v is record v
-    rows_U: Tensor | None,  # int32; None: 0, 1, 2, ...
+    slots_U: Tensor | None,  # of unique rows, int32; None: 0, 1, 2, ...
     places_N: Tensor,  # which of these rows each id is, int64
     dim: int,
     bags: Bags | None = None,  # of ids; by default each id is one
@@ -295,9 +294,9 @@ def gather_bags(
     which = (bags or Bags(places_N.shape[0])).of(places_N, padding)
     weight_ND = torch.empty(which[0], dim, device=records_SR.device)
     macros: dict[str, int | str] = {"ELEMENT": ELEMENTS[records_SR.dtype]}
-    view = records_SR, slot_of_V, records_SR.shape[1], rows_U
+    records = records_SR, records_SR.shape[1], slots_U
     blocks = blocks_for(32 * which[0])
-    launch("rows.cu", "gather_bags", macros, blocks, *view, *which, dim, weight_ND)
+    launch("rows.cu", "gather_bags", macros, blocks, *records, *which, dim, weight_ND)
     return weight_ND
 
 
@@ -321,8 +320,8 @@ def step_rows(
     optimizer: OptimizerLike,
     counted: tuple[float, int],  # by `optimizer.count_step`
     seed: int,  # of the rounding to bfloat16
-    view: tuple[Tensor, Tensor | None],  # records on the GPU, and the record of each row, as above
-    rows_U: Tensor | None,  # int32; None: 0, 1, 2, ...
+    records_SR: Tensor,  # on the GPU
+    slots_U: Tensor | None,  # of unique rows, as above
     count: Tensor | None,  # their number, if the GPU knows it
     grad_UD: Tensor,
     lr: float,
@@ -331,16 +330,16 @@ def step_rows(
 
     A number whose step is not finite keeps its value, as do those read with it.
     """
-    records_SR, slot_of_V = view
     (rows, dim), device = grad_UD.shape, grad_UD.device
     step, step_column = counted
-    if rows_U is None:
-        rows_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
+    if slots_U is None:
+        slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
     # The arguments of `CudaKernels.optimizer_step`, for one table.
     no_rows, stepped, loss, faults = _zeros(device)
-    inputs = records_SR, slot_of_V, None, rows_U, grad_UD, None, count
+    # Slots take the place of rows: each is its own slot.
+    inputs = records_SR, None, None, slots_U, grad_UD, None, count
     outputs = None, None, None, None, None, None, no_rows
     record = records_SR.shape[1], dim, step_column
     # A fault would be the sum of this step and a bit, both 0. The loss has the bits of a double 0.

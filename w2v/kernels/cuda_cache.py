@@ -6,7 +6,8 @@ Rows are counted through all T tables, t * V + v. Shapes: S slots, N = T * V row
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor
 from w2v.kernels.launch import THREADS, blocks_for, launch
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
+USE_BITS = 4  # of the number of uses of a row in cache.cu; at HIGHEST_LIMIT all are halved
+HIGHEST_LIMIT = 12
+AGE = 2048  # plans after which they are halved in any case
+GROUP_WORDS = 4  # of the places of rows in cache.cu
+LISTED_WORDS = 1 << 16  # of bits, at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/log.md has the figures).
 EXCHANGE_BLOCKS = 16
@@ -34,108 +40,186 @@ class Moves(NamedTuple):
 
 
 class PageRows(NamedTuple):
-    """Rows that a page needs, in lists, and pages to come.
+    """Rows of one table that a page needs, in lists.
 
-    A row is evicted last if `page_of_V` has a page after `page` for it, by numbers of 16 bits, or
-    if it has more than `limit` uses; this rises where others do not suffice. Rows are of one table.
+    soon: rows that pages after it need, which are evicted last: lists and, if the GPU alone knows
+    how many rows are at their front, the numbers of `find_rows`. is_counted: whether the page is a
+    use of its rows.
     """
 
-    lists: list[Tensor]  # int64
-    page_of_V: Tensor  # int16
-    page: int
-    count_V: Tensor  # int16, uses
-    limit: Tensor  # int64
+    lists: Sequence[Tensor]  # int64
+    soon: Sequence[tuple[Tensor, Tensor | None]] = ()
+    is_counted: bool = True
 
 
-class MovePlanner:
+class MovePlanner(ABC):
     """Plans the moves of a cache on the GPU; plan n uses lists n % 2.
 
     Args:
         slots: Capacity of the cache in rows.
-        slot_of_TV: The slot of each row.
-        order_N: int32, rows by falling expected use; by default as they are numbered.
+        rows: Number of rows of all tables.
+        bits: Number of bits kept for each row.
+        device: The GPU.
 
     Attributes:
-        counters: int64 [5]: slots in use, rows used, read and written so far, and rows for which
-            the last plan found no slot.
+        counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
+            uses above which rows are evicted last.
         moves: The lists of two plans, as long as a page needs.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
 
-    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor | None = None):
-        self._rows, device = slot_of_TV.numel(), slot_of_TV.device
-        self._slots = slots
-        self._slot_of_TV = slot_of_TV
-        self._order_N = order_N
-        self._warps = -(-self._rows // WARP_ROWS)
-        # Bits by place in the order: rows that two plans want, cached rows, the lookahead window.
-        bits = torch.zeros(4, self._warps * WARP_ROWS // 32, dtype=torch.int32, device=device)
-        *self._wanted, self._cached_W, self._soon_W = bits
+    def __init__(self, slots: int, rows: int, bits: int, device: torch.device):
+        self._capacity, self._rows, self._device = slots, rows, device
+        self._warps = -(-rows // WARP_ROWS)
+        words = self._warps * WARP_ROWS // 32
+        # Bits by place in the order: rows that two plans want, cached rows, rows evicted last.
+        self._bits = torch.zeros(bits, words, dtype=torch.int32, device=device)
+        *self._wanted, self._cached_W, self._late_W = self._bits[:4]
         counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
         self._counts = *counts, self._warps
         self._done = torch.zeros((), dtype=torch.int32, device=device)
-        self.counters = torch.zeros(5, dtype=torch.int64, device=device)
-        numbers = torch.zeros(2, 5, dtype=torch.int64, device=device)
-        none = slot_of_TV.view(-1)[:0]
+        self.counters = torch.tensor([0, 0, 0, 0, 1], device=device)
+        numbers = torch.zeros(2, 6, dtype=torch.int64, device=device)
+        none = torch.empty(0, dtype=torch.int32, device=device)
         self.moves = [Moves(none, none, none, of_plan) for of_plan in numbers]
         self._notices = torch.zeros(2, 2, dtype=torch.int64, device="cpu", pin_memory=True).unbind()
         self.notices = [notice.numpy() for notice in self._notices]  # read faster than tensors
 
+    @abstractmethod
     def plan(
-        self, marks_TV: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
-        """Give slots to the marked rows and list the moves.
+        """Give slots to the rows of a page and list the moves.
 
         Args:
-            marks_TV: Rows that the page needs, bool, or in lists, at each call of a cache; None:
-                those that plan `number` marked before.
-            soon_V: Rows of each table in the lookahead window, bool, which are evicted last.
+            page: Rows that the page needs: marks [T, V], bool, or lists. None: those that plan
+                `number` was given before.
+            soon_V: With marks, rows of each table that are evicted last, bool.
             number: Number of this plan.
             in_use: Rows wanted since this plan are not evicted: `number`, or the one before it.
         """
+
+    def _launch(
+        self,
+        number: int,
+        in_use: int,
+        marks: tuple[Tensor | int | None, ...],  # from marks to `halve`, as cache.cu has them
+        order_N: Tensor | None,
+        slot_map: tuple[Tensor | None, ...],  # from slot_of to new_slots
+    ) -> None:
         is_final = in_use == number
         previous = None if is_final else self._wanted[in_use % 2]
         wanted_W, next_W = self._wanted[number % 2], self._wanted[(number + 1) % 2]
-        bits = wanted_W, previous, self._cached_W, self._soon_W
-        marks: tuple[Tensor | int | None, ...]
-        if isinstance(marks_TV, PageRows):
-            self._make_room(number, sum(rows_U.shape[0] for rows_U in marks_TV.lists))
-            self._mark(marks_TV.lists, wanted_W)
-            marks = None, None, 0, *marks_TV[1:]
-        else:
-            if marks_TV is not None:
-                self._make_room(number, self._rows)
-            marks = marks_TV, soon_V, self._slot_of_TV.shape[1], None, 0, None, None
-        order = self._order_N, self._rows
+        bits = wanted_W, previous, self._cached_W, self._late_W
         *lists, numbers = self.moves[number % 2]
         found = self._done, self.counters, numbers, self._notices[number % 2]
         blocks = -(-32 * self._warps // THREADS)
-        counts = self._counts
-        capacity = self._slots, is_final
-        launch("cache.cu", "survey", {}, blocks, *bits, *marks, *order, *counts, *capacity, *found)
-        slots = self._order_N, self._slot_of_TV
-        launch("cache.cu", "list", {}, blocks, *bits, *slots, *counts, numbers, *lists, next_W)
+        counted = *self._counts, self._capacity, is_final, *found
+        launch("cache.cu", "survey", {}, blocks, *bits, *marks, order_N, self._rows, *counted)
+        listed = numbers, *lists, next_W
+        launch("cache.cu", "list", {}, blocks, *bits, order_N, *self._counts, *slot_map, *listed)
 
     def _make_room(self, number: int, wanted: int) -> None:
         """Have lists of a plan for so many wanted rows."""
         moves = self.moves[number % 2]
-        room = min(self._slots, wanted)
+        room = min(self._capacity, wanted)
         if moves.entering.shape[0] < room:
             torch.cuda.synchronize()  # moves on another stream may read the lists that go
-            room = min(self._slots, self._rows, room + room // 8)
-            shape = 3, room
-            lists = torch.empty(shape, dtype=torch.int32, device=moves.slots.device).unbind()
+            room = min(self._capacity, self._rows, room + room // 8)
+            lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
             self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.numbers)
 
-    def _mark(self, lists: Sequence[Tensor], wanted_W: Tensor) -> None:
-        """Set the bits of rows in words that are 0."""
-        assert self._order_N is None, "rows in lists are ordered by number"
-        for first in range(0, len(lists), 2):
-            rows_U, more_U = lists[first], lists[min(first + 1, len(lists) - 1)]
-            counts = rows_U.shape[0], more_U.shape[0]
-            marked = rows_U, counts[0], more_U, counts[1], wanted_W
-            launch("cache.cu", "mark_rows", {}, blocks_for(sum(counts)), *marked)
+
+class MarkPlanner(MovePlanner):
+    """Plans pages of marked rows.
+
+    Args:
+        slots: Capacity of the cache in rows.
+        slot_of_TV: The slot of each row, which `exchange_records` keeps current.
+        order_N: int32, rows by falling expected use.
+    """
+
+    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
+        super().__init__(slots, slot_of_TV.numel(), 4, slot_of_TV.device)
+        self._slot_of_TV = slot_of_TV
+        self._order_N = order_N
+
+    def plan(
+        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+    ) -> None:
+        assert not isinstance(page, PageRows), "rows are marked"
+        if page is not None:
+            self._make_room(number, self._rows)
+        marks = page, soon_V, self._slot_of_TV.shape[1], None, False, False
+        self._launch(number, in_use, marks, self._order_N, (self._slot_of_TV, None, None, None))
+
+
+class ListPlanner(MovePlanner):
+    """Plans pages of listed rows; it takes few bytes for each row.
+
+    A row has a bit for each thing that is known of it, and a slot only while it is cached: slots
+    are listed in the order of the rows. Uses of rows are counted, page by page, and halved once
+    those with few do not suffice, and every AGE plans. Rows with few are evicted first.
+    """
+
+    def __init__(self, slots: int, rows: int, device: torch.device):
+        super().__init__(slots, rows, 4 + USE_BITS, device)
+        self._uses = self._bits[4:]
+        groups = self._bits.shape[1] // GROUP_WORDS
+        # Cached rows before each group of words, and their slots: after the last plan, and before
+        # it; the two change places.
+        self._before = torch.zeros(groups, dtype=torch.int32, device=device)
+        self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
+
+    def plan(
+        self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
+    ) -> None:
+        uses: tuple[Tensor | None, bool, bool] = None, False, False
+        if page is not None:
+            assert isinstance(page, PageRows) and soon_V is None, "rows are in lists"
+            self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
+            for rows_U in page.lists:
+                self._mark(rows_U, None, self._wanted[number % 2])
+            for rows_N, numbers in page.soon:
+                self._mark(rows_N, numbers, self._late_W)
+            uses = self._uses, page.is_counted, number % AGE == 0
+        self._old_slots, self._slots = self._slots, self._old_slots
+        of_rows = self._before, self._old_slots, self._slots
+        self._launch(number, in_use, (None, None, 0, *uses), None, (None, *of_rows))
+        moves = self.moves[number % 2]
+        entering = moves.numbers, moves.entering, moves.slots
+        blocks = blocks_for(moves.entering.shape[0])
+        launch("cache.cu", "fill_slots", {}, blocks, *self._slot_map, *entering)
+
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        """Return the slots of rows, int32; S for rows that are not cached."""
+        count = rows_U.shape[0]
+        slots_U = torch.empty(count, dtype=torch.int32, device=self._device)
+        asked = rows_U, count, self._capacity, slots_U
+        launch("cache.cu", "find_slots", {}, blocks_for(count), *self._slot_map, *asked)
+        return slots_U
+
+    def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all cached rows and their slots, int64, some at a time."""
+        bits_B = torch.arange(32, dtype=torch.int32, device=self._device)
+        first_slot = 0
+        for first in range(0, self._cached_W.shape[0], LISTED_WORDS):
+            bits_WB = self._cached_W[first : first + LISTED_WORDS, None] >> bits_B & 1
+            rows_U = torch.nonzero(bits_WB.flatten()).flatten() + 32 * first
+            slots_U = self._slots[first_slot : first_slot + len(rows_U)]
+            first_slot += len(rows_U)
+            yield rows_U, slots_U.long()
+
+    @property
+    def _slot_map(self) -> tuple[Tensor, ...]:
+        return self._cached_W, self._before, self._slots
+
+    def _mark(self, rows_U: Tensor, numbers: Tensor | None, words_W: Tensor) -> None:
+        """Set the bits of rows."""
+        count = rows_U.shape[0]
+        marked = rows_U, count, numbers, words_W
+        launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
 
 
 class Span(NamedTuple):
@@ -180,50 +264,55 @@ def numbers_of(spans: int) -> int:
     return 2 + 4 * spans
 
 
+class FoundRows(NamedTuple):
+    """What `find_rows` returns."""
+
+    places_N: Tensor  # int64, the place of each id among the rows
+    rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
+    narrow_N: Tensor  # the same in 32 bits
+    numbers: Tensor  # int64, as `find_rows` reports them; the number of rows is the first
+    last_N: Tensor | None  # int64, the last id of each row
+
+
 def find_rows(
     ids_N: Tensor,  # int64 on the GPU, table by table
     spans: Spans,
     each: int,  # ids of each table, 0 if `spans` has their numbers
-    uses_V: Tensor | None,  # int16, counts the look-ups of each row
-    page_of_V: Tensor | None,  # int16, becomes `page` for these rows
-    page: int,
     readback: Tensor,
-    is_filled: bool = False,  # whether -1 stands behind the rows, and alone if an id is no row
-    are_rows: bool = False,  # whether ids are rows of one rank, of all tables in any order
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    is_filled: bool = False,
+    are_rows: bool = False,
+) -> FoundRows:
     """Find the unique rows of ids without sorting.
 
     `readback` gets, in pinned memory, the number of rows; not 0 if an id is no row; and for each
     table of each rank the rows before it, the least and the greatest id that is no row (0: none),
     and 1 + the place of its padding row (0: it is not there).
 
-    Returns the place of each id among the rows; the rows, by rank and then sorted, in a buffer as
-    long as the ids, and in 32 bits; their number, first of some on the GPU; and the last id of each
-    row, if `is_filled`.
+    With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
+    each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order.
     """
-    ids, parts = ids_N.shape[0], spans.on_device.shape[0]
+    ids, parts, device = ids_N.shape[0], spans.on_device.shape[0], ids_N.device
     word_blocks = -(-spans.words // THREADS)
-    numbers, words, rows = numbers_of(parts), word_blocks * THREADS, ids if is_filled else 0
-    # One zeroed and one other allocation: each takes the CPU as long as a launch.
-    zeros = torch.zeros(numbers + words // 2 + 1 + rows, dtype=torch.int64, device=ids_N.device)
-    scratch = torch.empty(ids + words + word_blocks + 1, dtype=torch.int32, device=ids_N.device)
-    bits = zeros.data_ptr() + 8 * numbers
-    done = bits + 4 * words
-    last_N = zeros[len(zeros) - rows :]
-    before = scratch.data_ptr() + 4 * ids
-    counts = before + 4 * words
-    places_N = torch.empty_like(ids_N)
-    rows_N = torch.empty_like(ids_N)
+    words = word_blocks * THREADS
+    # Few allocations, as each takes the CPU as long as a launch. Those for all rows are not kept.
+    kept = numbers_of(parts) + (ids if is_filled else 0)
+    zeros = torch.zeros(kept, dtype=torch.int64, device=device)
+    bits_W = torch.zeros(words + 1, dtype=torch.int32, device=device)
+    before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
+    places_N, rows_N = torch.empty(2, ids, dtype=torch.int64, device=device).unbind()
+    narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
+    last_N = zeros[numbers_of(parts) :] if is_filled else None
+    done, counts = bits_W.data_ptr() + 4 * words, before_W.data_ptr() + 4 * words
     given = ids_N, ids
     tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
     blocks = blocks_for(ids)
-    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
-    launch("cache.cu", "count_ids", {}, word_blocks, bits, counts, done, zeros)
-    listed = before, rows_N, scratch, uses_V, page_of_V, page
-    placed = before, places_N, readback, *((rows_N, last_N) if is_filled else (None, None))
-    launch("cache.cu", "list_ids", {}, word_blocks, bits, counts, *tables, *listed)
-    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
-    return places_N, rows_N, scratch[:ids], zeros, last_N
+    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits_W)
+    launch("cache.cu", "count_ids", {}, word_blocks, bits_W, counts, done, zeros)
+    listed = before_W, rows_N, narrow_N
+    launch("cache.cu", "list_ids", {}, word_blocks, bits_W, counts, *tables, *listed)
+    placed = before_W, places_N, readback, rows_N if is_filled else None, last_N
+    launch("cache.cu", "place_ids", {}, blocks, *given, bits_W, *tables, *placed)
+    return FoundRows(places_N, rows_N, narrow_N, zeros, last_N)
 
 
 def exchange_records(

@@ -34,14 +34,12 @@ from torch import Tensor
 from w2v.config import ConfigError
 from w2v.kernels import cuda_cache
 from w2v.kernels.batch import Page, View
-from w2v.kernels.cuda_cache import PageRows
+from w2v.kernels.cuda_cache import AGE, HIGHEST_LIMIT, USE_BITS, PageRows
 from w2v.model.table import Table
 from w2v.transfer.engine import Engine, TransferStats
 from w2v.transfer.links import Link, MappedLink, Records
 from w2v.transfer.streams import Waits, current_stream, on_stream
 
-AGE = 4096  # look-ups after which all counts of uses are halved
-MOST_USES = 2**15 - 1  # at which counts of uses stop
 PageLists = dict[int | None, list[Tensor]]  # rows of a page by part; None: a page without parts
 
 
@@ -57,6 +55,7 @@ class RowCache(Engine, ABC):
     """
 
     moves_rows = True
+    has_slot_of_row = True  # an array of V slots; else a subclass finds the slots of rows
 
     def __init__(
         self,
@@ -74,10 +73,12 @@ class RowCache(Engine, ABC):
         assert shape[0] * shape[1] < 2**31, "rows of all tables are counted in 32 bits"
         # The last record is a dummy, slot S, to which rows without a slot point.
         records = slots + 1, tables[0].width
-        self._records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
-        self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
-        views = [View(self._records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
-        self._page = Page(views[0], views[-1])  # of one table, both are the same
+        self.records_SR = torch.empty(records, dtype=tables[0].records_VR.dtype, device=device)
+        self._slot_of_TV: Tensor | None = None
+        if self.has_slot_of_row:
+            self._slot_of_TV = torch.full(shape, slots, dtype=torch.int32, device=device)
+            views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
+            self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
         self._second_plan_done = True  # or not needed: all rows of the page have slots
         self._arrived_plan = 0  # the plan whose rows have arrived
@@ -109,6 +110,16 @@ class RowCache(Engine, ABC):
     def _rows_over_capacity(self) -> int:
         """Return how many rows a second plan left without slots, if known."""
 
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        """Return the slots of rows of the first table, int32."""
+        return self._slot_of_TV[0].index_select(0, rows_U)
+
+    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
+        """Yield rows of a table that are cached, and their slots, int64."""
+        for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
+            rows_U = torch.nonzero(slot_of_V != self.slots).flatten()
+            yield table, rows_U, slot_of_V[rows_U].long()
+
     def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
         self._plan += 1
@@ -123,21 +134,24 @@ class RowCache(Engine, ABC):
             self._move()
 
     def page(self) -> Page:
+        self.wait()
+        return self._page
+
+    def wait(self) -> None:
+        """Have the current stream wait for the rows that were prefetched last."""
         # A step calls this twice; only the first call after a plan has to wait.
         if self._arrived_plan != self._plan:
-            with self._waits.counted(self._records_SR.device) if self._is_timed else nullcontext():
+            with self._waits.counted(self.records_SR.device) if self._is_timed else nullcontext():
                 self._finish_plan()
                 self._wait(self._arrived)
             self._arrived_plan = self._plan
-        return self._page
 
     def flush(self) -> None:
         self._finish_plan()
         self._wait(self._arrived)
-        for table, slot_of_V in zip(self._tables, self._slot_of_TV, strict=True):
-            # The rows stay cached as well, so training goes on without reading them again.
-            rows = torch.nonzero(slot_of_V != self.slots).flatten()
-            self.link.write(table, rows, self._records_SR, slot_of_V[rows].long())
+        # The rows stay cached as well, so training goes on without reading them again.
+        for table, rows_U, slots_U in self._cached_rows():
+            self.link.write(table, rows_U, self.records_SR, slots_U)
         if self._reads:
             current_stream().synchronize()
         self._check_capacity()
@@ -175,8 +189,8 @@ class RowCache(Engine, ABC):
 class TorchCache(RowCache):
     """Row cache over any link, planned in plain torch.
 
-    It is the specification of `MappedCache`. Rows with the least expected uses, `uses_TV`, are
-    evicted first; by default rows are in order of falling frequency.
+    It is the specification of `MappedCache` and `ListedCache`. Rows with the least expected uses,
+    `uses_TV`, are evicted first; by default rows are in order of falling frequency.
     """
 
     def __init__(
@@ -190,9 +204,12 @@ class TorchCache(RowCache):
     ):
         super().__init__(link, tables, slots, device, is_timed)
         self._order_N = _order_by_use(self._slot_of_TV.shape, device, uses_TV)
-        # By place in the order: rows of the last two plans, cached rows, the lookahead window.
+        # By place in the order: rows of the last two plans, cached rows, rows evicted last.
         bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
-        *self._wanted, self._cached_N, self._soon_N = bits
+        *self._wanted, self._cached_N, self._late_N = bits
+        # Uses of rows, and the limit of those evicted first, if pages are lists of rows.
+        self._uses_N = torch.zeros_like(self._order_N, dtype=torch.uint8)
+        self._limit = 1
         self._slots_in_use = 0
         self._rows_without_slot = 0  # after the last plan
         self._used = self._read = self._written = 0  # rows
@@ -204,35 +221,31 @@ class TorchCache(RowCache):
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
     def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
-        limit: Tensor | None = None
-        if isinstance(page_rows, PageRows):
-            limit = page_rows.limit
-            soon_V = page_rows.page_of_V - wrapped(page_rows.page) > 0
-            soon_V |= page_rows.count_V > limit
-            rows_U = torch.cat(page_rows.lists)
-            page_rows = torch.zeros_like(soon_V).index_fill_(0, rows_U, True)
         wanted_N = protected_N = self._wanted[self._plan % 2]
-        if page_rows is not None:
+        if isinstance(page_rows, PageRows):
+            self._mark_lists(page_rows, wanted_N)
+        elif page_rows is not None:
             wanted_N.copy_(page_rows.flatten()[self._order_N])
-            protected_N = self._wanted[0] | self._wanted[1]  # the page before may still compute
-            self._soon_N.zero_()
+            self._late_N.zero_()
             if soon_V is not None:
-                self._soon_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
+                self._late_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
+        if page_rows is not None:
+            protected_N = self._wanted[0] | self._wanted[1]  # the page before may still compute
         missing_N = wanted_N & ~self._cached_N
         evictable_N = self._cached_N & ~protected_N
-        masks = missing_N, evictable_N & self._soon_N, evictable_N & ~self._soon_N
+        masks = missing_N, evictable_N & self._late_N, evictable_N & ~self._late_N
         *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
-        missing, soon, others = (
+        missing, late, others = (
             torch.nonzero_static(mask_N, size=count).flatten()
             for mask_N, count in zip(masks, counts, strict=True)
         )
-        # Rows are evicted from the end: those used least first, the lookahead window last.
-        evictable = torch.cat([soon, others])
+        # Rows are evicted from the end.
+        evictable = torch.cat([late, others])
         empty = self.slots - self._slots_in_use
         evictions = min(max(0, len(missing) - empty), len(evictable))
         evicted = evictable[len(evictable) - evictions :]
-        if limit is not None and len(others) < evictions:
-            limit.add_(1).clamp_(max=MOST_USES)
+        if isinstance(page_rows, PageRows):
+            self._limit += len(others) < evictions
         loaded = missing[: empty + evictions]
         slots_in_use = self._slots_in_use + len(loaded) - evictions
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
@@ -245,6 +258,22 @@ class TorchCache(RowCache):
         self._used += 0 if page_rows is None else used
         self._read += len(loaded)
         self._written += evictions
+
+    def _mark_lists(self, page: PageRows, wanted_N: Tensor) -> None:
+        """Mark the rows of a page and those evicted last, and count uses."""
+        wanted_N.zero_()
+        for rows_U in page.lists:
+            wanted_N.index_fill_(0, rows_U, True)
+        if self._plan % AGE == 0 or self._limit >= HIGHEST_LIMIT:
+            self._uses_N >>= 1
+            self._limit = max(1, self._limit >> 1)
+        if page.is_counted:
+            self._uses_N.add_(wanted_N).clamp_(max=2**USE_BITS - 1)
+        torch.gt(self._uses_N, self._limit, out=self._late_N)
+        for rows_N, numbers in page.soon:
+            is_wrong = numbers is not None and numbers[1]
+            known = len(rows_N) if numbers is None else int(numbers[0])
+            self._late_N.index_fill_(0, rows_N[: 0 if is_wrong else known], True)
 
     def _make_moves(self) -> None:
         loaded_N, evicted_N, slots = self._lists[self._plan % 2]
@@ -265,7 +294,7 @@ class TorchCache(RowCache):
         cuts = torch.searchsorted(rows_N, ends).tolist()
         parts = zip(self._tables, rows_N.tensor_split(cuts), order.tensor_split(cuts), strict=True)
         for table, table_rows, table_order in parts:
-            yield table, table_rows % table.rows, self._records_SR, slots[table_order]
+            yield table, table_rows % table.rows, self.records_SR, slots[table_order]
 
     def _all_rows_have_slots(self) -> bool:
         return self._rows_without_slot == 0
@@ -290,10 +319,7 @@ class MappedCache(RowCache):
         is_timed: bool = True,
     ):
         super().__init__(MappedLink(), tables, slots, device, is_timed)
-        # One table in order of its rows needs no list of them.
-        is_ordered = len(tables) > 1 or uses_TV is not None
-        order = [_order_by_use(self._slot_of_TV.shape, device, uses_TV)] if is_ordered else []
-        self._planner = cuda_cache.MovePlanner(slots, self._slot_of_TV, *order)
+        self._planner = self._new_planner(uses_TV)
         addresses = [table.records_VR.data_ptr() for table in tables]
         self._addresses_T = torch.tensor(addresses, device=device)
 
@@ -311,7 +337,11 @@ class MappedCache(RowCache):
         records_VR = self._tables[0].records_VR
         shape = records_VR.shape[0], records_VR.stride(0)
         slots = self._slot_of_TV, self.slots
-        cuda_cache.exchange_records(moves, self._addresses_T, *shape, self._records_SR, *slots)
+        cuda_cache.exchange_records(moves, self._addresses_T, *shape, self.records_SR, *slots)
+
+    def _new_planner(self, uses_TV: Tensor | None) -> cuda_cache.MovePlanner:
+        order_N = _order_by_use(self._slot_of_TV.shape, self._slot_of_TV.device, uses_TV)
+        return cuda_cache.MarkPlanner(self.slots, self._slot_of_TV, order_N)
 
     def _all_rows_have_slots(self) -> bool:
         return self._planned.query() and self._planner.notices[self._plan % 2][0] == 0
@@ -320,60 +350,50 @@ class MappedCache(RowCache):
         return max(int(excess) for _, excess in self._planner.notices)
 
 
+class ListedCache(MappedCache):
+    """Row cache over one pinned table whose pages are lists of rows.
+
+    It has no array with a number for each row, as `cuda_cache.ListPlanner` says.
+    """
+
+    has_slot_of_row = False
+    _planner: cuda_cache.ListPlanner
+
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        return self._planner.slots_of(rows_U)
+
+    def _cached_rows(self) -> Iterator[tuple[Table, Tensor, Tensor]]:
+        for rows_U, slots_U in self._planner.cached_rows():
+            yield self._tables[0], rows_U, slots_U
+
+    def _new_planner(self, uses_TV: Tensor | None) -> cuda_cache.MovePlanner:
+        rows = self._tables[0].rows
+        return cuda_cache.ListPlanner(self.slots, rows, self.records_SR.device)
+
+
 class WholeTable(Engine):
     """Cache with a slot for each row of a table, all loaded when it is made."""
 
     def __init__(self, table: Table, device: torch.device):
         super().__init__([table])
-        view = View(table.records_VR.to(device, copy=True), None)
-        self._page = Page(view, view)
+        self.records_SR = table.records_VR.to(device, copy=True)
 
     @property
     def stats(self) -> TransferStats:
         return TransferStats(rows_read=self._tables[0].rows)
 
-    def page(self) -> Page:
-        return self._page
+    def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
+        """All rows are there."""
+
+    def wait(self) -> None:
+        """All rows are there."""
+
+    def slots_of(self, rows_U: Tensor) -> Tensor:
+        """Return the slots of rows, int32."""
+        return rows_U.int()
 
     def flush(self) -> None:
-        self._tables[0].records_VR.copy_(self._page.inputs.records_SR)
-
-
-class RowUses:
-    """Look-ups of each row, and the last page that is known to have it.
-
-    Pages are numbered from 1 on, by 16 bits; counts stop at the greatest number of 16 bits. Rows
-    with more than `limit` uses are evicted last; caches raise it. With 0 rows nothing is counted.
-    """
-
-    def __init__(self, rows: int, device: torch.device):
-        self.count_V = self.page_of_V = self.limit = None
-        if rows:
-            self.count_V, self.page_of_V = torch.zeros(2, rows, dtype=torch.int16, device=device)
-            self.limit = torch.ones((), dtype=torch.int64, device=device)
-        self._announced = 0  # the last page
-        self._look_ups = 0
-
-    def begin(self, is_ahead: bool) -> int:
-        """Begin a look-up; return the number of its page, 0 if not ahead."""
-        self._look_ups += 1
-        self._announced += is_ahead
-        if self._look_ups % AGE == 0 and self.count_V is not None:
-            self.count_V >>= 1
-            self.limit >>= 1
-            # Pages long past keep their distance, so that no number comes round again.
-            last = wrapped(self._announced)
-            self.page_of_V.sub_(last).clamp_(min=-2 * AGE).add_(last)
-        return self._announced if is_ahead else 0
-
-    def note(self, rows_U: Tensor, page: int) -> None:
-        """Count a look-up of these rows, for a page if it is not 0."""
-        if self.count_V is None:
-            return
-        count_U = self.count_V.index_select(0, rows_U).clamp_(max=MOST_USES - 1)
-        self.count_V.index_copy_(0, rows_U, count_U + 1)
-        if page:
-            self.page_of_V.index_fill_(0, rows_U, wrapped(page))
+        self._tables[0].records_VR.copy_(self.records_SR)
 
 
 class CachedLink(Link):
@@ -391,22 +411,20 @@ class CachedLink(Link):
         table: The table.
         slots: Capacity of the cache in rows.
         device: The compute device.
-        uses: Uses of the rows, which the caller counts.
     """
 
-    def __init__(self, link: Link, table: Table, slots: int, device: torch.device, uses: RowUses):
+    def __init__(self, link: Link, table: Table, slots: int, device: torch.device):
         self._link = link
         self._table = table
         self.slots = min(slots, table.rows)
         self._device = device
-        self._cache: Engine | None = None
+        self._cache: RowCache | WholeTable | None = None
         self._past = TransferStats()  # of caches before this one
         self._rows_used = 0
-        self._uses = uses
-        self._number = 0  # of the last page that was prefetched
         self._current: PageLists = {}
-        self._view: View | None = None  # of the current page
+        self._slots: dict[int, Tensor] = {}  # of lists of the current page, by their `id`
         self._next: PageLists = {}  # of the page that was prefetched
+        self._parts_seen: set[int] = set()  # since uses were counted
         self._is_warned = False
 
     @property
@@ -415,12 +433,17 @@ class CachedLink(Link):
         caches = [self._past, *([self._cache.stats] if self._cache else [])]
         return TransferStats.sum(caches)._replace(rows_used=self._rows_used)
 
-    def prefetch(self, lists: Sequence[Tensor], number: int = 0, part: int | None = None) -> None:
+    def prefetch(
+        self,
+        lists: Sequence[Tensor],
+        soon: Sequence[tuple[Tensor, Tensor | None]] = (),
+        part: int | None = None,
+    ) -> None:
         """Prefetch a page; the current page stays valid until `make_current`.
 
         Args:
             lists: Its rows.
-            number: Its number, 0 for a page that was not announced.
+            soon: As in `PageRows`.
             part: If given, the lists replace those of this part of the current page, whose other
                 parts become those of the next page too, if they fit.
         """
@@ -428,29 +451,26 @@ class CachedLink(Link):
             rows_U
             for rows_U in lists
             if rows_U.shape[0] <= self.slots
-            and not _includes(self._current, rows_U)
-            and not _includes(self._next, rows_U)
+            and _find(self._current, rows_U) is None
+            and _find(self._next, rows_U) is None
         ]
         if not lists:
             return
         self._cache = self._cache or self._new_cache()
         self._next = self._fitting(lists, part)
         self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
-        if isinstance(self._cache, RowCache):
-            self._number = number or self._number
-            page_rows = PageRows(
-                lists=[*chain(*self._next.values())],
-                page_of_V=self._uses.page_of_V,
-                page=self._number,
-                count_V=self._uses.count_V,
-                limit=self._uses.limit,
-            )
-            self._cache.prefetch(page_rows)
+        # The other parts are in the page of each part: all are counted once in a round.
+        is_counted = part is None or part in self._parts_seen
+        if is_counted:
+            self._parts_seen.clear()
+        if part is not None:
+            self._parts_seen.add(part)
+        self._cache.prefetch(PageRows([*chain(*self._next.values())], soon, is_counted))
 
-    def make_current(self, rows_U: Tensor) -> View | None:
-        """Make this the current page; return its records and slots.
+    def make_current(self, rows_U: Tensor) -> bool:
+        """Make this the current page.
 
-        Returns None, and empties the cache, if there are more rows than its capacity.
+        Returns False, and empties the cache, if there are more rows than its capacity.
         """
         if rows_U.shape[0] > self.slots:
             if not self._is_warned:
@@ -459,19 +479,35 @@ class CachedLink(Link):
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
                 self._is_warned = True
             self.flush()
-            return None
-        if not _includes(self._current, rows_U):
+            return False
+        if _find(self._current, rows_U) is None:
             self.prefetch([rows_U])
-            self._view = self._cache.page().inputs
+            self._cache.wait()
             self._current, self._next = self._next, {}
-        return self._view
+            self._slots.clear()
+        return True
+
+    def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the cache's records and the slots of rows, int32.
+
+        They become the current page. Returns None if there are more than the cache's capacity.
+        """
+        if not self.make_current(rows_U):
+            return None
+        list_U, start = _find(self._current, rows_U)
+        if (slots_U := self._slots.get(id(list_U))) is None:
+            slots_U = self._slots[id(list_U)] = self._cache.slots_of(list_U)
+        if rows_U is not list_U:
+            slots_U = slots_U[start : start + rows_U.shape[0]]
+        return self._cache.records_SR, slots_U
 
     def read(
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table is self._table and slots_U is None
-        if (view := self.make_current(rows_U)) is not None:
-            torch.index_select(view.records_SR, 0, view.slots(rows_U), out=records_SR)
+        if (located := self.locate(rows_U)) is not None:
+            cached_SR, places_U = located
+            torch.index_select(cached_SR, 0, places_U, out=records_SR)
         else:
             self._link.read(table, rows_U, records_SR)
 
@@ -479,8 +515,9 @@ class CachedLink(Link):
         self, table: Records, rows_U: Tensor, records_SR: Tensor, slots_U: Tensor | None = None
     ) -> None:
         assert table is self._table and slots_U is None
-        if (view := self.make_current(rows_U)) is not None:
-            view.records_SR.index_copy_(0, view.slots(rows_U), records_SR)
+        if (located := self.locate(rows_U)) is not None:
+            cached_SR, places_U = located
+            cached_SR.index_copy_(0, places_U.long(), records_SR)
         else:
             self._link.write(table, rows_U, records_SR)
 
@@ -489,16 +526,16 @@ class CachedLink(Link):
         if self._cache:
             self._cache.flush()
             self._past = self.stats
-            self._cache = self._view = None  # free before another cache is allocated
-            self._current, self._next = {}, {}
+            self._cache = None  # free before another cache is allocated
+            self._current, self._slots, self._next = {}, {}, {}
 
-    def _new_cache(self) -> Engine:
+    def _new_cache(self) -> RowCache | WholeTable:
         if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
         # Timing the waits costs the CPU as much as two launches a page.
         tables = [self._table]
         if isinstance(self._link, MappedLink):
-            return MappedCache(tables, self.slots, self._device, is_timed=False)
+            return ListedCache(tables, self.slots, self._device, is_timed=False)
         return TorchCache(self._link, tables, self.slots, self._device, is_timed=False)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
@@ -518,18 +555,20 @@ def _count_rows(page: PageLists) -> int:
     return sum(rows_U.shape[0] for rows_U in chain(*page.values()))
 
 
-def _includes(page: PageLists, rows_U: Tensor) -> bool:
-    """Whether one of the page's lists is `rows_U`, or has it as a slice."""
+def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
+    """Return the list of a page that has these rows, and where they begin.
+
+    It is the same tensor, or they are a slice of it.
+    """
     lists = [*chain(*page.values())]
-    if any(rows_U is list_U for list_U in lists):
-        return True
-    starts = ((rows_U.data_ptr() - list_U.data_ptr(), list_U.nbytes) for list_U in lists)
-    return any(0 <= start <= nbytes - rows_U.nbytes for start, nbytes in starts)
-
-
-def wrapped(page: int) -> int:
-    """Return the number of a page in 16 bits; differences tell the order."""
-    return (page + 2**15) % 2**16 - 2**15
+    for list_U in lists:
+        if rows_U is list_U:
+            return list_U, 0
+    for list_U in lists:
+        start = rows_U.data_ptr() - list_U.data_ptr()
+        if 0 <= start <= list_U.nbytes - rows_U.nbytes:
+            return list_U, start // rows_U.itemsize
+    return None
 
 
 def _order_by_use(shape: Sequence[int], device: torch.device, uses_TV: Tensor | None) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 from w2v.api.embedding.ids import Identity, Ids, Readback, as_tensor, joined
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.cuda import Bags
-from w2v.transfer.cache import RowUses
 
 if TYPE_CHECKING:
     from w2v.api.embedding.row_store import RowGroup, Rows
@@ -48,11 +47,10 @@ class LookUp:
     several ranks each table has a span for each rank, and they are sorted by rank, then by table.
 
     Attributes:
-        number: Number of the page; 0 for ids that were not announced.
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits, on a GPU.
-        count: The number of unique rows, the first element of a tensor on the GPU.
+        numbers: On a GPU, those of `cuda_cache.find_rows`: the first is the number of rows.
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
         paddings: The place of each table's padding row; set with `rows`.
@@ -63,7 +61,7 @@ class LookUp:
     """
 
     narrow_N: Tensor | None = None
-    count: Tensor | None = None
+    numbers: Tensor | None = None
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
@@ -76,7 +74,6 @@ class LookUp:
         group: RowGroup,
         spans: Sequence[cuda_cache.Span],  # the tables
         ids: Sequence[Tensor],  # of each table; with `are_rows`, rows of all in any order
-        is_ahead: bool = False,  # whether the ids are read ahead, and the rows evicted last
         is_filled: bool = False,  # by a GPU: rest of `rows_N` with -1, all of it for a wrong id
         are_rows: bool = False,
     ):
@@ -91,31 +88,24 @@ class LookUp:
         counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
         ranks = len(spans[0].first_rows)
-        self.uses = group.uses  # the group has others once a table has left it
-        uses = self.uses if ranks == 1 else RowUses(0, group.device)
-        self.number = uses.begin(is_ahead)
+        self.layout = group.layout  # the group has another one once a table has left it
         if group.device.type == "cuda" and any(counts):
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
             self._readback = Readback(cuda_cache.numbers_of(len(spans) * ranks))
-            self.places_N, self.rows_N, self.narrow_N, self.count, last_N = cuda_cache.find_rows(
+            found = cuda_cache.find_rows(
                 joined(ids, group.device),
                 _spans_of(tuple(spans), () if each else tuple(counts), group.device),
                 each,
-                uses.count_V,
-                uses.page_of_V if self.number else None,
-                self.number,
                 self._readback.numbers,
                 is_filled,
                 are_rows,
             )
-            self.last_N = last_N if is_filled else None
+            self.places_N, self.rows_N, self.narrow_N, self.numbers, self.last_N = found
             self._readback.launched()
         else:
             flat = [given.to(group.device).long().flatten() for given in ids]
             self._look_up_on_cpu(flat, are_rows)
-            if not self._is_wrong:
-                uses.note(self.rows_N, self.number)
 
     def _look_up_on_cpu(self, ids: list[Tensor], are_rows: bool) -> None:
         """Find the rows as `cuda_cache.find_rows` does, by torch.
@@ -361,7 +351,7 @@ class RowsOfIds(UniqueRows):
 
     def is_of(self, ids: Ids) -> bool:
         """Whether these are the ids, and rows are numbered as they were."""
-        return self.look_up.uses is self.store.group.uses and self._identity.matches(ids)
+        return self.look_up.layout is self.store.group.layout and self._identity.matches(ids)
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
         """Return vectors in the shape of the ids; those of bags as they are."""
@@ -418,27 +408,21 @@ def look_up(
 ) -> RowsOfIds:
     """Begin to find the rows of ids."""
     found = RowsOfIds(store, ids, padding)
-    look_up_together([found], is_ahead=False, is_filled=is_filled)
+    look_up_together([found], is_filled)
     return found
 
 
 def look_up_together(
-    rows: Sequence[RowsOfIds],
-    is_ahead: bool = True,
-    is_filled: bool = False,
-    kind: type[LookUp] = LookUp,
+    rows: Sequence[RowsOfIds], is_filled: bool = False, kind: type[LookUp] = LookUp
 ) -> None:
-    """Begin to look up rows, in all tables of a group at once.
-
-    Those of a page, whose ids are read ahead, are evicted last.
-    """
+    """Begin to look up rows, in all tables of a group at once."""
     by_group: dict[RowGroup, list[RowsOfIds]] = {}
     for of_table in rows:
         by_group.setdefault(of_table.store.group, []).append(of_table)
     for group, members in by_group.items():
         with group.lock:
             spans, ids = [rows.span for rows in members], [rows.ids for rows in members]
-            look_up = kind(group, spans, ids, is_ahead, is_filled)
+            look_up = kind(group, spans, ids, is_filled)
         for index, of_table in enumerate(members):
             of_table.look_up, of_table.index = look_up, index
 

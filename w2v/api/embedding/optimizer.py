@@ -181,12 +181,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             for number, window in enumerate(_windows(batches, ahead)):
                 begins_page = number % together == 0
                 if begins_page:
-                    _prefetch(islice(window, together))
+                    _prefetch(window, 0, together)
                 batch, rows = window.popleft()
                 for look_up in _owned(rows):
                     look_up.group.make_current(look_up)
                 if begins_page:  # the rows after this page's
-                    _prefetch(islice(window, together - 1, 2 * together - 1))
+                    _prefetch(window, together - 1, together)
                 _announce(tables, rows)
                 yield batch
                 _forget_vectors(rows)
@@ -371,16 +371,20 @@ def _forget_vectors(rows: list[RowsOfIds]) -> None:
         found.look_up.computed.clear()
 
 
-def _prefetch(batches: Iterable[LookedUpBatch]) -> None:
-    """Begin to bring the rows of batches as one page."""
-    by_group: dict[RowGroup, list[LookUp]] = {}
-    for _, rows in batches:
+def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
+    """Begin to bring the rows of some batches of a window as one page."""
+    pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
+    for number, (_, rows) in enumerate(islice(window, first, None)):
         for look_up in _owned(rows):
+            look_ups, soon = pages.setdefault(look_up.group, ([], []))
+            if number >= count:
+                soon.append(look_up)
+                continue
             with contextlib.suppress(IndexError):  # it is raised when it is due
                 if look_up.rows is not None:
-                    by_group.setdefault(look_up.group, []).append(look_up)
-    for group, look_ups in by_group.items():
-        group.prefetch(look_ups)
+                    look_ups.append(look_up)
+    for group, page in pages.items():
+        group.prefetch(*page)
 
 
 def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:

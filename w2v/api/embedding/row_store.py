@@ -22,13 +22,12 @@ from torch import Tensor
 from w2v.api.embedding.ids import Ids, as_tensor, to_device
 from w2v.api.embedding.look_up import LookUp, RowsOfIds, UniqueRows, look_up, outside_inference
 from w2v.kernels import cuda
-from w2v.kernels.batch import View
 from w2v.kernels.cuda import Bags
 from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
 from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
-from w2v.transfer.cache import CachedLink, RowUses
+from w2v.transfer.cache import CachedLink
 from w2v.transfer.engine import TransferStats
 from w2v.transfer.links import Link, MappedLink, link_between
 
@@ -43,7 +42,7 @@ class RowGroup:
         members: The tables.
         parts: The tables that have the records, weights first, and their links.
         caches: Links that are caches.
-        uses: Uses of the rows, if they are planned.
+        layout: Stays the same as long as rows are numbered and cached as they are.
         bags_differ: Whether tables have been found to differ in the offsets of their bags.
         weights: What `get` and `put` move: the weights, rounded up to the link's unit.
         link: Moves them.
@@ -53,7 +52,7 @@ class RowGroup:
 
     parts: list[tuple[Table, Link]]
     caches: list[CachedLink]
-    uses: RowUses
+    layout: object
     bags_differ = False
 
     def __init__(self, table: Table, device: torch.device, lock: threading.RLock | None = None):
@@ -80,7 +79,7 @@ class RowGroup:
         cache_bytes = sum(member.cache_bytes for member in self.members)
         # The records of a split table are those of both its tables, joined.
         slots = min(rows, cache_bytes * rows // max(1, self.paged_bytes))
-        self.uses = RowUses(rows if 0 < slots < rows else 0, self.device)
+        self.layout = object()
         self.parts = [(part, self._link_to(part, slots)) for part in self.table.parts]
         self.caches = [link for _, link in self.parts if isinstance(link, CachedLink)]
 
@@ -89,7 +88,7 @@ class RowGroup:
         link = link_between(part, self.device)
         if not slots or part.storage == "cuda":
             return link
-        return CachedLink(link, part, slots, self.device, self.uses)
+        return CachedLink(link, part, slots, self.device)
 
     def empty_caches(self) -> None:
         """Write all rows back."""
@@ -97,27 +96,35 @@ class RowGroup:
             cache.flush()
 
     @outside_inference
-    def prefetch(self, look_ups: Sequence[LookUp], part: int | None = None) -> None:
-        """Begin to bring the rows of a page; `part` as for a `CachedLink`."""
+    def prefetch(
+        self, look_ups: Sequence[LookUp], soon: Sequence[LookUp] = (), part: int | None = None
+    ) -> None:
+        """Begin to bring the rows of a page, as `CachedLink.prefetch`."""
         with self.lock:
-            lists = [look_up.rows for look_up in look_ups if look_up.uses is self.uses]
+            lists = [look_up.rows for look_up in look_ups if look_up.layout is self.layout]
+            later = [(its.rows_N, its.numbers) for its in soon if its.layout is self.layout]
             for cache in self.caches:
-                cache.prefetch(lists, look_ups[-1].number, part)
+                cache.prefetch(lists, later, part)
 
     @outside_inference
     def make_current(self, look_up: LookUp) -> None:
         """Make rows those of the current page."""
         with self.lock:
             rows_U = look_up.rows
-            for cache in self.caches if look_up.uses is self.uses else ():
+            for cache in self.caches if look_up.layout is self.layout else ():
                 cache.make_current(rows_U)
 
-    def in_place(self, rows_U: Tensor) -> View | None:
-        """Return records on the compute device and their slots, if rows have any."""
+    def in_place(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return records on the compute device and the slots of rows.
+
+        None if rows are moved to the device and back.
+        """
         (part, link), *others = self.parts
         if isinstance(link, CachedLink) and not others:
-            return link.make_current(rows_U)
-        return View(part.records_VR, None) if type(link) is Link and not others else None
+            return link.locate(rows_U)
+        if type(link) is Link and not others:
+            return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
+        return None
 
     @outside_inference
     def read_weights(
@@ -132,15 +139,15 @@ class RowGroup:
 
         They are float32 [N, D], on the GPU.
         """
-        if (view := self.in_place(rows_U)) is None:
-            columns_VW = self.weights.records_VR
+        slots_U: Tensor | None
+        if (located := self.in_place(rows_U, narrow_U)) is not None:
+            records_SR, slots_U = located
+        else:
+            columns_VW, slots_U = self.weights.records_VR, None
             shape = rows_U.shape[0], columns_VW.shape[1]
-            view = View(torch.empty(shape, dtype=columns_VW.dtype, device=self.device), None)
-            self.link.read(self.weights, rows_U, view.records_SR)
-            narrow_U = None
-        elif narrow_U is None:
-            narrow_U = rows_U.int()
-        return cuda.gather_bags(*view, narrow_U, places_N, self.table.dim, bags, padding)
+            records_SR = torch.empty(shape, dtype=columns_VW.dtype, device=self.device)
+            self.link.read(self.weights, rows_U, records_SR)
+        return cuda.gather_bags(records_SR, slots_U, places_N, self.table.dim, bags, padding)
 
     def zeros(self, rows: int) -> Tensor:
         """Return zeros, at least [rows, D]: those that are kept, if enough."""
@@ -167,16 +174,14 @@ class RowGroup:
     ) -> None:
         """Step unique rows by the fused kernel, in place if they are on the GPU."""
         grad_UD = grad_UD.contiguous()
-        if (view := self.in_place(rows_U)) is not None:
-            narrow_U = rows_U.int() if narrow_U is None else narrow_U
-            cuda.step_rows(optimizer, counted, seed, view, narrow_U, count, grad_UD, lr)
+        if (located := self.in_place(rows_U, narrow_U)) is not None:
+            cuda.step_rows(optimizer, counted, seed, *located, count, grad_UD, lr)
             return
         ((part, link),) = self.parts
         shape = len(rows_U), part.width
         stored_UR = torch.empty(shape, dtype=part.dtype, device=self.device)
         link.read(part, rows_U, stored_UR)
-        view = View(stored_UR, None)
-        cuda.step_rows(optimizer, counted, seed, view, None, count, grad_UD, lr)
+        cuda.step_rows(optimizer, counted, seed, stored_UR, None, count, grad_UD, lr)
         link.write(part, rows_U, stored_UR)
 
     @outside_inference
@@ -322,12 +327,13 @@ class Rows:
             rows_U = found.look_up.rows_N if is_queued else found.rows
             shape = len(rows_U), group.weights.records_VR.shape[1]
             read_UW = torch.empty(shape, dtype=self.table.dtype, device=self.device)
-            if (last_U := found.look_up.last_N) is not None and is_queued:
-                group.link.read(group.weights, rows_U, read_UW, last_U)  # to its place at once
+            # On a GPU a row is read to the place of its last id at once.
+            last_U = found.look_up.last_N if is_queued else None
+            group.link.read(group.weights, rows_U, read_UW, last_U)
+            if last_U is not None:
                 cuda.copy_repeated(found.places_N, last_U, read_UW)
                 rows_ND = read_UW[:, : self.table.dim].contiguous()
             else:
-                group.link.read(group.weights, rows_U, read_UW)
                 rows_ND = read_UW[:, : self.table.dim].index_select(0, found.places_N)
             self._check(found, waits=not (non_blocking and is_queued))
             return rows_ND.view(*found.shape, self.table.dim)

@@ -76,7 +76,7 @@ class RoutedLookUp(LookUp):
         of_ranks = self.begins[:: len(self.spans)]
         return [end - begin for begin, end in itertools.pairwise(of_ranks)]
 
-    def receive(self, rows_M: Tensor, received: list[int], is_ahead: bool) -> None:
+    def receive(self, rows_M: Tensor, received: list[int]) -> None:
         """Look up the rows that all ranks request of this one."""
         self.received, ranks = received, self.tables[0].ranks
         spans = [
@@ -84,7 +84,7 @@ class RoutedLookUp(LookUp):
             for span in self.spans
         ]
         with self.group.lock:
-            found = LookUp(self.group, spans, [rows_M], is_ahead, are_rows=True)
+            found = LookUp(self.group, spans, [rows_M], are_rows=True)
         self.owned = [
             UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
         ]
@@ -119,7 +119,7 @@ class RoutedLookUp(LookUp):
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         dim, left_out = self._weights_UD.shape[1], self.left_out(index, bags)
-        return gather_bags(self._weights_UD, None, None, self.places_of(index), dim, bags, left_out)
+        return gather_bags(self._weights_UD, None, self.places_of(index), dim, bags, left_out)
 
     def part(self, index: int) -> tuple[Tensor, Tensor, int | None]:
         """Return a table's weights [U, D], and places of ids and padding."""
@@ -177,11 +177,9 @@ class Requests:
         self,
         tables: Sequence[PagedTable],  # on ranks of one process group
         look_up: Callable[[], LookedUpBatch],  # what it raises is raised by all ranks
-        is_ahead: bool,  # whether the ids are read ahead
     ):
         self._ranks, self._device = tables[0].ranks, tables[0].device
         self._groups = len({table.store.group for table in tables})
-        self._is_ahead = is_ahead
         self._error: Exception | None = None
         self._readback: Readback | None = None
         try:
@@ -251,7 +249,7 @@ class Requests:
         if following:
             following._receive_counts(requested.pop())
         for look_up, rows_M, of_ranks in zip(self._look_ups, requested, received, strict=True):
-            look_up.receive(rows_M, of_ranks, self._is_ahead)
+            look_up.receive(rows_M, of_ranks)
             look_up.batch = self._look_ups
         return True
 
@@ -265,7 +263,7 @@ def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[Row
     if tables[0].ranks.size == 1:
         look_up_together(found)
         return found
-    look_up_together(found, is_ahead=False, kind=RoutedLookUp)
+    look_up_together(found, kind=RoutedLookUp)
     for table, rows in zip(tables, found, strict=True):
         rows.look_up.tables.append(table)
     return found
@@ -273,9 +271,7 @@ def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[Row
 
 def look_up_alone(table: PagedTable, ids: Ids) -> RowsOfIds:
     """Look up ids that were not sent ahead."""
-    requests = Requests(
-        [table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])), is_ahead=False
-    )
+    requests = Requests([table], lambda: LookedUpBatch(None, look_up_tables([table], [ids])))
     requests.send_counts()
     requests.send_ids()
     return requests.found.rows[0]
@@ -287,7 +283,7 @@ def sent_ahead(
     """Yield batches with their look-ups until a rank has no more."""
     under_way: deque[Requests] = deque()
     while True:
-        under_way.append(Requests(tables, lambda: next(batches), is_ahead=True))
+        under_way.append(Requests(tables, lambda: next(batches)))
         if len(under_way) == 2:  # the first batches
             under_way[0].send_counts()
         elif len(under_way) == 3:

@@ -140,7 +140,7 @@ class PagedTable:
             else:
                 found = look_up(self.store, ids, self.padding_idx)
             # Beside rows of other tables of the group, as only this one has been looked up.
-            self.store.group.prefetch([found.owned.look_up], self.store.first_row)
+            self.store.group.prefetch([found.owned.look_up], part=self.store.first_row)
         return found
 
     def fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:

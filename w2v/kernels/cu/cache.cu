@@ -8,17 +8,19 @@
 // `survey` counts the misses and the evictable rows of each stretch; its last block sums the counts
 // and decides how many rows are loaded and evicted. `list` then writes their row ids and slots.
 // Rows are evicted from the end of the order, and those that are used soon or more often than a
-// limit after all others. The table of slots is read here and updated when the rows move (rows.cu).
+// limit after all others.
 
 #include "common.cuh"
 
 constexpr int MOST_ROWS = 0x7fffffff;
-constexpr short MOST_USES = 0x7fff;
+constexpr int USE_BITS = 4;        // of the number of uses of a row
+constexpr int HIGHEST_LIMIT = 12;  // of uses, at which all numbers are halved
+constexpr int GROUP = 4;           // words
 
 struct Totals {  // over all plans
     long long allocated;            // slots used so far; those from here on are empty
     long long used, read, written;  // rows
-    long long unplaced;             // misses of the last plan that found no slot
+    long long limit;                // rows with more uses are evicted last
 };
 
 struct Plan {
@@ -26,10 +28,11 @@ struct Plan {
     long long into_empty;             // those of them that go into empty slots
     long long kept_first, kept_last;  // evictable rows that stay, of each kind in Rows
     long long allocated;              // slots in use before this plan
+    long long unplaced;               // misses that found no slot
 };
 
 struct Notice {  // in CPU memory
-    long long unplaced;  // as in Totals
+    long long unplaced;  // as in Plan
     long long refused;   // not 0 once rows found no slot though nothing else was in use
 };
 
@@ -37,87 +40,105 @@ struct Rows {
     unsigned* wanted;        // by this plan
     const unsigned* in_use;  // wanted by the previous plan, still computing; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
-    unsigned* soon;          // used within the lookahead window, or often
+    unsigned* late;          // evicted last; 0 behind a plan that places all rows
 
     __device__ unsigned misses(long long word) const { return wanted[word] & ~cached[word]; }
     __device__ unsigned evictable(long long word) const {
         return cached[word] & ~wanted[word] & ~(in_use ? in_use[word] : 0);
     }
-    __device__ unsigned evict_first(long long word) const { return evictable(word) & ~soon[word]; }
-    __device__ unsigned evict_last(long long word) const { return evictable(word) & soon[word]; }
+    __device__ unsigned evict_first(long long word) const { return evictable(word) & ~late[word]; }
+    __device__ unsigned evict_last(long long word) const { return evictable(word) & late[word]; }
 };
 
 // Kernel parameters that make up Rows.
-#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *cached, unsigned *soon
+#define ROWS unsigned *wanted, const unsigned *in_use, unsigned *cached, unsigned *late
 
-// Whether a page comes after another. They are numbered by 16 bits: differences tell the order.
-__device__ bool is_later(short page, int other) { return (short)(page - other) > 0; }
+// Kernel parameters: what `survey` counts, as prefix sums over the stretches.
+#define COUNTS int *misses, int *evict_first, int *evict_last, int stretches
 
 // Return the row at a position. order: the rows by frequency; null if it is their number.
 __device__ int row_at(const int* order, long long position) {
     return order ? order[position] : position;
 }
 
+// Count a use of the used rows of a word; return the rows with more than `limit` uses. The numbers
+// of uses stop at the greatest; bit b of each is in uses[b * words]. halve: halve them before.
+__device__ unsigned count_uses(
+    unsigned* uses, long long words, unsigned used, long long limit, bool halve) {
+    unsigned bits[USE_BITS + 1] = {}, carry = used;
+#pragma unroll
+    for (int b = 0; b < USE_BITS; b++) bits[b] = uses[b * words];
+#pragma unroll
+    for (int b = 0; b < USE_BITS; b++) {
+        const unsigned bit = halve ? bits[b + 1] : bits[b];
+        bits[b] = bit ^ carry;
+        carry &= bit;
+    }
+    unsigned more = 0, equal = ALL;
+#pragma unroll
+    for (int b = USE_BITS - 1; b >= 0; b--) {
+        bits[b] |= carry;  // of the greatest number
+        if (used || halve) uses[b * words] = bits[b];
+        const unsigned of_limit = limit >> b & 1 ? ALL : 0;
+        more |= equal & bits[b] & ~of_limit;
+        equal &= ~(bits[b] ^ of_limit);
+    }
+    return more;
+}
+
 // Count the moves of a plan.
 //
 // marks: whether each row is wanted, and used_soon: whether each row of a table is used soon, which
-// may be null. Without marks, `wanted` has its bits from mark_rows, and page_of says which page is
-// the last to use a row: soon are those after `page`, and those with more than `limit` uses, which
-// rises where others do not suffice. With neither, rows that the previous call left unplaced are
-// placed.
-// misses, evict_first, evict_last: prefix sums over the stretches, written here.
+// may be null. With `uses` in place of marks, `wanted` and `late` have their bits from mark_rows,
+// and rows with more than totals->limit uses become late too; this limit rises where others do not
+// suffice. With neither, rows that the previous call left unplaced are placed.
+// uses, halve: see count_uses. is_counted: whether the wanted rows have been used.
 // final: no other plan is computing, so a miss without a slot is refused.
 // done: 0 before and after.
 extern "C" __global__ void survey(
-    ROWS, const bool* marks, const bool* used_soon, int rows, const short* page_of, int page,
-    const short* uses, long long* limit, const int* order, long long count, int* misses,
-    int* evict_first, int* evict_last, int stretches, long long slots, bool final,
+    ROWS, const bool* marks, const bool* used_soon, int rows, unsigned* uses, bool is_counted,
+    bool halve, const int* order, long long count, COUNTS, long long slots, bool final,
     unsigned* done, Totals* totals, Plan* plan, Notice* notice) {
-    const Rows all = {wanted, in_use, cached, soon};
-    const bool is_new = marks || page_of;
-    if (!is_new && totals->unplaced == 0) {  // nothing is left to place
+    const Rows all = {wanted, in_use, cached, late};
+    const bool is_new = marks || uses;
+    if (!is_new && plan->unplaced == 0) {  // nothing is left to place
         if (blockIdx.x + threadIdx.x == 0)
-            *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated};
+            *plan = {0, 0, MOST_ROWS, MOST_ROWS, totals->allocated, 0};
         return;
     }
+    halve |= totals->limit >= HIGHEST_LIMIT;
+    const long long limit = max(1ll, totals->limit >> halve);
 
     // Each warp turns the marks of its stretch into bits and counts them.
     if (warp_id() < stretches) {
         const long long first = 32 * warp_id(), word = first + lane_id();
-        if (is_new) {
-            unsigned bits = marks ? 0 : wanted[word], soon_bits = 0;
-            const unsigned evictable = marks ? 0 : all.evictable(word);
+        if (marks) {
+            unsigned bits = 0, soon_bits = 0;
 #pragma unroll 8
             for (int w = 0; w < 32; w++) {
                 const long long position = 32 * (first + w) + lane_id();
-                unsigned marked = 0, marked_soon;
-                if (marks) {
-                    const int row = position < count ? row_at(order, position) : -1;
-                    marked = __ballot_sync(ALL, row >= 0 && marks[row]);
-                    marked_soon =
-                        __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
-                } else {
-                    // Only rows that may be evicted: those in the cache are a part of all.
-                    const bool may_go = __shfl_sync(ALL, evictable, w) >> lane_id() & 1;
-                    const int row = may_go ? row_at(order, position) : 0;
-                    marked_soon = __ballot_sync(
-                        ALL, may_go && (uses[row] > *limit || is_later(page_of[row], page)));
-                }
+                const int row = position < count ? row_at(order, position) : -1;
+                const unsigned marked = __ballot_sync(ALL, row >= 0 && marks[row]);
+                const unsigned marked_soon =
+                    __ballot_sync(ALL, row >= 0 && used_soon && used_soon[row % rows]);
                 if (w == lane_id()) {
-                    if (marks) bits = marked;
+                    bits = marked;
                     soon_bits = marked_soon;
                 }
             }
             wanted[word] = bits;
-            soon[word] = soon_bits;
-            const int used = warp_sum(__popc(bits));
-            if (lane_id() == 0 && used)
-                atomicAdd((unsigned long long*)&totals->used, (unsigned long long)used);
+            late[word] = soon_bits;
         }
+        if (uses) {
+            const unsigned used = is_counted ? wanted[word] : 0;
+            late[word] |= count_uses(uses + word, 32ll * stretches, used, limit, halve);
+        }
+        const int used = is_new ? warp_sum(__popc(wanted[word])) : 0;
         const int miss_count = warp_sum(__popc(all.misses(word)));
         const int first_count = warp_sum(__popc(all.evict_first(word)));
         const int last_count = warp_sum(__popc(all.evict_last(word)));
         if (lane_id() == 0) {
+            if (used) atomicAdd((unsigned long long*)&totals->used, (unsigned long long)used);
             misses[warp_id()] = miss_count;
             evict_first[warp_id()] = first_count;
             evict_last[warp_id()] = last_count;
@@ -131,46 +152,72 @@ extern "C" __global__ void survey(
     if (threadIdx.x) return;
     const long long empty = slots - totals->allocated;
     const long long evictions = min(max(all_misses - empty, 0ll), all_first + all_last);
-    const long long loads = min(all_misses, empty + evictions);
+    const long long loads = min(all_misses, empty + evictions), unplaced = all_misses - loads;
     const long long from_first = min(evictions, all_first), from_last = evictions - from_first;
     *plan = {loads, loads - evictions, all_first - from_first, all_last - from_last,
-             totals->allocated};
+             totals->allocated, unplaced};
     totals->allocated += loads - evictions;
     totals->read += loads;
     totals->written += evictions;
-    totals->unplaced = notice->unplaced = all_misses - loads;
-    if (final && all_misses > loads) notice->refused = all_misses - loads;
-    if (limit && from_last && *limit < MOST_USES) ++*limit;
+    notice->unplaced = unplaced;
+    if (final && unplaced) notice->refused = unplaced;
+    if (uses) totals->limit = limit + (from_last > 0);
     *done = 0;
 }
 
+// The slot of each cached row, in the order of the rows: no array has a number for each row.
+struct SlotMap {
+    const unsigned* cached;  // as in Rows
+    const int* before;       // number of cached rows before each GROUP of words
+    int* slots;
+
+    // Return the place of a row's slot.
+    __device__ int* at(long long row) const {
+        const long long word = row / 32;
+        int place = before[word / GROUP];
+        for (long long w = word / GROUP * GROUP; w < word; w++) place += __popc(cached[w]);
+        return slots + place + __popc(cached[word] & below(row % 32));
+    }
+};
+
+// Kernel parameters that make up a SlotMap.
+#define SLOT_MAP const unsigned *cached, const int *before, int *slots
+
 // List the rows to load, the most frequent misses, and the slot of each; and the rows to evict, the
-// least frequent of those evictable. Parameters are those of `survey`. next_wanted: bits of the
-// next plan, which become 0; may be those in use, or null.
+// least frequent of those evictable. ROWS to COUNTS are those of `survey`.
+//
+// slot_of: the slot of each row, updated when the rows move (rows.cu). Without it, `before` and
+// `old_slots` are the SlotMap, and the slots of rows that stay are copied to `new_slots`;
+// `fill_slots` adds those of rows that enter.
+// next_wanted: bits of the next plan, which become 0; may be those in use, or null.
 extern "C" __global__ void list(
-    ROWS, const int* order, const int* slot_of, const int* misses, const int* evict_first,
-    const int* evict_last, int stretches, const Plan* plan, int* loaded, int* evicted, int* slots,
+    ROWS, const int* order, COUNTS, const int* slot_of, int* before, const int* old_slots,
+    int* new_slots, const Plan* plan, int* loaded, int* evicted, int* slots,
     unsigned* next_wanted) {
-    const Rows all = {wanted, in_use, cached, soon};
+    const Rows all = {wanted, in_use, cached, late};
     if (warp_id() >= stretches) return;
-    const long long word = 32 * warp_id() + lane_id();
+    const long long first = 32 * warp_id(), word = first + lane_id();
     const int into_empty = plan->into_empty, kept_first = plan->kept_first;
     const int kept_last = plan->kept_last, allocated = plan->allocated;
     const int loads = plan->loads, evicted_first = evict_first[stretches] - kept_first;
+    const unsigned had = cached[word];
+    int from = slot_of ? 0 : before[first / GROUP];  // place of the stretch's slots
+    const int word_from = from + prefix_sum(__popc(had)) - __popc(had);
     unsigned changed = 0;
-    const auto evict = [&](unsigned bits, int before, int offset) {
-        each_bit(bits, word, before, [&](int n, long long position) {
+    const auto evict = [&](unsigned bits, int sum, int offset) {
+        each_bit(bits, word, sum, [&](int n, long long position) {
             if (n < 0) return;
-            const int at = offset + n;
-            evicted[at] = row_at(order, position);
-            slots[into_empty + at] = slot_of[evicted[at]];
+            const int at = offset + n, row = row_at(order, position);
+            evicted[at] = row;
+            slots[into_empty + at] =
+                slot_of ? slot_of[row] : old_slots[word_from + __popc(had & below(position % 32))];
             changed |= 1u << position % 32;
         });
     };
-    if (evict_first[warp_id() + 1] > kept_first)
-        evict(all.evict_first(word), evict_first[warp_id()] - kept_first, 0);
-    if (evict_last[warp_id() + 1] > kept_last)
-        evict(all.evict_last(word), evict_last[warp_id()] - kept_last, evicted_first);
+    const int first_sum = evict_first[warp_id()] - kept_first;
+    const int last_sum = evict_last[warp_id()] - kept_last;
+    if (evict_first[warp_id() + 1] > kept_first) evict(all.evict_first(word), first_sum, 0);
+    if (evict_last[warp_id() + 1] > kept_last) evict(all.evict_last(word), last_sum, evicted_first);
     if (misses[warp_id()] < loads)
         each_bit(all.misses(word), word, misses[warp_id()], [&](int n, long long position) {
             if (n >= loads) return;
@@ -178,17 +225,38 @@ extern "C" __global__ void list(
             if (n < into_empty) slots[n] = allocated + n;
             changed |= 1u << position % 32;
         });
-    if (changed) cached[word] ^= changed;
+    const unsigned has = had ^ changed;
+    if (changed) cached[word] = has;
+    if (!plan->unplaced) late[word] = 0;
     if (next_wanted) next_wanted[word] = 0;  // last, as it may be in_use
+    if (slot_of) return;
+    int to = from + min(misses[warp_id()], loads) - max(first_sum, 0) - max(last_sum, 0);
+#pragma unroll 8
+    for (int w = 0; w < 32; w++) {
+        const unsigned word_had = __shfl_sync(ALL, had, w), word_has = __shfl_sync(ALL, has, w);
+        if (w % GROUP == 0 && lane_id() == 0) before[(first + w) / GROUP] = to;
+        if ((word_had & word_has) >> lane_id() & 1)
+            new_slots[to + __popc(word_has & below(lane_id()))] =
+                old_slots[from + __popc(word_had & below(lane_id()))];
+        from += __popc(word_had);
+        to += __popc(word_has);
+    }
 }
 
-// Set the bits of the rows of two lists in `wanted`, where the order is that of the rows.
-extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, const long long* more, long long more_count,
-    unsigned* wanted) {
-    each_thread(count + more_count, [&](long long i) {
-        const long long row = i < count ? rows[i] : more[i - count];
-        atomicOr(wanted + row / 32, 1u << row % 32);
+// Add the slots of the rows that enter.
+extern "C" __global__ void fill_slots(
+    SLOT_MAP, const Plan* plan, const int* loaded, const int* slots_loaded) {
+    const SlotMap map = {cached, before, slots};
+    each_thread(plan->loads, [&](long long n) { *map.at(loaded[n]) = slots_loaded[n]; });
+}
+
+// Find the slots of rows; `none` for a row that is not cached.
+extern "C" __global__ void find_slots(
+    SLOT_MAP, const long long* rows, long long count, int none, int* found) {
+    const SlotMap map = {cached, before, slots};
+    each_thread(count, [&](long long i) {
+        const bool is_cached = cached[rows[i] / 32] >> rows[i] % 32 & 1;
+        found[i] = is_cached ? *map.at(rows[i]) : none;
     });
 }
 
@@ -213,6 +281,14 @@ struct Numbers {  // of a look-up
     long long wrong;   // not 0 if an id is no row
     Found found[1];    // of each span
 };
+
+// Set the bits of rows, where the order is that of the rows. numbers: of the look-up of the rows,
+// if the GPU alone knows how many there are.
+extern "C" __global__ void mark_rows(
+    const long long* rows, long long count, const Numbers* numbers, unsigned* words) {
+    if (numbers) count = numbers->wrong ? 0 : numbers->unique;
+    each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
+}
 
 // Kernel parameters of a look-up. ranks = 0: ids are numbers of rows of one rank, in any order.
 // each: ids of each table, 0 if they differ.
@@ -270,11 +346,9 @@ extern "C" __global__ void count_ids(
 }
 
 // List the rows, unless an id is no row. before: number of rows before each word. narrow: the list
-// in 32 bits. uses: how often a row was looked up; page_of: the last page that has it, `page`; both
-// may be null.
+// in 32 bits.
 extern "C" __global__ void list_ids(
-    const unsigned* words, const int* counts, SPANS, int* before, long long* unique, int* narrow,
-    short* uses, short* page_of, int page) {
+    const unsigned* words, const int* counts, SPANS, int* before, long long* unique, int* narrow) {
     const long long word = thread_id();
     const int at = find_first(
         tables * max(ranks, 1), [&](int s) { return spans[s + 1].first_word <= word; });
@@ -292,8 +366,6 @@ extern "C" __global__ void list_ids(
         const long long numbered = span.first_row + row;
         unique[n] = numbered;
         narrow[n] = numbered;
-        if (uses && uses[numbered] < MOST_USES) uses[numbered]++;
-        if (page_of) page_of[numbered] = page;
         if (row == span.padding) found->padding = n + 1;
     });
 }
@@ -311,7 +383,7 @@ extern "C" __global__ void place_ids(
         long long word;
         unsigned bit;
         const bool is_row = find_bit(ids[i], i, spans, tables, ranks, each, numbers, &word, &bit);
-        places[i] = is_row ? before[word] + __popc(words[word] & (1u << bit) - 1) : 0;
+        places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
         if (rest) atomicMax(last + places[i], i);
     });
     each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });

@@ -131,6 +131,9 @@ __device__ bool is_last_block(unsigned* done) {
     return last;
 }
 
+// Return the bits below a bit.
+__device__ unsigned below(int bit) { return (1u << bit) - 1; }
+
 // Call visit(n, position) for each bit of the lane's word; n counts the warp's bits from `before`.
 template <class Visit>
 __device__ void each_bit(unsigned bits, long long word, int before, Visit visit) {

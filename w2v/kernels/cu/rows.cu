@@ -117,10 +117,11 @@ struct Bag {
     }
 };
 
-// Write the sum or mean of each bag's weights, as floats. rows: by default 0, 1, 2, ... records,
-// slot: see VIEW.
+// Write the sum or mean of each bag's weights, as floats. slots: of the unique rows, by default 0,
+// 1, 2, ...
 extern "C" __global__ void gather_bags(
-    VIEW(from), long long row_width, const int* rows, long long all, BAGS, int dim, float* sums) {
+    const Element* records, long long row_width, const int* slots, long long all, BAGS, int dim,
+    float* sums) {
     each_warp(all, [&](long long b) {
         const Bag bag(b, places, count, begins, given, size, bags, padding, mean);
         for (int d = lane_id(); d < dim; d += 32) {
@@ -129,9 +130,8 @@ extern "C" __global__ void gather_bags(
             for (long long i = bag.first; i < bag.end; i++) {
                 const long long place = places[i];
                 if (place == padding) continue;
-                const long long row = rows ? rows[place] : place;
-                const long long slot = slot_from ? slot_from[row] : row;
-                sum += to_float(records_from[slot * row_width + d]);
+                const long long slot = slots ? slots[place] : place;
+                sum += to_float(records[slot * row_width + d]);
             }
             sums[b * dim + d] = sum * bag.share;
         }

@@ -45,7 +45,8 @@ MOST_CBOW_DIM = 12_287
 DRAWN_AT_ONCE = 1 << 19  # centers
 WARP_WORDS = 1024  # of a text that one warp of draw.cu subsamples
 NO_PLACES = None, None, None, 0  # PLACES of optim.cu, with RANKS = 0
-MOVE_BLOCKS = 64  # enough for the link; more would let one direction starve the other
+# Enough for the link; more would let one direction starve the other, and be slower.
+READ_BLOCKS, WRITE_BLOCKS = 64, 48
 
 
 def draw(
@@ -246,7 +247,8 @@ def move_records(
     stride = table_VR.stride(0) * itemsize // 16
     if count:
         where = table_VR, stride, rows_U, records_SR, slots_U, count, width, to_table
-        launch("rows.cu", "move_records", {}, MOVE_BLOCKS, *where)
+        blocks = WRITE_BLOCKS if to_table else READ_BLOCKS
+        launch("rows.cu", "move_records", {}, blocks, *where)
 
 
 def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:

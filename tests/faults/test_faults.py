@@ -407,7 +407,7 @@ def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, c
     monkeypatch.setattr(TrainingStep, "__call__", failing)
     monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
     program = "PROGRAM_BYTES", "COMPILER_BYTES", "CUDA_BYTES", "UNUSED_CUDA_BYTES", "GPU_RESERVE"
-    for name in program:
+    for name in (*program, "TORCH_CUDA_BYTES"):
         monkeypatch.setattr(memory, name, 0)  # beside which a cache of some MB would count little
     larger = {"train__epochs": 10, "train__batch_size": 4096}
     arguments = tiny_arguments(tmp_path, BIG, **larger, **changes)

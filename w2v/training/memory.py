@@ -40,7 +40,8 @@ from w2v.vectors.export import EXPORT_BYTES
 
 PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
 COMPILER_BYTES = 196 << 20  # CPU memory of numba while it compiles kernels
-CUDA_BYTES = 768 << 20  # CPU memory of CUDA's context and libraries
+CUDA_BYTES = 600 << 20  # CPU memory of CUDA's context and libraries
+TORCH_CUDA_BYTES = 168 << 20  # CPU memory of torch's kernels, where it pages or steps
 UNUSED_CUDA_BYTES = 300 << 20  # CPU memory of torch's CUDA libraries where a CPU computes
 CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
 REUSED_BYTES = 90 << 20  # CPU memory of freed arrays, where `reuse_freed_memory` keeps it
@@ -281,6 +282,7 @@ class Task:
             "program": PROGRAM_BYTES
             + (CUDA_BYTES if self.on_gpu else UNUSED_CUDA_BYTES * bool(self.machine.cuda_torch))
             + COMPILER_BYTES * compiles
+            + TORCH_CUDA_BYTES * (self.on_gpu and (self.is_hosted or not self.has_own_step))
             + CUBLAS_BYTES * plain_on_gpu
             + REUSED_BYTES * (not (self.on_gpu or self.has_own_step))
             + GAPS_BYTES * (not self.on_gpu and self.kernels == "reference"),

@@ -43,8 +43,8 @@ class PageRows(NamedTuple):
     """Rows of one table that a page needs, in lists.
 
     soon: rows that pages after it need, which are evicted last: lists and, if the GPU alone knows
-    how many rows are at their front, the numbers of `find_rows`. is_counted: whether the page is a
-    use of its rows.
+    how many rows are at their front, `FoundRows.known`. is_counted: whether the page is a use of
+    its rows.
     """
 
     lists: Sequence[Tensor]  # int64
@@ -181,8 +181,8 @@ class ListPlanner(MovePlanner):
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
             for rows_U in page.lists:
                 self._mark(rows_U, None, self._wanted[number % 2])
-            for rows_N, numbers in page.soon:
-                self._mark(rows_N, numbers, self._late_W)
+            for rows_N, known in page.soon:
+                self._mark(rows_N, known, self._late_W)
             uses = self._uses, page.is_counted, number % AGE == 0
         self._old_slots, self._slots = self._slots, self._old_slots
         of_rows = self._before, self._old_slots, self._slots
@@ -215,10 +215,10 @@ class ListPlanner(MovePlanner):
     def _slot_map(self) -> tuple[Tensor, ...]:
         return self._cached_W, self._before, self._slots
 
-    def _mark(self, rows_U: Tensor, numbers: Tensor | None, words_W: Tensor) -> None:
+    def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
-        marked = rows_U, count, numbers, words_W
+        marked = rows_U, count, known, words_W
         launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
 
 
@@ -270,7 +270,7 @@ class FoundRows(NamedTuple):
     places_N: Tensor  # int64, the place of each id among the rows
     rows_N: Tensor  # int64, the rows, by rank and then sorted, at the front
     narrow_N: Tensor  # the same in 32 bits
-    numbers: Tensor  # int64, as `find_rows` reports them; the number of rows is the first
+    known: Tensor  # int64 [2]: how many rows; not 0 if an id is no row
     last_N: Tensor | None  # int64, the last id of each row
 
 
@@ -293,26 +293,27 @@ def find_rows(
     """
     ids, parts, device = ids_N.shape[0], spans.on_device.shape[0], ids_N.device
     word_blocks = -(-spans.words // THREADS)
-    words = word_blocks * THREADS
-    # Few allocations, as each takes the CPU as long as a launch. Those for all rows are not kept.
-    kept = numbers_of(parts) + (ids if is_filled else 0)
-    zeros = torch.zeros(kept, dtype=torch.int64, device=device)
-    bits_W = torch.zeros(words + 1, dtype=torch.int32, device=device)
+    numbers, words = numbers_of(parts), word_blocks * THREADS
+    # Few allocations, as each takes the CPU as long as a launch. These two are not kept, but for
+    # the last ids.
+    filled = ids if is_filled else 0
+    zeros = torch.zeros(numbers + words // 2 + 1 + filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
-    places_N, rows_N = torch.empty(2, ids, dtype=torch.int64, device=device).unbind()
+    kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
+    places_N, rows_N, known = kept.split([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
-    last_N = zeros[numbers_of(parts) :] if is_filled else None
-    done, counts = bits_W.data_ptr() + 4 * words, before_W.data_ptr() + 4 * words
+    last_N = zeros[len(zeros) - ids :] if is_filled else None
+    bits, counts = zeros.data_ptr() + 8 * numbers, before_W.data_ptr() + 4 * words
     given = ids_N, ids
     tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
     blocks = blocks_for(ids)
-    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits_W)
-    launch("cache.cu", "count_ids", {}, word_blocks, bits_W, counts, done, zeros)
+    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
+    launch("cache.cu", "count_ids", {}, word_blocks, bits, counts, bits + 4 * words, zeros)
     listed = before_W, rows_N, narrow_N
-    launch("cache.cu", "list_ids", {}, word_blocks, bits_W, counts, *tables, *listed)
-    placed = before_W, places_N, readback, rows_N if is_filled else None, last_N
-    launch("cache.cu", "place_ids", {}, blocks, *given, bits_W, *tables, *placed)
-    return FoundRows(places_N, rows_N, narrow_N, zeros, last_N)
+    launch("cache.cu", "list_ids", {}, word_blocks, bits, counts, *tables, *listed)
+    placed = before_W, places_N, readback, known, rows_N if is_filled else None, last_N
+    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
+    return FoundRows(places_N, rows_N, narrow_N, known, last_N)
 
 
 def exchange_records(

@@ -270,10 +270,9 @@ class TorchCache(RowCache):
         if page.is_counted:
             self._uses_N.add_(wanted_N).clamp_(max=2**USE_BITS - 1)
         torch.gt(self._uses_N, self._limit, out=self._late_N)
-        for rows_N, numbers in page.soon:
-            is_wrong = numbers is not None and numbers[1]
-            known = len(rows_N) if numbers is None else int(numbers[0])
-            self._late_N.index_fill_(0, rows_N[: 0 if is_wrong else known], True)
+        for rows_N, known in page.soon:
+            count, is_wrong = (len(rows_N), 0) if known is None else known.tolist()
+            self._late_N.index_fill_(0, rows_N[: 0 if is_wrong else count], True)
 
     def _make_moves(self) -> None:
         loaded_N, evicted_N, slots = self._lists[self._plan % 2]

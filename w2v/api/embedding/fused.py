@@ -68,7 +68,7 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
                 {table.page.owned.index: table.grad for table in its_tables}
             )
             if is_whole and len(set(counts)) == 1:
-                rows = look_up.rows, look_up.narrow_N, look_up.numbers
+                rows = look_up.rows, look_up.narrow_N, look_up.known
                 group.step(optimizer, counts[0], seeds[0], look_up.sums_UD, lr, *rows)
                 group.keep_zeros(look_up.take_sums())  # the step has made them 0
             else:

@@ -50,7 +50,7 @@ class LookUp:
         places_N: The place of each id's row among the unique rows.
         rows_N: The unique rows; on a GPU at the front of a buffer as long as the ids.
         narrow_N: The same buffer in 32 bits, on a GPU.
-        numbers: On a GPU, those of `cuda_cache.find_rows`: the first is the number of rows.
+        known: On a GPU, as in `cuda_cache.FoundRows`: the first is the number of rows.
         last_N: The last id of each row, on a GPU if rows were to be filled.
         begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
         paddings: The place of each table's padding row; set with `rows`.
@@ -61,7 +61,7 @@ class LookUp:
     """
 
     narrow_N: Tensor | None = None
-    numbers: Tensor | None = None
+    known: Tensor | None = None
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
@@ -101,7 +101,7 @@ class LookUp:
                 is_filled,
                 are_rows,
             )
-            self.places_N, self.rows_N, self.narrow_N, self.numbers, self.last_N = found
+            self.places_N, self.rows_N, self.narrow_N, self.known, self.last_N = found
             self._readback.launched()
         else:
             flat = [given.to(group.device).long().flatten() for given in ids]

@@ -102,7 +102,7 @@ class RowGroup:
         """Begin to bring the rows of a page, as `CachedLink.prefetch`."""
         with self.lock:
             lists = [look_up.rows for look_up in look_ups if look_up.layout is self.layout]
-            later = [(its.rows_N, its.numbers) for its in soon if its.layout is self.layout]
+            later = [(its.rows_N, its.known) for its in soon if its.layout is self.layout]
             for cache in self.caches:
                 cache.prefetch(lists, later, part)
 

@@ -282,11 +282,11 @@ struct Numbers {  // of a look-up
     Found found[1];    // of each span
 };
 
-// Set the bits of rows, where the order is that of the rows. numbers: of the look-up of the rows,
-// if the GPU alone knows how many there are.
+// Set the bits of rows, where the order is that of the rows. known: as place_ids writes it, if the
+// GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
-    const long long* rows, long long count, const Numbers* numbers, unsigned* words) {
-    if (numbers) count = numbers->wrong ? 0 : numbers->unique;
+    const long long* rows, long long count, const long long* known, unsigned* words) {
+    if (known) count = known[1] ? 0 : known[0];
     each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
 }
 
@@ -371,12 +371,12 @@ extern "C" __global__ void list_ids(
 }
 
 // Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to `told`,
-// in CPU memory. rest: if not null, the list of rows, as long as the ids, which becomes -1 behind
-// the rows, and as a whole if an id is no row. last: with `rest`, the last id of each row; zeros
-// before.
+// in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as long as the
+// ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with `rest`, the
+// last id of each row; zeros before.
 extern "C" __global__ void place_ids(
     const long long* ids, long long count, const unsigned* words, SPANS, const int* before,
-    long long* places, Numbers* told, long long* rest, long long* last) {
+    long long* places, Numbers* told, long long* known, long long* rest, long long* last) {
     const long long listed = numbers->wrong ? 0 : numbers->unique;
     each_thread(count, [&](long long i) {
         if (rest && i >= listed) rest[i] = -1;
@@ -388,7 +388,7 @@ extern "C" __global__ void place_ids(
     });
     each_thread(tables * max(ranks, 1), [&](long long s) { told->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        told->unique = numbers->unique;
-        told->wrong = numbers->wrong;
+        known[0] = told->unique = numbers->unique;
+        known[1] = told->wrong = numbers->wrong;
     }
 }

@@ -193,14 +193,9 @@ TABLES = {
             Column("rows in memory, apart", "rows in memory apart over one", ".1f"),
         ],
     ),
-    "library": Table(["library-2026-11-23"], {r".* ids: (.*)": r"\1"}, STEPS),
+    "library": Table(["library-2026-11-26-5"], {r".* ids: (.*)": r"\1"}, STEPS),
     "clicks": Table(
-        [
-            *numbered("library-2026-11-23", 2, 6),
-            *numbered("library-2026-11-25", 4, 5),
-            *numbered("library-2026-11-23", 3, 5, 7),
-            *numbered("library-2026-11-25", 2, 3),
-        ],
+        [*numbered("library-2026-11-26", 6, 7, 8, 9, 2, 3), *numbered("library-2026-11-23", 5, 7)],
         {
             r"clicks, (\w+), .*, (\d+) rows x 64, (\d+) samples(.*): (.*)": (
                 r"\1, \2 rows, \3 samples\4, \5"

@@ -200,6 +200,21 @@ def test_a_page_that_is_left_before_its_step(leave, device):
 
 
 @devices
+def test_pages_that_were_prefetched_and_never_used(device):
+    """They may take the slots of rows whose gradients wait for the step."""
+    pairs = cached_pair(device=device)
+    for table, _ in pairs:
+        table(torch.arange(14)).square().sum().backward()  # of 15 that have room
+    table, optimizer = pairs[1]
+    for first in (20, 40):
+        with pytest.raises(IndexError, match="id 60"):
+            next(optimizer.pages(ids_of([60], [*range(first, first + 14)]), "ids"))
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert torch.equal(weights(table), weights(pairs[0][0]))
+
+
+@devices
 def test_pages_with_the_same_rows_and_two_pages_a_step(device):
     plain, cached = cached_pair(optimizer="Adamax", device=device)
     batches = ids_of([1, 2, 3], [1, 2, 3], [3, 1], [40, 3], [40, 1], [1, 2, 3])

@@ -440,6 +440,8 @@ class CachedLink(Link):
     ) -> None:
         """Prefetch a page; the current page stays valid until `make_current`.
 
+        A second page that is prefetched before replaces the first one, and the current page.
+
         Args:
             lists: Its rows.
             soon: As in `PageRows`.
@@ -456,6 +458,8 @@ class CachedLink(Link):
         if not lists:
             return
         self._cache = self._cache or self._new_cache()
+        if self._next:  # a plan keeps the rows of the page before it, not of the one before that
+            self._current, self._slots = {}, {}
         self._next = self._fitting(lists, part)
         self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
         # The other parts are in the page of each part: all are counted once in a round.

@@ -1,6 +1,7 @@
 """Paged embeddings are modules like the others of torch."""
 
 import copy
+import gc
 import io
 import pickle
 import sys
@@ -510,6 +511,24 @@ def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     tables = [table.store.table for table, _ in (in_memory, in_file)]
     assert torch.equal(tables[0].records_VR, tables[1].records_VR)
     assert tables[0].scalars == tables[1].scalars
+
+
+@pytest.mark.parametrize("share", [0, "20%", "100%"])
+def test_cached_rows_of_a_file_are_written_when_its_table_goes(tmp_path, share):
+    def open_file():
+        table = PagedEmbedding(
+            ROWS, DIM, storage="mmap", path=tmp_path / "rows", gpu_bytes=share, seed=1
+        )
+        return table, PagedOptimizer(table, "SGD", lr=1.0)
+
+    table, optimizer = open_file()
+    expected = weights(table).clone()
+    table([3]).sum().backward()
+    optimizer.step()
+    expected[3] -= 1
+    del table, optimizer
+    gc.collect()
+    assert torch.equal(weights(open_file()[0]), expected)
 
 
 @everywhere

@@ -23,6 +23,7 @@ Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -425,6 +426,7 @@ class CachedLink(Link):
         self._next: PageLists = {}  # of the page that was prefetched
         self._parts_seen: set[int] = set()  # since uses were counted
         self._is_warned = False
+        self._at_end: weakref.finalize | None = None  # writes the rows back
 
     @property
     def stats(self) -> TransferStats:
@@ -457,7 +459,10 @@ class CachedLink(Link):
         ]
         if not lists:
             return
-        self._cache = self._cache or self._new_cache()
+        if not self._cache:
+            self._cache = self._new_cache()
+            if self._table.storage == "mmap":  # the file outlives this link and the program
+                self._at_end = weakref.finalize(self, self._cache.flush)
         if self._next:  # a plan keeps the rows of the page before it, not of the one before that
             self._current, self._slots = {}, {}
         self._next = self._fitting(lists, part)
@@ -528,6 +533,8 @@ class CachedLink(Link):
         """Write all rows back and empty the cache."""
         if self._cache:
             self._cache.flush()
+            if self._at_end:
+                self._at_end.detach()
             self._past = self.stats
             self._cache = None  # free before another cache is allocated
             self._current, self._slots, self._next = {}, {}, {}

@@ -432,6 +432,8 @@ def check_optimizer(name: str) -> None:
         return
     where, known = f"optimizer.name={_show(name)}", " ".join(OPTIMIZERS)
     mixes = {other.lower(): other for other in NOT_ROWWISE}.get(name.lower())
+    if mixes == "SparseAdam":
+        raise ConfigError(f"{where} is Adam here, which steps the same rows; choose one of {known}")
     if mixes:
         raise ConfigError(f"{where} mixes rows, so it cannot be paged; choose one of {known}")
     lower = {other.lower(): other for other in OPTIMIZERS}

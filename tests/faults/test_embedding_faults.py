@@ -385,7 +385,7 @@ def test_weights_that_are_replaced_are_refused(tmp_path):
 def test_bad_offsets_are_refused(tmp_path):
     bags = embedding(tmp_path, kind=PagedEmbeddingBag)
     factors = torch.rand(3)  # in place of offsets
-    for offsets, kind in ((factors, "torch.float32"), ([0, 2], "list"), (np.zeros(1), "float64")):
+    for offsets, kind in ((factors, "torch.float32"), ([0, 2], "list"), (np.zeros(1), "ndarray")):
         with pytest.raises(ValueError, match=f"offsets are {kind}; give a tensor of int32"):
             bags(torch.tensor([1, 2, 2]), offsets)
 
@@ -444,6 +444,8 @@ def test_checkpoints_of_other_groups_are_refused(tmp_path, monkeypatch):
 BAD_SETTINGS = [
     ({"optimizer": "adamax"}, "optimizer.name=adamax .*did you mean Adamax"),
     ({"optimizer": "Muon"}, "optimizer.name=Muon mixes rows"),
+    ({"optimizer": "SparseAdam"}, "name=SparseAdam is Adam here, which steps the same rows"),
+    ({"gpu_bytes": "1e9"}, "^gpu_bytes=1e9 is out of range; it must be auto, 0, a size such as"),
     ({"lr": -1.0}, "lr=-1.0 is no learning rate"),
     ({"lr": "0.1"}, "lr='0.1' is no learning rate; it must be a number"),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is a SGD and no class; give a"),

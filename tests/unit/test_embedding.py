@@ -674,6 +674,30 @@ def test_other_uses_of_a_cached_table_change_no_bit(device, share):
     assert all(map(torch.equal, all_records(runs[2][0]), expected))
 
 
+def test_a_table_without_ids_leaves_the_page_of_the_others_as_it_is():
+    tables = [PagedEmbedding(MANY, DIM, gpu_bytes="20%") for _ in range(2)]
+    optimizer = PagedOptimizer(tables, "SGD", lr=0.1)
+    for batch in optimizer.pages([([turn], []) for turn in range(9)], [0, 1]):
+        sum(table(ids).sum() for table, ids in zip(tables, batch, strict=True)).backward()
+        optimizer.step()
+    assert tables[0].store.stats.rows_used == 9
+
+
+def test_batches_that_are_read_in_inference_mode_train():
+    tables, optimizer = two_tables("20%")
+    pages = optimizer.pages(skewed(4), KEYS)
+    with torch.inference_mode():
+        next(pages)
+    train_both(tables, optimizer, pages)
+
+
+def test_arrays_of_any_strides_are_ids():
+    table = PagedEmbedding(MANY, DIM, seed=1)
+    ids = np.arange(5)[::-1]
+    assert torch.equal(table(ids), table(ids.copy()))
+    assert table(np.array(3)).shape == (DIM,)
+
+
 def test_weights_and_states_are_current_while_rows_are_cached(tmp_path):
     runs = two_tables(0), two_tables("50%")
     for tables, optimizer in runs:

@@ -47,7 +47,7 @@ class RowOptimizer:
         self._args = _arguments(self._class, config)
         self.formula, self._hyper = _fused_formula(found, self._args)
         given = f"optimizer.name={config.name} with optimizer.args={config.args}"
-        remedy = f"choose one of {' '.join(OPTIMIZERS)}"
+        remedy = f"choose one of {' '.join(OPTIMIZERS)}, or other arguments"
         # A state that begins as the learning rate is stored as 0 until the first step of its row,
         # and then set to that step's rate.
         other = self._args | {"lr": 2 * self._args["lr"]}

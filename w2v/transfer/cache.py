@@ -453,7 +453,7 @@ class CachedLink(Link):
         lists = [
             rows_U
             for rows_U in lists
-            if rows_U.shape[0] <= self.slots
+            if 0 < rows_U.shape[0] <= self.slots
             and _find(self._current, rows_U) is None
             and _find(self._next, rows_U) is None
         ]
@@ -484,11 +484,11 @@ class CachedLink(Link):
             if not self._is_warned:
                 room = f"gpu_bytes has room for {self.slots:,} rows, but a batch has"
                 remedy = "raise gpu_bytes; such batches are paged without the cache"
+                self._is_warned = True  # before, as warnings may be errors
                 warnings.warn(f"{room} {len(rows_U):,}; {remedy}", stacklevel=2)
-                self._is_warned = True
             self.flush()
             return False
-        if _find(self._current, rows_U) is None:
+        if rows_U.shape[0] and _find(self._current, rows_U) is None:
             self.prefetch([rows_U])
             self._cache.wait()
             self._current, self._next = self._next, {}
@@ -498,9 +498,9 @@ class CachedLink(Link):
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the cache's records and the slots of rows, int32.
 
-        They become the current page. Returns None if there are more than the cache's capacity.
+        They become the current page. Returns None if there are none, or more than the capacity.
         """
-        if not self.make_current(rows_U):
+        if not rows_U.shape[0] or not self.make_current(rows_U):
             return None
         list_U, start = _find(self._current, rows_U)
         if (slots_U := self._slots.get(id(list_U))) is None:

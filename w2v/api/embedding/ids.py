@@ -58,7 +58,11 @@ def as_tensor(values: Any) -> Tensor:
 
     torch.as_tensor would copy them to the device of torch.set_default_device.
     """
-    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, np.ndarray):
+        values = np.asarray(values, order="C")  # torch takes no negative strides
+    return torch.as_tensor(values, device="cpu")
 
 
 def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -402,7 +402,6 @@ def outside_inference(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-@outside_inference  # what is made here serves training too
 def look_up(
     store: Rows, ids: Ids, padding: int | None = None, is_filled: bool = False
 ) -> RowsOfIds:
@@ -412,6 +411,7 @@ def look_up(
     return found
 
 
+@outside_inference  # what is made here serves training too
 def look_up_together(
     rows: Sequence[RowsOfIds], is_filled: bool = False, kind: type[LookUp] = LookUp
 ) -> None:

@@ -29,7 +29,7 @@ from w2v.api.embedding.fused import fused_vectors
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.row_store import Rows, open_device
 from w2v.api.embedding.table import PagedTable
-from w2v.config import TransferConfig
+from w2v.config import ConfigError, TransferConfig
 from w2v.model.table import Init, Storage, check_table
 
 
@@ -111,7 +111,10 @@ class PagedEmbedding(nn.Module):
         ranks = sharded.ranks_of(process_group)
         shape = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype}
         ranks.require_equal(shape, "make the same table on all ranks")
-        cache_size = TransferConfig(gpu_bytes=str(gpu_bytes))
+        try:
+            cache_size = TransferConfig(gpu_bytes=str(gpu_bytes))
+        except ConfigError as error:  # which names the key of a configuration
+            raise ValueError(str(error).removeprefix("transfer.")) from None
         if state_storage and "mmap" in (storage, state_storage):
             both = f"state_storage={state_storage!r} with storage={storage!r}"
             raise ValueError(f"{both}: a file holds both; leave state_storage out")
@@ -335,7 +338,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             IndexError: An id is not a row; nothing has changed.
         """
         table = self._table
-        kind = getattr(offsets, "dtype", type(offsets).__name__)
+        kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:

@@ -159,6 +159,12 @@ def test_full_standard_output_is_an_error(run):
     assert done.stderr == "error: No space left on device; make room there\n"
 
 
+def test_the_home_folder_is_written_to(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert evaluate.main(["export", str(run), "--text", "--to=~/x"]) == 0
+    assert (tmp_path / "x" / "vectors.txt").exists()
+
+
 def test_full_disk_is_named(run, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

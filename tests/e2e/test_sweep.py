@@ -26,14 +26,21 @@ def test_the_program_prints_the_best_settings_as_yaml(
 ):
     monkeypatch.chdir(ROOT)
     lrs = ["optimizer.lr=0.01,0.02", "train.batch_size=64", "train.epochs=1"]
-    settings = [*common, *lrs, BETAS]
-    assert cli.main(["sweep", "Adam", "--to", str(tmp_path), *settings]) == 0
-    (tmp_path / "best.yaml").write_text(capsys.readouterr().out.split("yaml:\n")[1])
+    other = tmp_path / "other.txt"
+    (text,) = [name.partition("=")[2] for name in common if name.startswith("corpus.path=")]
+    other.write_text(Path(text).read_text().upper())
+    settings = [*common, *lrs, "model.window=3", BETAS]
+    for path in (other, text):  # only runs on the text at hand are ranked
+        command = ["sweep", "Adam", "--to", str(tmp_path), *settings, f"corpus.path={path}"]
+        assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "best.yaml").write_text(printed.split("yaml:\n")[-1])
     best = load_config([tmp_path / "best.yaml"])
     assert best.optimizer.name == "Adam"
     assert best.optimizer.args["betas"] == [0.0, 0.9]
     assert best.optimizer.lr in (0.01, 0.02)
     assert best.train.batch_size == 64
+    assert (best.model.window, best.train.epochs) == (3, 1)
     assert len((tmp_path / "sweep-adam" / "table.md").read_text().splitlines()) == 4
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import w2v
 from w2v.api import cli, train
-from w2v.config import load_config
+from w2v.config import ConfigError, load_config
 from w2v.text.sources import require_source
 
 ROOT = Path(__file__).parents[2]
@@ -208,6 +208,13 @@ def test_standard_input_is_kept_by_its_content(tmp_path, monkeypatch):
     path.write_text("the dog\n")  # of the same size
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
     assert train.spool(str(tmp_path / "data")).read_text() == "the cat\n"
+
+
+def test_empty_standard_input_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(ConfigError, match="standard input is empty; send a text"):
+        train.spool(str(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def test_full_disk_is_named_for_standard_input(tmp_path, monkeypatch):

@@ -70,6 +70,14 @@ def test_control_characters_are_escaped_in_console_and_file(monkeypatch, tmp_pat
         assert "near \\x1b[31mred\n" in text and "\x1b" not in text
 
 
+def test_the_error_that_ends_a_run_is_in_its_file_alone(tmp_path, capsys):
+    log_to_console()
+    with pytest.raises(ValueError), log_to_file(tmp_path / "train.log"):
+        raise ValueError("training\ndiverged")
+    assert (tmp_path / "train.log").read_text().endswith(" ERROR training diverged\n")
+    assert capsys.readouterr() == ("", "")
+
+
 LEVELS = {
     console.DETAILS: "detail message result error",
     logging.INFO: "message result error",

@@ -163,6 +163,11 @@ def test_known_optimizers_are_all_that_torch_has():
     assert classes - {"Optimizer"} <= {*OPTIMIZERS, *NOT_ROWWISE}
 
 
+def test_whole_numbers_are_arguments():
+    config = OptimizerConfig(name="Adam", args={"betas": [0, 0.99]})
+    assert RowOptimizer(config).arguments["betas"] == [0.0, 0.99]
+
+
 @pytest.mark.parametrize("name", NOT_ROWWISE)
 def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
     if hasattr(torch.optim, name):  # by trying it, too
@@ -182,7 +187,7 @@ def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
         ("collections.Counter", {}, "no class that derives"),
         ("Adam", {"betas": 0.9}, r"betas=0.9 must be 2 numbers, such as \[0.9,0.999\]"),
         ("Adam", {"beta": 0.5}, "optimizer.args.beta .*Adam; did you mean betas"),
-        ("Adam", {"lr": 0.5}, "optimizer.args.lr is not an argument of Adam"),
+        ("Adam", {"lr": 0.5}, "optimizer.args.lr=.* is set by optimizer.lr alone"),
         ("RMSprop", {"betas": (0.5, 0.9)}, "optimizer.args.betas .*optimizer.args={} clears"),
         ("Adam", {"betas": [2, 3]}, "refused by Adam .*Invalid beta"),
         ("SGD", {"momentum": 0.9, "dampening": 0.5}, "depends on .*first step"),

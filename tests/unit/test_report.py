@@ -67,6 +67,12 @@ def page(tmp_path_factory):
         return report.write([folder], folder / "page.html")
 
 
+def test_a_run_of_few_words_has_no_map(tmp_path):
+    run = write_run(tmp_path / "run", metrics=[{"words": 1, "seconds": 1, "loss": 3}])
+    export.save(kv_of(["a", "b"], np.ones((2, 8), np.float32)), run, ["kv"])
+    assert report.write([run], tmp_path / "page.html").exists()
+
+
 def test_page_is_whole_and_loads_nothing(page):
     text = page.read_text(encoding="utf-8")
     parsed = Page(text)

@@ -10,6 +10,7 @@ import pytest
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables
 from w2v.config import ConfigError, flat_config, load_config
+from w2v.text import CorpusError
 from w2v.training import run_folder
 from w2v.training.checkpoint import Checkpoints
 from w2v.vectors.runs import RunError
@@ -104,6 +105,23 @@ def test_a_rate_that_is_auto_changes_no_arguments_of_a_run(tmp_path):
         error = pytest.raises(ConfigError, match="lr=auto would change optimizer.args")
         with error if refused else nullcontext():
             run_folder.resume_config(folder, [], ["optimizer.lr=auto"])
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_anew(tmp_path):
+    folder = begun(tmp_path)
+    run_folder.resume_config(folder, [], [])  # it was stopped early
+    (folder / "vectors.kv").touch()
+    with pytest.raises(ConfigError, match="is finished and has no checkpoint; begin a new run"):
+        run_folder.resume_config(folder, [], [])
+
+
+def test_a_text_that_is_not_there_on_resuming(tmp_path):
+    folder = begun(tmp_path)
+    config = run_folder.resume_config(folder, [], [])
+    with pytest.raises(CorpusError, match=rf"text8.gz' is no file.* --resume {folder} TEXT"):
+        run_folder.require_text(folder, config)
+    (tmp_path / "text").touch()
+    run_folder.require_text(folder, config_for(tmp_path, f"corpus.path={tmp_path}/text"))
 
 
 def test_a_run_that_was_moved_is_planned_for_its_new_disk(tmp_path, monkeypatch):

@@ -301,7 +301,7 @@ def test_a_converted_dump_is_found_for_a_copy_of_it(tmp_path):
 JSON = '{"id": 1, "text": "naïve a\\nb"}\n\n{"text": "c \\ud800", "other": {}}\n'
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "JSONL"])
+@pytest.mark.parametrize("suffix", ["jsonl", "JSONL", "ndjson"])
 @pytest.mark.parametrize("ending", ["", *PACK])
 def test_a_field_of_json_lines_is_the_text(tmp_path, suffix, ending):
     path = tmp_path / f"texts.{suffix}{ending}"

@@ -52,6 +52,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
+def home_folder(text: str) -> Path:
+    """Return a folder; shells expand ~ only where a word begins."""
+    return Path(text).expanduser()
+
+
 def count(text: str) -> int:
     """Return a whole number of at least 1 from an argument."""
     if not text.isdecimal() or int(text) < 1:
@@ -122,15 +127,30 @@ def make_parser(name: str) -> Parser:
         for option, suffix in (("--kv", "kv"), ("--bin", "bin"), ("--text", "txt")):
             file = f"write vectors.{suffix}"
             add(option, action="append_const", dest="formats", const=suffix, help=file)
-        add("--to", metavar="FOLDER", help="output folder (default: that of the vectors)")
+        add(
+            "--to",
+            type=os.path.expanduser,
+            metavar="FOLDER",
+            help="output folder (default: that of the vectors)",
+        )
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
-        add("--to", metavar="FILE", help="map.png, map.svg, ... (default: in the run folder)")
+        add(
+            "--to",
+            type=os.path.expanduser,
+            metavar="FILE",
+            help="map.png, map.svg, ... (default: in the run folder)",
+        )
     # Commands on several runs, finished or not.
     if name in ("plot", "report"):
         runs = "a run folder, a folder of run folders, or latest"
         add("runs", nargs="+", metavar="RUN", help=runs)
-        add("--to", metavar="FILE", help="output file, or a folder (default: in the run folder)")
+        add(
+            "--to",
+            type=os.path.expanduser,
+            metavar="FILE",
+            help="output file, or a folder (default: in the run folder)",
+        )
     # Commands that train several runs.
     if name == "compare":
         settings = "configs to train and compare, such as adam adamw, with a text and settings for "
@@ -148,7 +168,7 @@ def make_parser(name: str) -> Parser:
         add("--base", default="text8", metavar="CONFIG", help=base)
         seeds = "train with each of these seeds; write this option last (default: 1)"
         add("--seeds", nargs="+", type=int, default=[1], metavar="N", help=seeds)
-        add("--to", type=Path, metavar="FOLDER", help="output folder (default: in run.dir)")
+        add("--to", type=home_folder, metavar="FOLDER", help="output folder (default: in run.dir)")
         corpora = "train on each of these texts, and rank by the mean over all"
         add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
     if name in ("score", "compare", "sweep"):

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ def sweep(
     return next(iter(chosen.values())) if is_finite else None
 
 
-def as_yaml(config: Config) -> str:
-    """Return optimizer and batch size as in configs/optimizers/*.yaml."""
+def as_yaml(config: Config, given: Iterable[str]) -> str:
+    """Return a config file: optimizer, batch size and the given keys."""
     default = asdict(Config().optimizer)
     optimizer = {
         key: value
@@ -129,6 +129,10 @@ def as_yaml(config: Config) -> str:
         if key in ("name", "lr", "args") or value != default[key]
     }
     content = {"optimizer": optimizer, "train": {"batch_size": config.train.batch_size}}
+    for name in given:
+        section, _, key = name.partition(".")
+        if section not in ("optimizer", "corpus", "run"):
+            content.setdefault(section, {})[key] = getattr(getattr(config, section), key)
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
 
@@ -147,6 +151,11 @@ def run(options: argparse.Namespace) -> None:
         parent = options.to or Path(next(iter(configs.values())).run.dir)
         folder = parent / f"sweep-{path.stem}"
         best = sweep(configs, options.seeds, folder, further)
-        print(f"\n{compare.report([folder], folder)}\n")
+        # An earlier sweep of other texts may be in the folder.
+        texts = {config.corpus.path for config in configs.values()}
+        found = map(runs.read, runs.find_all([folder]))
+        of_texts = [run for run in found if run.settings["corpus.path"] in texts]
+        print(f"\n{compare.write(of_texts, folder)}\n")
         if best:
-            print(f"best by the mean of its scores, to be {path}:\n\n{as_yaml(best)}")
+            settings = as_yaml(best, parse_axes(assignments))
+            print(f"best by the mean of its scores, as a file like {path.name}:\n\n{settings}")

@@ -95,6 +95,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         lock = run_folder.lock(folder, ranks)
         with ranks.reraise():
             config = run_folder.resume_config(folder, files, assignments)
+            run_folder.require_text(folder, config)
     ranks.require_equal(plan.common_facts(config))
     timeline.begin("reading")
     checked = encoder is not None and encoder.exitcode == 0  # the checksums, by that process
@@ -277,6 +278,8 @@ def spool(data_dir: str) -> Path:
             while block := sys.stdin.buffer.read(1 << 20):
                 digest.update(block)
                 file.write(block)
+            if not file.tell():
+                raise ConfigError("standard input is empty; send a text, or name a file")
         spooled = folder / f"stdin-{digest.hexdigest()}.txt"
         # The same text keeps its file, as cached ids belong to the file.
         if not (spooled.exists() and filecmp.cmp(file.name, spooled, shallow=False)):

@@ -300,6 +300,9 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     accepted = {key: parameter.default for key, parameter in parameters.items()}
     own = set(accepted) - {"params", "lr"}
+    if "lr" in config.args:
+        raise ConfigError(f"optimizer.args.lr={config.args['lr']} is set by optimizer.lr alone")
+    given_args = dict(config.args)
     for key in config.args:
         if key not in own:
             near = nearest(key, own)
@@ -312,14 +315,16 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
             numbers = ",".join(f"{number:g}" for number in default)
             expected = f"must be {len(default)} numbers, such as [{numbers}]"
             raise ConfigError(f"optimizer.args.{key}={value} {expected}")
+        if is_list:  # torch takes no int among floats
+            given_args[key] = [float(n) if type(n) is int else n for n in value]
     if "foreach" in accepted:
         # There is one parameter at a time: grouping would only copy strided views.
         accepted["foreach"] = False
     defaults = {
         key: value for key, value in accepted.items() if value is not inspect.Parameter.empty
     }
-    args = defaults | config.args | {"lr": config.lr or 0.1}  # any rate will do while it is auto
-    given = f"optimizer.args={config.args} or optimizer.lr={config.lr}"
+    args = defaults | given_args | {"lr": config.lr or 0.1}  # any rate will do while it is auto
+    given = f"optimizer.args={config.args}" + f" or optimizer.lr={config.lr}" * bool(config.lr)
     with refused(ConfigError, f"{given} is refused by {config.name}", "change or omit it"):
         cls([nn.Parameter(torch.zeros(1, 1))], **args)
     return args

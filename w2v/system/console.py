@@ -14,7 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from w2v.system.files import printable
+from w2v.system.files import one_line, printable
 from w2v.system.process import escape_unencodable
 
 log = logging.getLogger("w2v")
@@ -40,7 +40,10 @@ def log_to_console(level: int = logging.INFO) -> None:
 
 @contextlib.contextmanager
 def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
-    """Append all messages to a file during the block, unless `quiet`."""
+    """Append all messages to a file during the block, unless `quiet`.
+
+    An error that ends the block is one of them.
+    """
     handler = _FileHandler(os.devnull if quiet else path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _early.setTarget(handler)
@@ -49,6 +52,9 @@ def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
     log.addHandler(handler)
     try:
         yield
+    except Exception as error:  # which others print
+        handler.handle(log.makeRecord(log.name, logging.ERROR, "", 0, one_line(error), (), None))
+        raise
     finally:
         log.removeHandler(handler)
         handler.close()

@@ -29,6 +29,7 @@ from w2v.system.files import atomic_path, hash_file, in_gensim, nearest, one_lin
 from w2v.system.process import cores, terminate_with_parent
 
 CACHE = "cache"  # folder of the word ids, in corpus.data_dir
+JSON_LINES = {".jsonl", ".ndjson"}  # endings
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files
 SAMPLE_BYTES = 1_000_000  # read to recognize raw text
 RAW_SHARE = 0.03  # of the tokens; in raw text more of them end in punctuation
@@ -127,14 +128,14 @@ def _is_packed(path: Path) -> bool:
 
 
 def _is_json(path: Path) -> bool:
-    return ".jsonl" in map(str.lower, path.suffixes[-2:])
+    return not JSON_LINES.isdisjoint(map(str.lower, path.suffixes[-2:]))
 
 
 @contextmanager
 def opened(path: Path, field: str = "text") -> Iterator[BufferedIOBase]:
     """Open a file, decompressed if its name ends in one of `PACKED`.
 
-    A .jsonl file is read as the text in `field` of each line. Every error names the file.
+    A file of JSON lines is read as the text in `field` of each. Every error names the file.
     """
     remedy = "is it complete, its ending right, and the package that unpacks it installed?"
     opener: Callable[..., Any] = open

@@ -23,7 +23,9 @@ from w2v.config import (
 from w2v.distributed import launcher
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.auto import shipped
+from w2v.system.console import log
 from w2v.system.files import atomic_write, remove_partial
+from w2v.text.sources import CorpusError, require_source
 from w2v.training import checkpoint
 from w2v.vectors.runs import RunError, find
 
@@ -77,7 +79,8 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
 
     If the folder lies elsewhere now, `run.dir` is where it lies: the plan counts the disk there.
 
-    Raises `ConfigError` if there is a checkpoint and a setting differs that must not change.
+    Raises `ConfigError` if there is a checkpoint and a setting differs that must not change, or if
+    the run is finished without one.
     """
     config = load_config([folder / "config.yaml", *files], assignments)
     if saved := checkpoint.latest(folder / "checkpoints"):
@@ -89,10 +92,24 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
         if not config.optimizer.lr and shipped(config.optimizer) != config.optimizer:
             other = "would change optimizer.args={} of the run to the shipped ones"
             raise ConfigError(f"optimizer.lr=auto {other}; give a number")
+    elif any(folder.glob("vectors.*")):
+        remedy = "begin a new run, with run.final_checkpoint=true to go on from it later"
+        raise ConfigError(f"{folder} is finished and has no checkpoint; {remedy}")
+    else:
+        log.info(f"{folder} has no checkpoint; it trains from the beginning")
     parent = folder.resolve().parent
     if Path(config.run.dir).resolve() != parent:
         config = replace(config, run=replace(config.run, dir=str(parent)))
     return config
+
+
+def require_text(folder: Path, config: Config) -> None:
+    """Raise `CorpusError` unless the text of the run is there."""
+    try:
+        require_source(config.corpus.path, config.corpus.data_dir)
+    except CorpusError as error:  # such as a relative path, from another working folder
+        reason = str(error).partition("; did you mean")[0]
+        raise CorpusError(f"{reason}; name the text: w2v train --resume {folder} TEXT") from None
 
 
 def begin(folder: Path, config: Config, environment: str) -> None:

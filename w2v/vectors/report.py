@@ -46,10 +46,14 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     for label, run in shown.items():
         if (run.folder / "vectors.kv").exists():
             kv = load.load_words(run.folder)
+            try:
+                its_map = _map(label, kv)
+            except plots.PlotError:  # too few words
+                continue
             nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
             for word, cells in nearest.items():
                 cells.append(_neighbors(kv, word))
-            maps.append(_map(label, kv))
+            maps.append(its_map)
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
     corpora = sorted({str(run.settings["corpus.path"]) for run in shown.values()})

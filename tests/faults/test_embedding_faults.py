@@ -1,7 +1,10 @@
 """Invalid uses of an embedding or a row store are refused in one line."""
 
 import gc
+import subprocess
+import sys
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from tests.support.embeddings import (
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.model.table import normal
 from w2v.training.checkpoint import Checkpoints
+from w2v.transfer.cache import TorchCache
 
 BAD_IDS = [
     ([0, ROWS], IndexError, f"id {ROWS} is not a row; rows are 0 to {ROWS - 1}"),
@@ -212,6 +216,40 @@ def test_pages_that_were_prefetched_and_never_used(device):
     for _, optimizer in pairs:
         optimizer.step()
     assert torch.equal(weights(table), weights(pairs[0][0]))
+
+
+def test_an_error_while_a_page_is_prefetched(monkeypatch):
+    """What was interrupted half-way is refused from then on."""
+    _, cached = cached_pair()
+    train_on(cached, ids_of([1, 2], [3, 4]))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(TorchCache, "_make_moves", mock.Mock(side_effect=MemoryError))
+        train_on(cached, ids_of([7, 8]))
+    for use in (lambda: cached[0].weight, lambda: cached[0]([7, 8]), lambda: cached[0]([1])):
+        with pytest.raises(RuntimeError, match="interrupted moves of the cache"):
+            use()
+
+
+def test_a_forked_process_does_not_write_cached_rows_to_a_file(tmp_path):
+    code = f"""
+import os
+from w2v import PagedEmbedding, PagedOptimizer
+table = PagedEmbedding(9, 4, storage="mmap", path="{tmp_path}/rows", gpu_bytes="50%")
+optimizer = PagedOptimizer(table, "SGD", lr=1.0)
+def train():
+    table([1]).sum().backward()
+    optimizer.step()
+train()
+if not (child := os.fork()):
+    raise SystemExit
+os.waitpid(child, 0)
+before = table.store.table["weight"][1, 0].item()
+train()
+table.store.flush()
+print(before - table.store.table["weight"][1, 0].item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(2)  # the child has written neither step
 
 
 @devices

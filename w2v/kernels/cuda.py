@@ -340,7 +340,7 @@ def step_rows(
         count = torch.full((), rows, dtype=torch.int64, device=device)
     # The arguments of `CudaKernels.optimizer_step`, for one table.
     no_rows, stepped, loss, faults = _zeros(device)
-    # Slots take the place of rows: each is its own slot.
+    # The kernel gets slots in place of rows, and no slot of each row.
     inputs = records_SR, None, None, slots_U, grad_UD, None, count
     outputs = None, None, None, None, None, None, no_rows
     record = records_SR.shape[1], dim, step_column

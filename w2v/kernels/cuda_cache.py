@@ -16,11 +16,13 @@ from torch import Tensor
 from w2v.kernels.launch import THREADS, blocks_for, launch
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
-USE_BITS = 4  # of the number of uses of a row in cache.cu; at HIGHEST_LIMIT all are halved
+# As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
+# words that share a number in SlotMap.
+USE_BITS = 4
 HIGHEST_LIMIT = 12
-AGE = 2048  # plans after which they are halved in any case
-GROUP_WORDS = 4  # of the places of rows in cache.cu
-LISTED_WORDS = 1 << 16  # of bits, at a time
+GROUP_WORDS = 4
+AGE = 2048  # plans after which numbers of uses are halved, whatever the limit is
+LISTED_WORDS = 1 << 16  # words of bits that `cached_rows` expands at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/log.md has the figures).
 EXCHANGE_BLOCKS = 16
@@ -42,9 +44,9 @@ class Moves(NamedTuple):
 class PageRows(NamedTuple):
     """Rows of one table that a page needs, in lists.
 
-    soon: rows that pages after it need, which are evicted last: lists and, if the GPU alone knows
-    how many rows are at their front, `FoundRows.known`. is_counted: whether the page is a use of
-    its rows.
+    soon: rows that pages after it need, which are evicted last: pairs of a list and None, or of a
+    buffer with rows at its front and `FoundRows.known`, which says how many. is_counted: whether
+    the page adds 1 to the number of uses of its rows.
     """
 
     lists: Sequence[Tensor]  # int64
@@ -53,7 +55,7 @@ class PageRows(NamedTuple):
 
 
 class MovePlanner(ABC):
-    """Plans the moves of a cache on the GPU; plan n uses lists n % 2.
+    """Plans the moves of a cache on the GPU.
 
     Args:
         slots: Capacity of the cache in rows.
@@ -64,7 +66,7 @@ class MovePlanner(ABC):
     Attributes:
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
-        moves: The lists of two plans, as long as a page needs.
+        moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
@@ -158,17 +160,17 @@ class MarkPlanner(MovePlanner):
 class ListPlanner(MovePlanner):
     """Plans pages of listed rows; it takes few bytes for each row.
 
-    A row has a bit for each thing that is known of it, and a slot only while it is cached: slots
-    are listed in the order of the rows. Uses of rows are counted, page by page, and halved once
-    those with few do not suffice, and every AGE plans. Rows with few are evicted first.
+    It keeps 4 + USE_BITS bits of each row, and the slots of cached rows, in the order of the rows.
+    Rows with more uses than a limit are evicted last. The limit rises where others do not suffice;
+    numbers of uses are halved when it reaches HIGHEST_LIMIT, and every AGE plans.
     """
 
     def __init__(self, slots: int, rows: int, device: torch.device):
         super().__init__(slots, rows, 4 + USE_BITS, device)
         self._uses = self._bits[4:]
         groups = self._bits.shape[1] // GROUP_WORDS
-        # Cached rows before each group of words, and their slots: after the last plan, and before
-        # it; the two change places.
+        # Cached rows before each group of words, and their slots; the next plan writes these to
+        # the other list, and the two change places.
         self._before = torch.zeros(groups, dtype=torch.int32, device=device)
         self._slots, self._old_slots = torch.empty(2, slots, dtype=torch.int32, device=device)
 
@@ -294,8 +296,8 @@ def find_rows(
     ids, parts, device = ids_N.shape[0], spans.on_device.shape[0], ids_N.device
     word_blocks = -(-spans.words // THREADS)
     numbers, words = numbers_of(parts), word_blocks * THREADS
-    # Few allocations, as each takes the CPU as long as a launch. These two are not kept, but for
-    # the last ids.
+    # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
+    # unless `last_N` is a part of `zeros`.
     filled = ids if is_filled else 0
     zeros = torch.zeros(numbers + words // 2 + 1 + filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)

@@ -22,6 +22,7 @@ Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -81,6 +82,7 @@ class RowCache(Engine, ABC):
             views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
             self._page = Page(views[0], views[-1])  # of one table, both are the same
         self._plan = 0
+        self._is_whole = True  # no error came between a plan and its moves
         self._second_plan_done = True  # or not needed: all rows of the page have slots
         self._arrived_plan = 0  # the plan whose rows have arrived
         self._reads = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -123,6 +125,8 @@ class RowCache(Engine, ABC):
 
     def prefetch(self, page_rows: Tensor | PageRows, soon_V: Tensor | None = None) -> None:
         """Plan on the current stream, and start the moves for the next page."""
+        self._require_whole()
+        self._is_whole = False
         self._plan += 1
         self._second_plan_done = False
         # The lists of this plan may still be read by the moves of the plan before the last.
@@ -133,6 +137,7 @@ class RowCache(Engine, ABC):
         with on_stream(self._reads):
             self._wait(self._planned)
             self._move()
+        self._is_whole = True
 
     def page(self) -> Page:
         self.wait()
@@ -141,6 +146,7 @@ class RowCache(Engine, ABC):
     def wait(self) -> None:
         """Have the current stream wait for the rows that were prefetched last."""
         # A step calls this twice; only the first call after a plan has to wait.
+        self._require_whole()
         if self._arrived_plan != self._plan:
             with self._waits.counted(self.records_SR.device) if self._is_timed else nullcontext():
                 self._finish_plan()
@@ -148,6 +154,7 @@ class RowCache(Engine, ABC):
             self._arrived_plan = self._plan
 
     def flush(self) -> None:
+        self._require_whole()
         self._finish_plan()
         self._wait(self._arrived)
         # The rows stay cached as well, so training goes on without reading them again.
@@ -161,11 +168,19 @@ class RowCache(Engine, ABC):
         """Assign slots to rows without one, once the page before is done."""
         if not self._second_plan_done and not self._all_rows_have_slots():
             self._wait(self._arrived)
+            self._is_whole = False
             self._make_plan(None)
             self._move()
             self._record(self._planned)  # the next plan follows these moves
+            self._is_whole = True
         self._second_plan_done = True
         self._check_capacity()
+
+    def _require_whole(self) -> None:
+        """Raise `RuntimeError` if an error came between a plan and its moves."""
+        if not self._is_whole:
+            lost = "an error has interrupted moves of the cache, and what it held is lost"
+            raise RuntimeError(f"{lost}; go on from what was saved last")
 
     def _move(self) -> None:
         self._make_moves()
@@ -353,7 +368,8 @@ class MappedCache(RowCache):
 class ListedCache(MappedCache):
     """Row cache over one pinned table whose pages are lists of rows.
 
-    It has no array with a number for each row, as `cuda_cache.ListPlanner` says.
+    It has no array with a number for each row, as `cuda_cache.ListPlanner` says. It evicts the rows
+    that a `TorchCache` does, but where a page is replaced before it was used.
     """
 
     has_slot_of_row = False
@@ -376,6 +392,7 @@ class WholeTable(Engine):
 
     def __init__(self, table: Table, device: torch.device):
         super().__init__([table])
+        assert table.rows < 2**31, "slots are numbers of 32 bits"
         self.records_SR = table.records_VR.to(device, copy=True)
 
     @property
@@ -424,7 +441,7 @@ class CachedLink(Link):
         self._current: PageLists = {}
         self._slots: dict[int, Tensor] = {}  # of lists of the current page, by their `id`
         self._next: PageLists = {}  # of the page that was prefetched
-        self._parts_seen: set[int] = set()  # since uses were counted
+        self._parts_seen: set[int] = set()  # that were prefetched since a page was counted
         self._is_warned = False
         self._at_end: weakref.finalize | None = None  # writes the rows back
 
@@ -462,18 +479,20 @@ class CachedLink(Link):
         if not self._cache:
             self._cache = self._new_cache()
             if self._table.storage == "mmap":  # the file outlives this link and the program
-                self._at_end = weakref.finalize(self, self._cache.flush)
+                self._at_end = weakref.finalize(self, _flush_in, os.getpid(), self._cache)
         if self._next:  # a plan keeps the rows of the page before it, not of the one before that
-            self._current, self._slots = {}, {}
-        self._next = self._fitting(lists, part)
-        self._rows_used += sum(rows_U.shape[0] for rows_U in self._next[part])
-        # The other parts are in the page of each part: all are counted once in a round.
-        is_counted = part is None or part in self._parts_seen
+            self._current, self._slots, self._next = {}, {}, {}
+        page = self._fitting(lists, part)
+        # A page with parts repeats those of the page before. It is counted when a part comes round
+        # again, so that each part counts once.
+        is_counted = len(page) == 1 or part in self._parts_seen
         if is_counted:
             self._parts_seen.clear()
         if part is not None:
             self._parts_seen.add(part)
-        self._cache.prefetch(PageRows([*chain(*self._next.values())], soon, is_counted))
+        self._cache.prefetch(PageRows([*chain(*page.values())], soon, is_counted))
+        self._next = page  # after what may fail
+        self._rows_used += sum(rows_U.shape[0] for rows_U in page[part])
 
     def make_current(self, rows_U: Tensor) -> bool:
         """Make this the current page.
@@ -498,7 +517,7 @@ class CachedLink(Link):
     def locate(self, rows_U: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the cache's records and the slots of rows, int32.
 
-        They become the current page. Returns None if there are none, or more than the capacity.
+        Makes the rows the current page. Returns None for no rows, or more than the capacity.
         """
         if not rows_U.shape[0] or not self.make_current(rows_U):
             return None
@@ -559,6 +578,12 @@ class CachedLink(Link):
         while _count_rows(page) > self.slots:
             page = {part: page[part][:-1]}
         return page
+
+
+def _flush_in(process: int, cache: RowCache | WholeTable) -> None:
+    """Write rows back, but not from a forked process: its copy is out of date."""
+    if os.getpid() == process:
+        cache.flush()
 
 
 def _count_rows(page: PageLists) -> int:

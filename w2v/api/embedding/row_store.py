@@ -42,7 +42,8 @@ class RowGroup:
         members: The tables.
         parts: The tables that have the records, weights first, and their links.
         caches: Links that are caches.
-        layout: Stays the same as long as rows are numbered and cached as they are.
+        layout: Replaced when rows are renumbered or caches made anew: look-ups with another one are
+            out of date.
         bags_differ: Whether tables have been found to differ in the offsets of their bags.
         weights: What `get` and `put` move: the weights, rounded up to the link's unit.
         link: Moves them.

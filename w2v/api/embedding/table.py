@@ -28,7 +28,7 @@ from w2v.distributed.ranks import Ranks
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, normal
 
-MOST_ROWS = 1 << 31  # of a cache: they are numbered in 32 bits
+MOST_ROWS = 1 << 31  # of a cache and of fused steps: they are numbered in 32 bits
 
 
 class Layout(NamedTuple):
@@ -353,6 +353,9 @@ class PagedTable:
             raise ValueError(f"fused=True cannot step a table with {where}; leave it out")
         if self.dtype == torch.float64:
             raise ValueError("fused=True cannot step float64; leave it out")
+        if self.num_embeddings >= MOST_ROWS:
+            rows = f"{self.num_embeddings:,} rows, which are numbered in 32 bits"
+            raise ValueError(f"fused=True cannot step {rows}; leave it out")
 
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:

@@ -40,7 +40,7 @@ struct Rows {
     unsigned* wanted;        // by this plan
     const unsigned* in_use;  // wanted by the previous plan, still computing; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
-    unsigned* late;          // evicted last; 0 behind a plan that places all rows
+    unsigned* late;          // evicted after all others; 0 once a plan has placed all its rows
 
     __device__ unsigned misses(long long word) const { return wanted[word] & ~cached[word]; }
     __device__ unsigned evictable(long long word) const {
@@ -61,8 +61,9 @@ __device__ int row_at(const int* order, long long position) {
     return order ? order[position] : position;
 }
 
-// Count a use of the used rows of a word; return the rows with more than `limit` uses. The numbers
-// of uses stop at the greatest; bit b of each is in uses[b * words]. halve: halve them before.
+// Count a use of the used rows of a word; return the rows with more than `limit` uses. Numbers have
+// USE_BITS bits and stay at the greatest: uses[b * words] has bit b of each. halve: halve them
+// first.
 __device__ unsigned count_uses(
     unsigned* uses, long long words, unsigned used, long long limit, bool halve) {
     unsigned bits[USE_BITS + 1] = {}, carry = used;
@@ -77,7 +78,7 @@ __device__ unsigned count_uses(
     unsigned more = 0, equal = ALL;
 #pragma unroll
     for (int b = USE_BITS - 1; b >= 0; b--) {
-        bits[b] |= carry;  // of the greatest number
+        bits[b] |= carry;  // beyond the last bit: the number stays
         if (used || halve) uses[b * words] = bits[b];
         const unsigned of_limit = limit >> b & 1 ? ALL : 0;
         more |= equal & bits[b] & ~of_limit;
@@ -109,7 +110,7 @@ extern "C" __global__ void survey(
     halve |= totals->limit >= HIGHEST_LIMIT;
     const long long limit = max(1ll, totals->limit >> halve);
 
-    // Each warp turns the marks of its stretch into bits and counts them.
+    // Each warp turns the marks of its stretch into bits, or counts uses, and then the moves.
     if (warp_id() < stretches) {
         const long long first = 32 * warp_id(), word = first + lane_id();
         if (marks) {
@@ -201,7 +202,7 @@ extern "C" __global__ void list(
     const int kept_last = plan->kept_last, allocated = plan->allocated;
     const int loads = plan->loads, evicted_first = evict_first[stretches] - kept_first;
     const unsigned had = cached[word];
-    int from = slot_of ? 0 : before[first / GROUP];  // place of the stretch's slots
+    int from = slot_of ? 0 : before[first / GROUP];  // where the stretch's slots begin
     const int word_from = from + prefix_sum(__popc(had)) - __popc(had);
     unsigned changed = 0;
     const auto evict = [&](unsigned bits, int sum, int offset) {
@@ -282,7 +283,7 @@ struct Numbers {  // of a look-up
     Found found[1];    // of each span
 };
 
-// Set the bits of rows, where the order is that of the rows. known: as place_ids writes it, if the
+// Set the bits of rows, where a row's position is its number. known: as place_ids writes it, if the
 // GPU alone knows how many there are.
 extern "C" __global__ void mark_rows(
     const long long* rows, long long count, const long long* known, unsigned* words) {

@@ -159,8 +159,8 @@ def make_parser(name: str) -> Parser:
         add("settings", nargs="+", metavar=metavar, help=settings)
     if name == "sweep":
         settings = "optimizers, such as adam, with a text and settings for all; each combination "
-        settings += "of section.key=value,value is tried (default: learning rates, batch sizes, "
-        settings += "betas)"
+        settings += "of section.key=value,value is tried, with learning rates, batch sizes and "
+        settings += "betas of its own where none are given"
         metavar = "config | text | section.key=value"
         add("settings", nargs="+", metavar=metavar, help=settings)
     if name in ("compare", "sweep"):

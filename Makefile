@@ -92,7 +92,7 @@ test-faults: $(TOOLS) ## kill runs 170 times, try 2,600 random inputs and damage
 	W2V_KILLS=50 W2V_RANK_KILLS=20 W2V_CASES=400 W2V_DAMAGES=500 W2V_SLOW=1 $(TEST_ON_CPU) -m "not gpu" \
 	  tests/unit/test_gensim.py tests/faults/test_damage.py tests/faults/test_estimates.py tests/faults/test_faults_kill.py \
 	  tests/faults/test_ranks.py tests/faults/test_faults_random.py $(ARGS)
-	W2V_KILLS=20 W2V_RANK_KILLS=20 $(PY) -m pytest -q -rs -m gpu -n $(JOBS) --maxprocesses 8 tests/faults \
+	W2V_KILLS=20 W2V_RANK_KILLS=20 W2V_STRESS_STEPS=10000 $(PY) -m pytest -q -rs -m gpu -n $(JOBS) --maxprocesses 8 tests/faults tests/oracle/test_cache.py \
 	  --ignore tests/faults/test_estimates.py $(ARGS)
 	$(PY) -m pytest -q -rs -m gpu tests/faults/test_estimates.py $(ARGS)
 
@@ -100,8 +100,11 @@ test-readme: $(TOOLS) ## run the make commands of README on small texts; some mi
 	OMP_NUM_THREADS=1 W2V_README=1 $(PY) -m pytest -q tests/e2e/test_docs.py \
 	  -k "line_by_line or tour" $(ARGS)
 
+# GPU_JOBS processes share the tests, but for those that need a GPU for themselves.
+test-gpu: GPU_JOBS = 8
 test-gpu: $(TOOLS) ## run the tests that need a GPU
-	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+	$(PY) -m pytest -q -rs -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -q -rs -m "gpu and alone" $(ARGS)
 
 # Without torch's cache every tensor is an allocation, whose bounds the checker knows. torch's own
 # kernels are left out. Races are possible only in kernels that share memory in a block.

@@ -96,6 +96,7 @@ def test_memory_of_the_cpu(arguments, tmp_path, settings):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("settings", GPU)
 def test_memory_of_a_gpu(arguments, tmp_path, settings):
     """Tables have some GiB, beside which what CUDA takes is small.

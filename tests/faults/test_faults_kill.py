@@ -47,7 +47,7 @@ def arguments(tmp_path_factory):
 
 
 def on_gpus(number):
-    return pytest.param(number, marks=pytest.mark.gpu, id=f"{number}GPU")
+    return pytest.param(number, marks=[pytest.mark.gpu, pytest.mark.alone], id=f"{number}GPU")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(0, id="CPU"), on_gpus(1), on_gpus(2)])

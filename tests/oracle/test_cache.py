@@ -22,7 +22,7 @@ from w2v.transfer.cache import ListedCache, TorchCache
 from w2v.transfer.links import Link, MappedLink
 
 ROWS, DIM = 24, 3
-STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "10000"))
+STRESS_STEPS = int(os.environ.get("W2V_STRESS_STEPS", "2000"))
 SGD = OptimizerConfig(name="SGD", lr=1.0)
 # By name: the device, the engine, and where the tables are stored.
 ENGINES = {

@@ -159,9 +159,13 @@ def in_deterministic_mode(ranks, body):
     return body(ranks)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.alone)])
 def pool(device, request):
-    """Two processes with a GPU each, or four, which share what GPUs there are."""
+    """Two processes with a GPU each, or four, which share what GPUs there are.
+
+    Four need GPUs that no other process uses: kernels that wait for the other ranks' kernels are
+    given the GPU in turn.
+    """
     if device == "cuda" and torch.cuda.device_count() < request.param == 2:
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
     with contextlib.closing(Pool(request.param, device)) as processes:

@@ -35,7 +35,7 @@ PRECISION = re.compile(r"\S+ (\S+) (reference|fused) batch (\d+) .*")
 METRICS = {
     "step [ms]": "time per step [ms]",
     "gpu memory [GiB]": "GPU memory [GiB]",
-    "loss": "loss of a pair at the end",
+    "loss": "training loss at the end",
 }
 COLORS = {"float32": "C0", "amp": "C1", "bf16": "C2", "fp16": "C3"}
 DASHED = {"linestyle": "--", "marker": "s", "fillstyle": "none"}
@@ -54,7 +54,7 @@ def draw(results: Path, picture: Path | None = None) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     where = f"{run['gpu']}, {run['date']}, commit {run['commit']}"
     figure.suptitle(f"{TITLES[run['benchmark']]} ({where})", fontsize="medium")
-    picture = picture or ROOT / "docs" / f"{run['benchmark']}.png"
+    picture = picture or PICTURES[run["benchmark"]]
     with atomic_path(picture) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     print(f"plot: {picture}")
@@ -80,7 +80,7 @@ def draw_summary() -> None:
                 panel.margins(x=0.15)
             row[0].invert_yaxis()
             row[0].set_title(f"{title}: M words/s", color=ink, loc="left", fontsize=10)
-            row[1].set_title("analogies that are right", color=ink, loc="left", fontsize=10)
+            row[1].set_title("analogy accuracy", color=ink, loc="left", fontsize=10)
         picture = ROOT / f"docs/summary-{theme}.svg"
         figure.savefig(picture, transparent=True, metadata={"Date": None})
         print(f"picture: {picture}")
@@ -88,8 +88,8 @@ def draw_summary() -> None:
 
 def summary_bars(table: tables.Table) -> list[tuple[str, float, float]]:
     """Return label, million words/s and percent of analogies of each case."""
-    figures = [(label, figures) for label, _, figures in tables.cases(table)]
-    return [(label, f["words/s"] / 1e6, f["analogies [%]"]) for label, f in figures]
+    cases = tables.cases(table)
+    return [(label, f["words/s"] / 1e6, f["analogies [%]"]) for label, f in cases]
 
 
 def _curves(cases: dict[str, dict[str, float]], pattern: re.Pattern, metric: str, x: int) -> dict:
@@ -137,6 +137,7 @@ def _precision(cases: dict[str, dict[str, float]], panels: Any) -> None:
 
 
 _DRAW = {"transfer": _transfer, "precision": _precision}
+PICTURES = {"transfer": ROOT / "docs/dev/transfer.png", "precision": ROOT / "docs/precision.png"}
 TITLES = {
     "transfer": "Sorted random records between pinned CPU memory and the GPU",
     "precision": "Precision by batch size",

@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--tables", nargs="+", type=int, default=[1_000_000, 10_000_000])
     parser.add_argument("--moved", type=int, default=131_072, help="of `rows`, at a time")
-    parser.add_argument("--plot", type=Path, help="default: docs/transfer.png")
+    parser.add_argument("--plot", type=Path, help="default: docs/dev/transfer.png")
     args = parser.parse_args(arguments)
     require_gpu("bench-transfer")
     torch.manual_seed(0)

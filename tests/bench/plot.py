@@ -137,7 +137,7 @@ def _precision(cases: dict[str, dict[str, float]], panels: Any) -> None:
 
 
 _DRAW = {"transfer": _transfer, "precision": _precision}
-PICTURES = {"transfer": ROOT / "docs/dev/transfer.png", "precision": ROOT / "docs/precision.png"}
+PICTURES = {"transfer": ROOT / "docs/dev/transfer.png", "precision": ROOT / "docs/dev/precision.png"}
 TITLES = {
     "transfer": "Sorted random records between pinned CPU memory and the GPU",
     "precision": "Precision by batch size",

@@ -28,7 +28,7 @@ BLOCK = 256  # centers that a thread of sequential SGD takes at a time
 FACTORS = 64  # each at most 2, whose product float32 can hold
 PREFETCH_CENTERS = 3  # centers by which rows are fetched into the CPU's cache early
 # The same for the output rows of sequential SGD, and the parts of a center over which they are
-# spread: all at once hold a core up (docs/log.md). With summed gradients parts are slower.
+# spread: all at once hold a core up (docs/dev/log.md). With summed gradients parts are slower.
 SGD_PREFETCH_CENTERS = 5
 SGD_PREFETCH_PARTS = 4
 PREFETCH_ROWS = 4  # rows by which an owner of rows fetches them early

@@ -24,7 +24,7 @@ GROUP_WORDS = 4
 AGE = 2048  # plans after which numbers of uses are halved, whatever the limit is
 LISTED_WORDS = 1 << 16  # words of bits that `cached_rows` expands at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
-# for GPU memory behind reads of CPU memory (docs/log.md has the figures).
+# for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures).
 EXCHANGE_BLOCKS = 16
 
 

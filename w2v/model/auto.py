@@ -1,6 +1,6 @@
 """Settings that suit a text: batch size, learning rate, shared negatives.
 
-They were fitted to sweeps over texts of two domains and many sizes: docs/tuning.md.
+They were fitted to sweeps over texts of two domains and many sizes: docs/dev/tuning.md.
 """
 
 from __future__ import annotations

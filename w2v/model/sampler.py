@@ -9,7 +9,7 @@ chunk, batch), and a pool of negatives by the number of batches before it in the
 Ranks share the text: in each epoch, each reads another part of about as many words. To exchange few
 rows, each draws at most half of its negatives from the rows that it owns, and picks the others from
 a pool of all words. DGL-KE draws all of them from a rank's own rows (Zheng et al. 2020, arXiv
-2004.08532), which lowers scores here (docs/log.md).
+2004.08532), which lowers scores here (docs/dev/log.md).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Sampler:
         self._pool = -(-max(0, model.negative_pool) // self.world_size)
         self._pool_of_rank = Pool(self._pool)
         if self.world_size > 1:
-            # With fewer words, 8 ranks answer a point less of the analogies (docs/log.md).
+            # With fewer words, 8 ranks answer a point less of the analogies (docs/dev/log.md).
             size = self._pool or self._batch_size
             part = self.world_size - 1 - self.rank
             own = size // own_one_in(self.world_size)

@@ -65,7 +65,7 @@ KERNELS = {  # as the plan names them
     "cuda": "fused",
 }
 STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
-# Batch size, and words/s of two GPUs over those of one (docs/performance.md).
+# Batch size, and words/s of two GPUs over those of one (docs/dev/performance.md).
 TWO_OVER_ONE = ((8_192, 0.8), (16_384, 1.2), (65_536, 1.6), (131_072, 1.7))
 TWO_OVER_ONE_PAGED = 1.5  # where rows are paged, with batches of auto.LARGEST or more
 LEAST_GAIN = 1.1  # of two GPUs; with less, one is enough

@@ -60,7 +60,7 @@ def api() -> str:
 
 
 def own_methods(cls: type) -> dict[str, object]:
-    """Return methods and properties by name, without those of gensim's or another public class."""
+    """Return methods and properties, without those of public base classes."""
     bases = [base for base in cls.__mro__ if base.__module__.startswith("w2v.")]
     bases = [base for base in bases if base is cls or base.__name__ not in w2v.PUBLIC]
     members = {key: value for base in reversed(bases) for key, value in vars(base).items()}
@@ -73,7 +73,7 @@ def own_methods(cls: type) -> dict[str, object]:
 
 
 def function_of(member: object) -> object:
-    """Return the function of a property, class method, static method or plain method."""
+    """Return the function of a property or method."""
     if isinstance(member, property):
         return member.fget
     if isinstance(member, (classmethod, staticmethod)):

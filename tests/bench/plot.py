@@ -54,7 +54,7 @@ def draw(results: Path, picture: Path | None = None) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     where = f"{run['gpu']}, {run['date']}, commit {run['commit']}"
     figure.suptitle(f"{TITLES[run['benchmark']]} ({where})", fontsize="medium")
-    picture = picture or PICTURES[run["benchmark"]]
+    picture = picture or ROOT / "docs/dev" / f"{run['benchmark']}.png"
     with atomic_path(picture) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     print(f"plot: {picture}")
@@ -137,7 +137,6 @@ def _precision(cases: dict[str, dict[str, float]], panels: Any) -> None:
 
 
 _DRAW = {"transfer": _transfer, "precision": _precision}
-PICTURES = {"transfer": ROOT / "docs/dev/transfer.png", "precision": ROOT / "docs/dev/precision.png"}
 TITLES = {
     "transfer": "Sorted random records between pinned CPU memory and the GPU",
     "precision": "Precision by batch size",

@@ -1,4 +1,4 @@
-"""Documents: commands and blocks run, links lead somewhere, generated parts are current."""
+"""Documents: commands and blocks run, links lead somewhere."""
 
 import gzip
 import importlib.util

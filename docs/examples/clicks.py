@@ -1,4 +1,4 @@
-"""A click model in the manner of DLRM, with 26 tables of features.
+"""A click model like DLRM, with 26 tables of features.
 
     python docs/examples/clicks.py --scale 1 --dim 64 --storage pinned --gpu-bytes 10%
     torchrun --nproc-per-node 2 docs/examples/clicks.py --scale 1 --dim 64 --storage pinned
@@ -6,7 +6,7 @@
 Tables have the sizes of the categories in Criteo's Kaggle data, times `--scale`. Each sample has a
 bag of ids for each table, which follow Zipf's law, and 13 numbers. Dot products of all pairs of
 vectors go to a network (Naumov et al., 2019). Labels are drawn from a hidden logistic model.
-With torchrun, rows are sharded over the processes, each of which has its part of a batch.
+With torchrun, rows are sharded over the processes, and each process gets a part of the batch.
 """
 
 import argparse
@@ -100,14 +100,14 @@ def auc(scores, labels):
 def main(arguments=None):
     """Train, and return the AUC of new samples."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", type=int, default=26, help="the first so many of Criteo's")
-    parser.add_argument("--scale", type=float, default=1e-4, help="of the numbers of rows")
+    parser.add_argument("--tables", type=int, default=26, help="number of Criteo's tables to use")
+    parser.add_argument("--scale", type=float, default=1e-4, help="factor of all numbers of rows")
     parser.add_argument("--skew", type=float, default=1.05, help="exponent of Zipf's law, not 1")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--storage", default="cpu", choices=["cpu", "pinned", "cuda"])
-    parser.add_argument("--gpu-bytes", default="0", help="for rows that stay on the GPU, as 10%%")
+    parser.add_argument("--gpu-bytes", default="0", help="GPU memory to cache rows, such as 10%%")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -50,7 +50,7 @@ def clicks(options):
 
 
 def main(arguments=None):
-    """Train, and return the share of new clicks that are predicted right."""
+    """Train, and return the accuracy on new clicks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--users", type=int, default=2_000)
     parser.add_argument("--items", type=int, default=500)

@@ -25,6 +25,7 @@ from tests.support.embeddings import (
     trainable,
     weights,
 )
+from tests.support.pairwise import pairwise
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.api.embedding.ids import joined, whole
 from w2v.api.embedding.look_up import look_up
@@ -603,7 +604,8 @@ def all_records(tables):
 
 
 KEYS = ["user", "tags"]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", DEVICES)
 CACHE_SETTINGS = [
     {},
     {"name": "Adagrad"},
@@ -614,10 +616,14 @@ CACHE_SETTINGS = [
 ]
 
 
-@devices
-@pytest.mark.parametrize("settings", CACHE_SETTINGS, ids=str)
-@pytest.mark.parametrize("share", ["12%", "25%", "100%"])
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pairwise(
+    {
+        "device": DEVICES,
+        "settings": CACHE_SETTINGS,
+        "share": ["12%", "25%", "100%"],
+        "ahead": [0, 1, 2, 5],
+    }
+)
 def test_a_cache_changes_no_bit(device, share, settings, ahead):
     plain, plain_optimizer = two_tables(0, device, **settings)
     train_both(plain, plain_optimizer, skewed(40))
@@ -964,9 +970,14 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
             len(look_up(store, torch.tensor([0, wrong], device="cuda")).rows)
 
 
-@places("cpu-cpu", "pinned-cuda", "cpu-cuda")
-@pytest.mark.parametrize("ahead", [0, 1, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pairwise(
+    {
+        "storage, device": places("cpu-cpu", "pinned-cuda", "cpu-cuda"),
+        "ahead": [0, 1, 4],
+        "fused": [False, True],
+    },
+    lambda device, fused, **_: device == "cuda" or not fused,
+)
 def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, fused):
     """Gradients are whole numbers, so that sums are exact."""
     rows, steps = 5000, 100
@@ -975,7 +986,7 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
     table = PagedEmbedding.from_pretrained(
         start, freeze=False, storage=storage, device=device, gpu_bytes="8%"
     )
-    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=fused and device == "cuda")
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=fused)
     batches = [
         (torch.rand(150, generator=generator) ** 2 * rows).long() * 7 % rows for _ in range(steps)
     ]

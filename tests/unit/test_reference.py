@@ -88,7 +88,7 @@ def loss_by_pairs(inputs, outputs, *places, objective=OBJECTIVES[0]):
     return total
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1])
 @EACH_OBJECTIVE
 def test_closed_form_equals_autograd(seed, objective):
     inputs, outputs, *places = random_problem(seed)
@@ -100,7 +100,7 @@ def test_closed_form_equals_autograd(seed, objective):
     torch.testing.assert_close(grads, [grad_input, grad_output], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("cbow", [False, True])
 def test_pairs_of_each_row_are_counted(seed, cbow):
     inputs, outputs, *places = random_problem(seed)

@@ -1,4 +1,4 @@
-"""Cases of a test that have each pair of values, in place of each combination."""
+"""Cases of a test that cover each pair of values."""
 
 from collections import Counter
 from itertools import combinations, product

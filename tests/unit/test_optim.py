@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from w2v.config import NOT_ROWWISE, OPTIMIZERS, ConfigError, OptimizerConfig
 from w2v.model.optim import RowOptimizer, learning_rate, optimizer_name
@@ -155,7 +156,7 @@ def test_whole_numbers_are_arguments():
     assert RowOptimizer(config).arguments["betas"] == [0.0, 0.99]
 
 
-@pytest.mark.parametrize("name", NOT_ROWWISE)
+@each_case("name", NOT_ROWWISE)
 def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
     if hasattr(torch.optim, name):  # by trying it, too
         with pytest.raises(ConfigError, match="is not row-separable .*; choose one of ASGD"):
@@ -164,7 +165,7 @@ def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
         RowOptimizer(OptimizerConfig(name=name))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name, args, words",
     [
         ("adamx", {}, "optimizer.name=adamx .*did you mean Adamax"),
@@ -205,7 +206,7 @@ def test_a_class_of_ones_own_steps_rows():
     assert optimizer_name(torch.optim.Adam) == optimizer_name("Adam") == "Adam"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings, expected",
     [
         ({"schedule": "constant"}, [1, 1, 1, 1, 1]),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.each_case import each_case
 from w2v.kernels import reference
 from w2v.kernels.batch import Batch, Objective, Page, Pairs, StepShape, View
 from w2v.kernels.reference import ReferenceKernels, all_finite, count_pairs, expand, unique_rows
@@ -165,7 +166,7 @@ def test_large_logits_stay_finite():
     assert all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_number_that_is_not_finite_is_found(dtype):
     values = torch.linspace(-9, 9, 60, dtype=dtype).view(20, 3)
     assert all_finite(values) and all_finite(values[:0])

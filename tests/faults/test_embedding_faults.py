@@ -18,9 +18,9 @@ from tests.support.embeddings import (
     ROWS,
     batches,
     embedding,
-    everywhere,
     optimizer_state,
     row_store,
+    somewhere,
     train_step,
     trainable,
     weights,
@@ -40,7 +40,7 @@ BAD_IDS = [
 ]
 
 
-@everywhere
+@somewhere
 @each_case("ids, error, words", BAD_IDS)
 def test_bad_ids_are_refused(tmp_path, storage, device, ids, error, words):
     table, optimizer = trainable(tmp_path, storage, device, max_norm=0.1)

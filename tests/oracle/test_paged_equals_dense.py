@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.each_case import each_case
 from tests.support.embeddings import (
     DIM,
     EVERYWHERE,
@@ -15,6 +16,7 @@ from tests.support.embeddings import (
     embedding,
     everywhere,
     optimizer_state,
+    somewhere,
     trainable,
     weights,
 )
@@ -65,7 +67,7 @@ def test_a_model_trains_as_with_nn_embedding(tmp_path, storage, device, name, st
     assert_equal(paged, dense)
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("how", ["twice in a forward pass", "accumulated"])
 def test_gradients_of_several_forward_passes_are_summed(tmp_path, storage, device, how):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adam")
@@ -83,7 +85,7 @@ def test_gradients_of_several_forward_passes_are_summed(tmp_path, storage, devic
     assert_equal(paged, dense)
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("name, sparse", [("Adam", "SparseAdam"), ("SGD", "SGD")])
 def test_rows_outside_the_batch_stay_as_with_sparse_adam(tmp_path, storage, device, name, sparse):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer=name)
@@ -109,7 +111,7 @@ RULES = [
 ]
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_rules_of_nn_embedding_hold(tmp_path, storage, device, rules):
     paged, paged_optimizer = trainable(tmp_path, storage, device, optimizer="Adamax", **rules)
@@ -130,7 +132,7 @@ def test_rules_of_nn_embedding_hold(tmp_path, storage, device, rules):
     assert_equal(paged, dense)
 
 
-@everywhere
+@somewhere
 def test_the_norm_of_a_single_row_is_that_of_its_weights(tmp_path, storage, device):
     """A record has the optimizer's state behind them."""
     paged, paged_optimizer = trainable(tmp_path, storage, device, "Adagrad", max_norm=2.0)
@@ -240,7 +242,7 @@ def test_a_checkpoint_of_sparse_adam_goes_on():
     torch.testing.assert_close(weights(table), dense.weight.detach())
 
 
-@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("step", ["table", "row"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
     settings = {"optimizer": name, "step": step, "dtype": torch.float32}

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
+from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, together
 from tests.support.steps import (
@@ -133,8 +135,16 @@ CASES = {
 }
 
 
-@BACKENDS
-@pytest.mark.parametrize("size, how", CASES.values(), ids=CASES)
+@pairwise(
+    {
+        "size, how": [pytest.param(*case, id=name) for name, case in CASES.items()],
+        "kernels, device": KERNELS,
+    },
+    # On a GPU the reference differs from that on a CPU by its pages and engines alone.
+    lambda how, kernels, device, **_: (
+        kernels == "cuda" or device == "cpu" or how.keys() & {"engine", "steps_per_page"}
+    ),
+)
 def test_ranks_in_threads(kernels, device, size, how):
     check(threads(size), kernels=kernels, device=device, **how)
 
@@ -332,7 +342,7 @@ def shard_operations(kernels, batch, seed):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("seed", [0, 1])
+@each_case("seed", [0, 1])
 @pytest.mark.parametrize(
     "size, dim, dtype",
     [

@@ -17,8 +17,10 @@ def places(*names):
 STORED = places("cpu-cpu", "mmap-cpu", "cpu-cuda", "mmap-cuda", "pinned-cuda", "cuda-cuda")
 CACHED = places("cpu cached-cpu", "cpu cached-cuda", "pinned cached-cuda")  # room for all rows
 EVERYWHERE = STORED + CACHED
+SOMEWHERE = places("cpu-cpu", "mmap-cpu", "cpu cached-cpu", "cuda-cuda", "pinned cached-cuda")
 stored = pytest.mark.parametrize("storage, device", STORED)
 everywhere = pytest.mark.parametrize("storage, device", EVERYWHERE)
+somewhere = pytest.mark.parametrize("storage, device", SOMEWHERE)
 
 
 def embedding(tmp_path, storage="cpu", device="cpu", rows=ROWS, kind=PagedEmbedding, **settings):

@@ -89,7 +89,7 @@ def loss_by_pairs(inputs, outputs, *places, objective=OBJECTIVES[0]):
     return total
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@each_case("seed", [0, 1])
 @EACH_OBJECTIVE
 def test_closed_form_equals_autograd(seed, objective):
     inputs, outputs, *places = random_problem(seed)
@@ -101,7 +101,7 @@ def test_closed_form_equals_autograd(seed, objective):
     torch.testing.assert_close(grads, [grad_input, grad_output], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@each_case("seed", [0, 1])
 @pytest.mark.parametrize("cbow", [False, True])
 def test_pairs_of_each_row_are_counted(seed, cbow):
     inputs, outputs, *places = random_problem(seed)
@@ -115,7 +115,7 @@ def test_pairs_of_each_row_are_counted(seed, cbow):
     assert tuple(counts.tolist() for counts in found) == expected
 
 
-@pytest.mark.parametrize("product, error", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@each_case("product, error", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 @EACH_OBJECTIVE
 def test_16_bit_products_are_close(product, error, objective):
     inputs, outputs, *places = random_problem(3, B=50, D=64)
@@ -249,7 +249,7 @@ def gradients(batch):
 
 
 @EACH_OBJECTIVE
-@pytest.mark.parametrize("tree, negative", [(None, 2), (TREE, 2), (TREE, 0)])
+@each_case("tree, negative", [(None, 2), (TREE, 2), (TREE, 0)])
 def test_gradients_of_a_batch_equal_autograd(objective, tree, negative):
     batch = make_pairs_batch()
     objective = objective._replace(tree=tree)

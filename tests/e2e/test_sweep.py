@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.each_case import each_case
 from w2v.api import cli, sweep
 from w2v.config import ConfigError, load_config
 from w2v.vectors.datasets import Further
@@ -107,7 +108,7 @@ def test_settings_are_ranked_by_all_sets_on_all_corpora(common, tmp_path):
     assert quality(found)[0] != 0  # of the pairs: no word is Google's
 
 
-@pytest.mark.parametrize(
+@each_case(
     "key, values, expected",
     [
         ("optimizer.args.betas", "[0,0.9],[0.5,0.9]", [[0, 0.9], [0.5, 0.9]]),
@@ -120,7 +121,7 @@ def test_axis_values_are_split_at_commas_outside_brackets(key, values, expected)
     assert sweep.parse_axes([f"{key}={values}"]) == {key: expected}
 
 
-@pytest.mark.parametrize("text", ["optimizer.lr", "optimizer.lr=", "optimizer.args.betas=[0"])
+@each_case("text", ["optimizer.lr", "optimizer.lr=", "optimizer.args.betas=[0"])
 def test_an_axis_without_values_is_refused(text):
     with pytest.raises(ConfigError, match="section.key=value"):
         sweep.parse_axes([text])

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.support.each_case import each_case
 from tests.support.embeddings import (
     DIM,
     ROWS,
     batches,
     embedding,
-    everywhere,
     optimizer_state,
     row_store,
+    somewhere,
     train_step,
     trainable,
     weights,
@@ -39,8 +40,8 @@ BAD_IDS = [
 ]
 
 
-@everywhere
-@pytest.mark.parametrize("ids, error, words", BAD_IDS, ids=str)
+@somewhere
+@each_case("ids, error, words", BAD_IDS)
 def test_bad_ids_are_refused(tmp_path, storage, device, ids, error, words):
     table, optimizer = trainable(tmp_path, storage, device, max_norm=0.1)
     before = table.store.table.records_VR.clone()
@@ -61,7 +62,7 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("values, words", BAD_VALUES)
+@each_case("values, words", BAD_VALUES)
 def test_bad_values_are_refused(tmp_path, values, words):
     store = row_store(tmp_path)
     with pytest.raises(ValueError, match=words):
@@ -132,7 +133,7 @@ FAILURES = [
 
 @devices
 @pytest.mark.parametrize("ahead", [1, 2, 9])
-@pytest.mark.parametrize("bad, error, words", FAILURES, ids=["high", "low", "key", "type"])
+@each_case("bad, error, words", FAILURES)
 def test_errors_of_pages_come_when_they_are_due(ahead, bad, error, words, device):
     plain, cached = cached_pair(device=device)
     good = ids_of([1, 2, 2], [3, 4], [2, 5, 1])
@@ -264,7 +265,7 @@ def test_pages_with_the_same_rows_and_two_pages_a_step(device):
     assert torch.equal(weights(cached[0]), weights(plain[0]))
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+@each_case("kind", [torch.tensor, np.array, list])
 def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
     plain, cached = cached_pair()
     for pair in (plain, cached):
@@ -275,7 +276,7 @@ def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
     assert torch.equal(weights(cached[0]), weights(plain[0]))
 
 
-@pytest.mark.parametrize("key", ["ids", lambda batch: batch["ids"], lambda batch: [batch["ids"]]])
+@each_case("key", ["ids", lambda batch: batch["ids"], lambda batch: [batch["ids"]]])
 def test_the_ids_of_one_table_need_no_list(key):
     _, (table, optimizer) = cached_pair()
     for batch in optimizer.pages(ids_of([1, 2, 3], [4, 5, 6]), key):
@@ -344,7 +345,7 @@ BAD_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("change, words", BAD_STEPS, ids=str)
+@each_case("change, words", BAD_STEPS)
 def test_bad_steps_are_refused_and_the_gradients_stay(tmp_path, change, words):
     tables = [embedding(tmp_path) for _ in range(2)]
     optimizer = PagedOptimizer([{"params": table} for table in tables], "SGD", lr=1.0)
@@ -499,7 +500,7 @@ BAD_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings, words", BAD_SETTINGS)
+@each_case("settings, words", BAD_SETTINGS)
 def test_bad_settings_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words) as error:
         trainable(tmp_path, **settings)
@@ -600,7 +601,7 @@ def save_other(path, kind):
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
-@pytest.mark.parametrize("kind", ["rows", "dtype", "layout", "text"])
+@each_case("kind", ["rows", "dtype", "layout", "text"])
 def test_files_of_another_table_are_refused(tmp_path, suffix, kind):
     path = tmp_path / f"x{suffix}"
     store = trainable(tmp_path)[0].store

@@ -21,6 +21,7 @@ import torch
 
 import evaluate
 import train
+from tests.support.each_case import each_case
 from tests.support.saving import check_checkpoints
 from tests.support.tiny import tiny_arguments, tiny_paths
 from w2v.system.files import sealed
@@ -100,7 +101,7 @@ def write_config(path, content):
         path.write_bytes(content.encode(errors="surrogateescape"))
 
 
-@pytest.mark.parametrize("content, words", CONFIGS.values(), ids=CONFIGS)
+@each_case("content, words", CONFIGS.values())
 def test_bad_config(tmp_path, run_main, content, words):
     file = tmp_path / "config.yaml"
     write_config(file, content)
@@ -109,7 +110,7 @@ def test_bad_config(tmp_path, run_main, content, words):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["unknown key", "range", "combination", "no text", "missing"])
+@each_case("name", ["unknown key", "range", "combination", "no text", "missing"])
 def test_bad_config_of_a_run(tmp_path, run_main, name):
     run = tmp_path / "run"
     run.mkdir()
@@ -142,7 +143,7 @@ CORPORA = {
 }
 
 
-@pytest.mark.parametrize("name, content, words", CORPORA.values(), ids=CORPORA)
+@each_case("name, content, words", CORPORA.values())
 def test_bad_corpus(tmp_path, run_main, name, content, words):
     arguments = tiny_arguments(tmp_path, vocab__min_count=2)
     (tmp_path / "text.txt").unlink()
@@ -179,7 +180,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("name, change, words", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@each_case("name, change, words", CHECKPOINTS.values())
 def test_bad_checkpoint(tiny_run, run_main, name, change, words):
     saved = latest(tiny_run / "checkpoints").path
     with changed(saved / name, change):
@@ -215,7 +216,7 @@ def test_resuming_with_another_text_of_the_same_words(tiny_run, run_main, change
     assert status == 2 and "another text" in error, error
 
 
-@pytest.mark.parametrize(
+@each_case(
     "run, more, words",
     [
         ("{run}x", [], "{run}x"),
@@ -239,7 +240,7 @@ VECTORS = {
 }
 
 
-@pytest.mark.parametrize("name, change, words", VECTORS.values(), ids=VECTORS)
+@each_case("name, change, words", VECTORS.values())
 def test_bad_vectors(tiny_run, run_main, name, change, words):
     with changed(tiny_run / name, change):
         status, error = run_main(evaluate, "nn", tiny_run, "a")

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.pairwise import pairwise
 from tests.support.steps import (
     make_step,
     part_of,
@@ -36,7 +37,7 @@ MODELS = pytest.mark.parametrize(
     ],
     ids=lambda model: f"{model.architecture} {model.negative} {model.hs}",
 )
-TREES = pytest.mark.parametrize("softmax", ["negatives", "tree", "both"])
+SOFTMAX = ["negatives", "tree", "both"]
 
 
 def make(name, kernels="cpu", rows=20, dim=100):
@@ -48,20 +49,15 @@ def kernels_for(name):
     return "sequential" if name == "SGD" else "cpu"
 
 
-# Few, as compiling takes seconds. Records of 20 dimensions are whole vectors, computed as such.
-@pytest.mark.parametrize(
-    "dim, negative, objective",
-    [
-        (1, 1, Objective()),
-        (100, 5, Objective()),
-        (20, 5, Objective(weighted=9)),
-        (33, 9, Objective()),
-        (20, 5, CBOW),
-        (33, 9, CBOW._replace(mean=False)),
-    ],
-    ids=str,
+# Few numbers of negatives, as each is compiled for some seconds. Records of 20 dimensions are whole
+# vectors, computed as such.
+@pairwise(
+    {
+        "dim, negative": [(1, 1), (100, 5), (20, 5), (33, 5)],
+        "objective": [Objective(), Objective(weighted=9), CBOW, CBOW._replace(mean=False)],
+        "softmax": SOFTMAX,
+    }
 )
-@TREES
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),
@@ -127,9 +123,7 @@ def test_threads_without_locks_stay_finite_and_learn(model):
     assert losses[-20:].mean() < (0.97 if model.hs else 0.9) * losses[:20].mean()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam"])
-@pytest.mark.parametrize("objective", [Objective(), CBOW], ids=str)
-@TREES
+@pairwise({"name": ["SGD", "Adam", "NAdam"], "softmax": SOFTMAX, "objective": [Objective(), CBOW]})
 def test_first_step_that_is_not_finite_is_noted(name, objective, softmax):
     batch, weights_TVD = problem(1, 200, 5, 5, 20, 100)
     batch = batch._replace(objective=objective)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.pairwise import pairwise
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.embedding.row_store import RowGroup
 from w2v.api.embedding.table import PagedTable
@@ -73,10 +74,14 @@ def modules(is_bag, paddings, **settings):
     ]
 
 
-@pytest.mark.parametrize("unused", [None, 1])  # a table whose vectors get no gradient
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("paddings", [(None,) * 3, (None, 3, None)])
-@pytest.mark.parametrize("shape", [(5, 3), (9,), "bags [5, 3]", "bags [9]"], ids=str)
+@pairwise(
+    {
+        "shape": [(5, 3), (9,), "bags [5, 3]", "bags [9]"],
+        "paddings": [(None,) * 3, (None, 3, None)],
+        "ahead": [0, 2],
+        "unused": [None, 1],  # a table whose vectors get no gradient
+    }
+)
 def test_fused_tables_equal_those_of_torch(shape, paddings, ahead, unused):
     torch.manual_seed(3)
     is_bag = isinstance(shape, str)

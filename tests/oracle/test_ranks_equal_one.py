@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
+from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, together
 from tests.support.steps import (
@@ -43,15 +45,13 @@ from w2v.model.optim import FUSED_BETAS
 ROWS, DIM, BATCHES, CENTERS, LR = 301, 48, 8, 64, 0.01
 EPOCHS = 2
 GPU = pytest.mark.gpu
-BACKENDS = pytest.mark.parametrize(
-    "kernels, device",
-    [
-        ("reference", "cpu"),
-        pytest.param("reference", "cuda", marks=GPU),
-        pytest.param("cuda", "cuda", marks=GPU),
-    ],
-    scope="module",  # as that of processes on a device
-)
+KERNELS = [
+    ("reference", "cpu"),
+    pytest.param("reference", "cuda", marks=GPU),
+    pytest.param("cuda", "cuda", marks=GPU),
+]
+# The scope is that of processes on a device.
+BACKENDS = pytest.mark.parametrize("kernels, device", KERNELS, scope="module")
 # Largest difference by the tables' type: that of sums in another order.
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,8 +135,16 @@ CASES = {
 }
 
 
-@BACKENDS
-@pytest.mark.parametrize("size, how", CASES.values(), ids=CASES)
+@pairwise(
+    {
+        "size, how": [pytest.param(*case, id=name) for name, case in CASES.items()],
+        "kernels, device": KERNELS,
+    },
+    # On a GPU the reference differs from that on a CPU by its pages and engines alone.
+    lambda how, kernels, device, **_: (
+        kernels == "cuda" or device == "cpu" or how.keys() & {"engine", "steps_per_page"}
+    ),
+)
 def test_ranks_in_threads(kernels, device, size, how):
     check(threads(size), kernels=kernels, device=device, **how)
 
@@ -338,7 +346,7 @@ def shard_operations(kernels, batch, seed):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("seed", range(3))
+@each_case("seed", [0, 1])
 @pytest.mark.parametrize(
     "size, dim, dtype",
     [

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import group
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
 from w2v.api.embedding.sharded import RoutedLookUp
@@ -25,7 +26,12 @@ ROWS, DIM, BATCH, STEPS = 31, 6, 16, 5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_cpus = pytest.mark.parametrize("pool", ["cpu"], indirect=True, scope="module")
+on_gpus = pytest.mark.parametrize("pool", [CUDA], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
 def pool(request):
     """Two processes on the device."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
@@ -145,16 +151,15 @@ def test_two_ranks_equal_one(pool, how):
     check(pool, **how)
 
 
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("storage", ["cuda", "pinned"])
 @pytest.mark.parametrize("how", ["plain", "pages"])
 def test_two_ranks_equal_one_in_gpu_storage(pool, storage, how):
-    if pool.device == "cuda":
-        check(pool, storage=storage, how=how)
-        check(pool, storage=storage, how=how, gpu_bytes="95%")
-        check(pool, storage=storage, how=how, gpu_bytes="95%", fused=True, exact=False)
-        bags = {"kind": PagedEmbeddingBag, "gpu_bytes": "95%", "fused": True, "exact": False}
-        check(pool, storage=storage, how=how, **bags)
+    check(pool, storage=storage, how=how)
+    check(pool, storage=storage, how=how, gpu_bytes="95%")
+    check(pool, storage=storage, how=how, gpu_bytes="95%", fused=True, exact=False)
+    bags = {"kind": PagedEmbeddingBag, "gpu_bytes": "95%", "fused": True, "exact": False}
+    check(pool, storage=storage, how=how, **bags)
 
 
 class Model(nn.Module):
@@ -414,12 +419,9 @@ def loaded(ranks, folder, device="cpu", **settings):
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"state_storage": "cpu"}], ids=str)
-@pytest.mark.parametrize("savers", [1, 2, 3])
-@pytest.mark.parametrize("loaders", [1, 2, 3])
+@on_cpus
+@pairwise({"savers": [1, 2, 3], "loaders": [1, 2, 3], "settings": [{}, {"state_storage": "cpu"}]})
 def test_checkpoints_load_anywhere(pool, three, tmp_path, savers, loaders, settings):
-    if pool.device != "cpu":
-        pytest.skip("three ranks are on CPUs")
     runs = {
         1: lambda body, *args, **how: [body(SINGLE, *args, **how)],
         2: partial(run, pool),
@@ -432,12 +434,11 @@ def test_checkpoints_load_anywhere(pool, three, tmp_path, savers, loaders, setti
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.gpu
+@on_gpus
 def test_checkpoints_of_gpus(pool, tmp_path):
-    if pool.device == "cuda":
-        expected, _ = run(pool, saved, tmp_path, "cuda", storage="pinned")
-        for found in run(pool, loaded, tmp_path, "cuda", storage="cuda")[0]:
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, _ = run(pool, saved, tmp_path, "cuda", storage="pinned")
+    for found in run(pool, loaded, tmp_path, "cuda", storage="cuda")[0]:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_state_dicts_load_into_torch(pool, tmp_path):

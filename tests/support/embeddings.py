@@ -9,16 +9,18 @@ ROWS, DIM = 9, 6
 
 
 def places(*names):
-    """Run a test with each of these storages and devices."""
+    """Return storages and devices by their names, as params of a test."""
     marks = {name: pytest.mark.gpu if name.endswith("cuda") else () for name in names}
-    cases = [pytest.param(*name.split("-"), marks=marks[name]) for name in names]
-    return pytest.mark.parametrize("storage, device", cases)
+    return [pytest.param(*name.split("-"), marks=marks[name], id=name) for name in names]
 
 
-STORED = ["cpu-cpu", "mmap-cpu", "cpu-cuda", "mmap-cuda", "pinned-cuda", "cuda-cuda"]
-CACHED = ["cpu cached-cpu", "cpu cached-cuda", "pinned cached-cuda"]  # with room for all rows
-stored = places(*STORED)
-everywhere = places(*STORED, *CACHED)
+STORED = places("cpu-cpu", "mmap-cpu", "cpu-cuda", "mmap-cuda", "pinned-cuda", "cuda-cuda")
+CACHED = places("cpu cached-cpu", "cpu cached-cuda", "pinned cached-cuda")  # room for all rows
+EVERYWHERE = STORED + CACHED
+SOMEWHERE = places("cpu-cpu", "mmap-cpu", "cpu cached-cpu", "cuda-cuda", "pinned cached-cuda")
+stored = pytest.mark.parametrize("storage, device", STORED)
+everywhere = pytest.mark.parametrize("storage, device", EVERYWHERE)
+somewhere = pytest.mark.parametrize("storage, device", SOMEWHERE)
 
 
 def embedding(tmp_path, storage="cpu", device="cpu", rows=ROWS, kind=PagedEmbedding, **settings):

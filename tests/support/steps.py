@@ -24,7 +24,7 @@ from w2v.transfer.engine import Engine, Paged
 from w2v.transfer.links import link_between
 
 DTYPE = torch.float32
-MODEL = ModelConfig(negative=3)
+MODEL = ModelConfig(negative=5)
 
 
 def make_step(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.each_case import each_case
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
@@ -249,10 +250,9 @@ def test_ranks_that_do_not_share_the_folder_are_refused(tmp_path):
         assert f"the newest checkpoint in {tmp_path}" in str(error) and "run.dir" in str(error)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "other",
     [{"name": "Adamax"}, {"rows": 8}, {"dim": 6}, {"step": "row"}, {"dtype": torch.float16}],
-    ids=str,
 )
 def test_tables_of_another_model_are_refused_unchanged(tmp_path, other):
     save(tmp_path)
@@ -283,7 +283,7 @@ def test_every_flipped_bit_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", INPUT])
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer", "a folder"])
+@each_case("damage", ["missing", "empty", "truncated", "longer", "a folder"])
 def test_damaged_file_is_named_with_the_remedy(tmp_path, name, damage):
     save(tmp_path, 1)
     save(tmp_path, 2)

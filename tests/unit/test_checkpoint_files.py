@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables, same
 from w2v.distributed.ranks import SINGLE
@@ -49,17 +50,15 @@ def assert_read(ranks, folder, entries, saved, **what):
     assert same(read(ranks, folder, entries, saved, **what), make_tables(ranks, **what))
 
 
-@pytest.mark.parametrize("now", [1, 2, 3, 4])
+@each_case("now", [1, 2, 3, 4])
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_any_number_of_ranks_reads_the_files_of_any_other(tmp_path, saved, now):
     entries, *_ = checked(together(saved, write, tmp_path))
     checked(together(now, assert_read, tmp_path, entries, saved))
 
 
-@pytest.mark.parametrize(
-    "what",
-    [{"step": "row"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"rows": 4}],
-    ids=str,
+@each_case(
+    "what", [{"step": "row"}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}, {"rows": 4}]
 )
 @pytest.mark.parametrize("saved, now", [(4, 2), (2, 3), (1, 4)])
 def test_any_layout_and_dtype(tmp_path, what, saved, now):

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 import w2v
+from tests.support.each_case import each_case
 from w2v.api import cli, train
 from w2v.config import ConfigError, load_config
 from w2v.text.sources import require_source
@@ -161,7 +162,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("line", "answer"), MISTAKES, ids=[line[:40] for line, _ in MISTAKES])
+@each_case(("line", "answer"), MISTAKES)
 def test_a_mistake_is_answered_in_one_line(line, answer, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert cli.main(line.split()) == 2
@@ -259,7 +260,7 @@ def test_help_names_all_commands_and_the_version_is_the_packages(capsys):
         assert f"usage: w2v {name}" in cli.make_parser(name).format_help()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "expected"),
     [
         ("w2v swe", {"sweep"}),

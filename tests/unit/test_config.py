@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from w2v.config import (
     AUTO,
     FOREIGN_NAMES,
@@ -59,7 +60,7 @@ def test_later_value_wins_and_other_keys_stay(write):
     assert load_config([first], ["model.window=8", "model.window=9"]).model.window == 9
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("assignment", "args"),
     [
         ("optimizer.args.eps=1e-8", {"betas": [0.5, 0.99], "eps": 1e-8}),
@@ -72,14 +73,14 @@ def test_optimizer_args_are_set_one_by_one_or_replaced(write, assignment, args):
     assert load_config([path], [assignment]).optimizer.args == args
 
 
-@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", "0.0001"])
+@each_case("text", ["1e-4", "1E-4", "1.e-4", "0.0001"])
 def test_float_in_any_spelling(write, text):
     from_file = load_config([write(f"optimizer:\n  lr: {text}\n")])
     from_argument = load_config([], [f"optimizer.lr={text}"])
     assert repr(from_file.optimizer.lr) == repr(from_argument.optimizer.lr) == "0.0001"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text", ["007", "2026-11-20", "on", "null", "", "a: b #c", "[x].txt", "x=y", "1e3", "@x"]
 )
 def test_text_on_the_command_line_is_not_parsed(text):
@@ -109,7 +110,7 @@ def test_section_without_keys_changes_nothing(write):
     assert load_config([write("model:\n  # window: 3\ntrain:\n")]) == Config()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("assignment", "expected"),
     [
         ("optimizer.lr=abc", "a number or auto"),
@@ -133,7 +134,7 @@ def test_wrong_type_is_named_with_what_is_expected(assignment, expected):
     assert config_error(assignment) == f"{assignment} {CLI} is not {expected}"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("assignment", "start"),
     [
         ("optimizer.lr=1" + "0" * 400, f"optimizer.lr=1{'0' * 56}... {CLI} is not a number"),
@@ -156,7 +157,7 @@ def test_unusable_assignment_is_named(assignment, start):
     assert config_error(assignment).startswith(start)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("assignments", "must_be"),
     [
         ("model.negative_pool=0 model.negative_pool_steps=8", "1 without a pool to share"),
@@ -169,7 +170,7 @@ def test_value_that_does_not_suit_another_is_refused(assignments, must_be):
     assert config_error(*assignments.split()).startswith(message)
 
 
-@pytest.mark.parametrize("key", list(AUTO))
+@each_case("key", list(AUTO))
 def test_auto_is_kept_and_written_as_such(key, tmp_path):
     config = load_config([], [f"{key}=auto"])
     assert flat_config(config)[key] == "auto"
@@ -182,7 +183,7 @@ def test_auto_is_kept_and_written_as_such(key, tmp_path):
     assert flat_config(chosen)[key] == value
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("assignment", "must_be"),
     [
         ("model.window=0", "at least 1"),
@@ -211,7 +212,7 @@ def test_value_out_of_range_is_named_with_the_range(assignment, must_be):
     assert config_error(assignment).startswith(message)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "nbytes"),
     [("auto", None), ("0", 0), ("20", 20), ("20MB", 20_000_000), ("1.5 KiB", 1536), ("50%", 512)],
 )
@@ -219,7 +220,7 @@ def test_gpu_bytes_of_a_table_of_1024_bytes(text, nbytes):
     assert TransferConfig(gpu_bytes=text).gpu_bytes_of(1024) == nbytes
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("unknown", "suggested"),
     [
         ("modle.window", "'model.window'"),
@@ -247,7 +248,7 @@ def test_unknown_key_comes_with_the_nearest(unknown, suggested):
     )
 
 
-@pytest.mark.parametrize("unknown", ["model.dropout", "optimizer.args.a.b", "a b"])
+@each_case("unknown", ["model.dropout", "optimizer.args.a.b", "a b"])
 def test_unknown_key_like_no_other_points_to_the_list(unknown):
     assert config_error(f"{unknown}=0.1") == f"unknown key {unknown!r} {CLI}; see --help-config"
 
@@ -269,7 +270,7 @@ def test_foreign_names_lead_to_keys():
             assert f"did you mean '{key}'?" in config_error(f"{name}=3")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "start"),
     [
         ("model:\n  windw: 3\n", "unknown key 'model.windw' (from {path}); did you mean"),
@@ -289,7 +290,7 @@ def test_error_in_a_file_names_the_file(write, text, start):
     assert config_error(files=[path]).startswith(start.format(path=path))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "content",
     [
         b"model: {window: 3",
@@ -380,7 +381,7 @@ def test_config_changes_take_a_missing_key_for_its_default():
     assert config_changes(old, new) == {"model.negative_pool_steps": message}
 
 
-@pytest.mark.parametrize("name", ["adam", "optimizers/adam.yaml", "configs/optimizers/adam.yaml"])
+@each_case("name", ["adam", "optimizers/adam.yaml", "configs/optimizers/adam.yaml"])
 def test_shipped_configs_are_found_by_name_from_anywhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config([name]).optimizer.name == "Adam"
@@ -395,7 +396,7 @@ def test_optimizer_name_takes_its_shipped_settings_and_not_the_last_ones(write):
     assert load_config([own], ["optimizer.name=AdamW"]).optimizer.args == {}
 
 
-@pytest.mark.parametrize("setting", "lr=0.2 args.eps=0.5 args={} step=table warmup=0.1".split())
+@each_case("setting", "lr=0.2 args.eps=0.5 args={} step=table warmup=0.1".split())
 def test_a_setting_without_a_name_is_beside_those_of_the_default_optimizer(write, setting):
     alone = load_config([], [f"optimizer.{setting}"])
     named = load_config([], ["optimizer.name=Adam", f"optimizer.{setting}"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.each_case import each_case
 from tests.support.plain_text import blocks
 from w2v.config import ConfigError, load_config
 from w2v.text import corpus
@@ -43,7 +44,7 @@ def test_a_text_without_known_words_is_an_error_that_ranks_can_send(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "offsets.bin", "corpus.json"])
-@pytest.mark.parametrize("cut", [-1, -4, -8, 0, None])
+@each_case("cut", [-1, -4, -8, 0, None])
 def test_a_damaged_corpus_is_refused(tmp_path, name, cut):
     Corpus.write(tmp_path / "ids", blocks([["a", "b", "c"], ["b", "c"]]))
     path = tmp_path / "ids" / name

@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 
+from tests.support.each_case import each_case
 from w2v.vectors.datasets import EvaluationError, judged_pairs, read_questions
 
 
@@ -31,7 +32,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, text, name):
     assert read_questions(tmp_path / "q.txt") == [(name, [["A", "B", "C", "D"]])]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "cat\tdog\t8.5\nsun\tmoon\t.25\n",
@@ -56,7 +57,7 @@ def test_pairs_files_without_a_pair_are_refused(tmp_path):
         judged_pairs(tmp_path / "pairs.txt")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         (b": s\na b c\n", "holds no question; write"),

@@ -13,18 +13,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.each_case import each_case
 from tests.support.embeddings import (
     DIM,
     ROWS,
     batches,
     embedding,
-    everywhere,
     optimizer_state,
     places,
+    somewhere,
     train_step,
     trainable,
     weights,
 )
+from tests.support.pairwise import pairwise
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
 from w2v.api.embedding.ids import joined, whole
 from w2v.api.embedding.look_up import look_up
@@ -35,7 +37,7 @@ from w2v.model.table import normal
 from w2v.transfer.cache import RowCache
 
 
-@everywhere
+@somewhere
 def test_equal_ids_count_together_and_other_rows_stay(tmp_path, storage, device):
     table, optimizer = trainable(tmp_path, storage, device, optimizer="SGD", lr=0.5)
     before = weights(table)
@@ -46,7 +48,7 @@ def test_equal_ids_count_together_and_other_rows_stay(tmp_path, storage, device)
     torch.testing.assert_close(weights(table), expected, rtol=0, atol=0)
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("step", ["table", "row"])
 def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, device, step):
     table, optimizer = trainable(tmp_path, storage, device, optimizer="NAdam", step=step)
@@ -64,7 +66,7 @@ def test_without_a_backward_pass_a_step_changes_nothing(tmp_path, storage, devic
         assert torch.equal(value, state[name])
 
 
-@everywhere
+@somewhere
 def test_a_model_may_be_used_before_it_is_trained(tmp_path, storage, device):
     table = embedding(tmp_path, storage, device, max_norm=1.0)
     with torch.inference_mode():
@@ -91,7 +93,7 @@ def test_another_optimizer_begins_with_a_new_state(tmp_path):
     second.step()
 
 
-@everywhere
+@somewhere
 def test_there_may_be_no_ids(tmp_path, storage, device):
     table, optimizer = trainable(tmp_path, storage, device, max_norm=1.0, padding_idx=0)
     for ids in (torch.empty(0, 2, dtype=torch.int64), []):
@@ -103,7 +105,7 @@ def test_there_may_be_no_ids(tmp_path, storage, device):
     assert bags([], torch.tensor([0, 0])).tolist() == [[0] * DIM] * 2
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
     table, optimizer = trainable(tmp_path, storage, device, dtype=dtype)
@@ -116,7 +118,7 @@ def test_16_bit_tables_learn(tmp_path, storage, device, dtype):
     assert (weights(table).float() - target.cpu()).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_case("name", OPTIMIZERS)
 def test_every_optimizer_steps_16_bit_rows_in_float32(tmp_path, name):
     def trained(dtype):
         table, optimizer = trainable(tmp_path, optimizer=name, lr=0.05, dtype=dtype)
@@ -393,7 +395,7 @@ def test_first_weights():
     assert padded([2]).tolist() == [[3.0] * DIM]
 
 
-@everywhere
+@somewhere
 def test_reset_parameters_draws_weights_anew(tmp_path, storage, device):
     settings = {"optimizer": "Adam", "padding_idx": 2, "init": torch.ones(ROWS, DIM)}
     table, optimizer = trainable(tmp_path, storage, device, **settings)
@@ -469,7 +471,7 @@ def test_pretrained_rows_are_frozen_unless_asked(tmp_path):
     assert weights(frozen)[:3, 0].tolist() == [1, -1, 1]
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("step", ["table", "row"])
 def test_a_table_grows(tmp_path, storage, device, step):
     if storage == "mmap":
@@ -531,7 +533,7 @@ def test_cached_rows_of_a_file_are_written_when_its_table_goes(tmp_path, share):
     assert torch.equal(weights(open_file()[0]), expected)
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_and_load(tmp_path, storage, device, dtype):
     table, optimizer = trainable(tmp_path, storage, device, optimizer="Adam", dtype=dtype)
@@ -603,7 +605,8 @@ def all_records(tables):
 
 
 KEYS = ["user", "tags"]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", DEVICES)
 CACHE_SETTINGS = [
     {},
     {"name": "Adagrad"},
@@ -614,10 +617,14 @@ CACHE_SETTINGS = [
 ]
 
 
-@devices
-@pytest.mark.parametrize("settings", CACHE_SETTINGS, ids=str)
-@pytest.mark.parametrize("share", ["12%", "25%", "100%"])
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pairwise(
+    {
+        "device": DEVICES,
+        "settings": CACHE_SETTINGS,
+        "share": ["12%", "25%", "100%"],
+        "ahead": [0, 1, 2, 5],
+    }
+)
 def test_a_cache_changes_no_bit(device, share, settings, ahead):
     plain, plain_optimizer = two_tables(0, device, **settings)
     train_both(plain, plain_optimizer, skewed(40))
@@ -964,9 +971,14 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
             len(look_up(store, torch.tensor([0, wrong], device="cuda")).rows)
 
 
-@places("cpu-cpu", "pinned-cuda", "cpu-cuda")
-@pytest.mark.parametrize("ahead", [0, 1, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pairwise(
+    {
+        "storage, device": places("cpu-cpu", "pinned-cuda", "cpu-cuda"),
+        "ahead": [0, 1, 4],
+        "fused": [False, True],
+    },
+    lambda device, fused, **_: device == "cuda" or not fused,
+)
 def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, fused):
     """Gradients are whole numbers, so that sums are exact."""
     rows, steps = 5000, 100
@@ -975,7 +987,7 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
     table = PagedEmbedding.from_pretrained(
         start, freeze=False, storage=storage, device=device, gpu_bytes="8%"
     )
-    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=fused and device == "cuda")
+    optimizer = PagedOptimizer(table, "SGD", lr=1.0, fused=fused)
     batches = [
         (torch.rand(150, generator=generator) ** 2 * rows).long() * 7 % rows for _ in range(steps)
     ]
@@ -1005,7 +1017,7 @@ def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
     assert whole([ids[:, 0]]) is None
 
 
-@everywhere
+@somewhere
 def test_ids_in_a_column_of_a_batch(tmp_path, storage, device):
     table = embedding(tmp_path, storage, device)
     ids = torch.arange(ROWS).flip(0)[:8].view(4, 2)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import plain_text
+from tests.support.each_case import each_case
 from w2v.config import CorpusConfig, VocabConfig
 from w2v.text import encode
 from w2v.text.sources import CorpusError
@@ -122,10 +123,9 @@ def test_bytes_that_are_not_utf8_are_counted_and_located(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("block_bytes", [7, 1 << 20])
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [b"a b\0c", b"\0", b"a " + b"x" * 40_001, b"x" * 90_000 + b" a\n", "é".encode() * 40_001],
-    ids=["NUL", "only NUL", "long word at the end", "long word", "two-byte characters"],
 )
 def test_binary_files_are_refused(tmp_path, monkeypatch, data, block_bytes):
     (tmp_path / "text").write_bytes(data)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of, planted, write_questions
 from w2v.vectors import analogies as batched
 from w2v.vectors import evaluate
@@ -50,7 +51,7 @@ def vectors_of_kind(kind, rng, words):
 
 
 @pytest.mark.parametrize("kind", ["normal", "integers", "zeros", "copies", "last bit", "tiny"])
-@pytest.mark.parametrize("size", [3, 4, 7, 40])
+@each_case("size", [3, 4, 7, 40])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_equals_gensim_with_ties_and_case_variants(tmp_path, kind, size, device):
     letters = [a + b for a in "xyzXYZ" for b in "uvwUVW"] + ["q", "Q", "r", "ß", "SS"]

@@ -10,6 +10,7 @@ import torch
 from gensim.models import KeyedVectors
 
 import evaluate
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from tests.support.rank_threads import checked, together
 from w2v.model.table import Table
@@ -114,7 +115,7 @@ def test_old_vectors_are_never_beside_a_new_array_file(kv, tmp_path, monkeypatch
     assert len(seen) >= 2 and not any(seen)
 
 
-@pytest.mark.parametrize("word", ["new york", "line\nbreak", "tab\tbed", "", " "])
+@each_case("word", ["new york", "line\nbreak", "tab\tbed", "", " "])
 def test_words_with_white_space_are_for_kv_only(tmp_path, word):
     kv = kv_of(["the", word], np.eye(2))
     for formats in (("kv", "bin"), ("txt",)):
@@ -213,7 +214,7 @@ def test_vectors_are_saved_for_gensim_alone(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("first", [1, 6, 22, 23])
+@each_case("first", [1, 6, 22, 23])
 def test_only_the_first_rows_are_gathered(monkeypatch, size, first):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
     (blocks, *_), rows_VD = sharded(size, lambda r, table: list(export.in_order(table, r, first)))

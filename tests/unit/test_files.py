@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.each_case import each_case
 from w2v.config import ConfigError
 from w2v.system import files
 from w2v.system.files import (
@@ -134,7 +135,7 @@ def test_naming_file_names_only_errors_without_a_name(tmp_path):
         (tmp_path / "there").read_text()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "message"),
     [
         (ValueError("two\nlines"), "two lines"),

@@ -100,9 +100,9 @@ class TestGensimsAnnoyIndexer(test_similarities.TestWord2VecAnnoyIndexer):
 
 
 class Exported:
-    """Replaces the vectors of a test by those of a `kind` of exported file.
+    """Replaces the vectors of a test by those of an exported file.
 
-    Those that other ways of exporting write are equal; see test_export.py.
+    Those that other formats and ways of exporting write are equal; see test_export.py.
     """
 
     def setUp(self):
@@ -110,15 +110,13 @@ class Exported:
         words = self.vectors.index_to_key
         counts = np.array([self.vectors.get_vecattr(word, "count") for word in words])
         with tempfile.TemporaryDirectory() as folder:
-            export.save(kv_of(words, self.vectors.vectors, counts), folder, [self.kind])
-            self.vectors = load.load(Path(folder, f"vectors.{self.kind}"))
+            export.save(kv_of(words, self.vectors.vectors, counts), folder, ["kv"])
+            self.vectors = load.load(Path(folder, "vectors.kv"))
 
 
-for tests, name in (
-    (test_keyedvectors.TestKeyedVectors, "TestKeyedVectors"),
-    (test_similarities.TestWordEmbeddingSimilarityIndex, "TestWordEmbeddingSimilarityIndex"),
-):
-    for kind in ("kv", "bin"):
-        full_name = f"{name}Of{kind.title()}"
-        globals()[full_name] = type(full_name, (Exported, tests), {"kind": kind})
-del tests
+class TestGensimsKeyedVectors(Exported, test_keyedvectors.TestKeyedVectors):
+    pass
+
+
+class TestGensimsSimilarityIndex(Exported, test_similarities.TestWordEmbeddingSimilarityIndex):
+    pass

@@ -5,9 +5,9 @@ import itertools
 import logging
 
 import numpy as np
-import pytest
 from gensim.models import KeyedVectors, word2vec
 
+from tests.support.each_case import each_case
 from w2v.model.huffman import make_tree
 
 
@@ -34,7 +34,7 @@ def paths_of(tree):
 
 
 # Many equal counts, whose order heapq decides; more than 2,500, which it sorts block by block.
-@pytest.mark.parametrize("words, largest", [(2, 9), (3, 9), (7, 2), (500, 5), (4000, 50)])
+@each_case("words, largest", [(2, 9), (3, 9), (7, 2), (500, 5), (4000, 50)])
 def test_tree_is_gensims(words, largest):
     counts = np.random.default_rng(words).integers(1, largest, words)
     assert paths_of(make_tree(counts)) == gensims_paths(counts)

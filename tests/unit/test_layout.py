@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-import pytest
+from tests.support.each_case import each_case
 
 ROOT = Path(__file__).parents[2]
 # Each package may import itself and those before it.
@@ -110,7 +110,7 @@ def test_every_package_has_a_place_in_the_order():
     assert {Path(name).with_suffix("").parts[1] for name in MODULES} == set(PACKAGES)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "source",
     [
         "import w2v.training.plan",
@@ -131,7 +131,7 @@ def test_check_allows_imports_of_the_same_and_earlier_packages():
     assert wrong_imports(source, "w2v/model/table.py") == []
 
 
-@pytest.mark.parametrize("module", ["tests.unit.test_plan", "test_plan", ".test_plan"])
+@each_case("module", ["tests.unit.test_plan", "test_plan", ".test_plan"])
 def test_check_finds_imports_of_test_files(module):
     assert imported_tests(f"from {module} import run", "tests/unit/test_step.py")
     helpers = "from tests.support import programs\nfrom gensim.test import test_word2vec"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.pairwise import pairwise
 from w2v.model.table import RowState, Table
 from w2v.transfer import links
 from w2v.transfer.links import Link, MappedLink, StagedLink, link_between
@@ -32,10 +33,14 @@ def random_rows(count, most=ROWS, seed=1):
     return torch.randperm(most, generator=torch.Generator().manual_seed(seed))[:count]
 
 
-@pytest.mark.parametrize("place", LINKS)
-@pytest.mark.parametrize("with_slots", [False, True])
-@pytest.mark.parametrize("dim, states", [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)])
-@pytest.mark.parametrize("count", [0, 1, 37, ROWS])
+@pairwise(
+    {
+        "place": LINKS,
+        "dim, states": [(32, 0), (100, 2), (128, 2), (300, 1), (1, 0)],
+        "count": [0, 1, 37, ROWS],
+        "with_slots": [False, True],
+    }
+)
 def test_read_and_write_move_exactly_the_given_rows(place, with_slots, dim, states, count):
     storage, device, kind = PLACES[place]
     table, expected = random_table(storage, dim, states)

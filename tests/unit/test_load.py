@@ -7,6 +7,7 @@ import pytest
 from gensim.models import Word2Vec
 from gensim.utils import SaveLoad
 
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from w2v.vectors import export, load
 from w2v.vectors.load import VectorsError
@@ -29,7 +30,7 @@ def test_find_takes_a_folder_a_file_or_latest(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".kv", ".bin", ".txt", ".vec"])
-@pytest.mark.parametrize(
+@each_case(
     "content",
     [
         b"",
@@ -55,7 +56,7 @@ def test_a_whole_model_is_not_keyed_vectors(tmp_path):
         load.load(tmp_path / "model.kv")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "damage",
     [
         lambda kv: kv.index_to_key.pop(),

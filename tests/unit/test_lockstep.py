@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, together
 from w2v.distributed.lockstep import BATCHES_PER_VOTE, Decision, Lockstep
 from w2v.distributed.ranks import SINGLE
@@ -40,7 +41,7 @@ def run_epochs(ranks, counts_EN, votes_N):
     return steps
 
 
-@pytest.mark.parametrize(
+@each_case(
     "count_N",
     [
         (3, 3),
@@ -49,7 +50,6 @@ def run_epochs(ranks, counts_EN, votes_N):
         (1, BATCHES_PER_VOTE, 3 * BATCHES_PER_VOTE + 1),
         (0, 2 * BATCHES_PER_VOTE),
     ],
-    ids=str,
 )
 def test_all_ranks_make_as_many_steps_as_the_one_with_the_most_batches(count_N):
     size = len(count_N)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.each_case import each_case
+from tests.support.pairwise import pairwise
 from w2v.config import NOT_ROWWISE, OPTIMIZERS, ConfigError, OptimizerConfig
 from w2v.model.optim import RowOptimizer, learning_rate, optimizer_name
 from w2v.model.table import Table
@@ -24,7 +26,6 @@ EVERY = [(name, {}) for name in OPTIMIZERS] + WITH_ARGS
 GPU = pytest.mark.gpu
 STORAGES = ["cpu", pytest.param("cuda", marks=GPU), pytest.param("pinned", marks=GPU)]
 every_optimizer = pytest.mark.parametrize("name, args", EVERY, ids=str)
-every_storage = pytest.mark.parametrize("storage", STORAGES)
 both_step_counts = pytest.mark.parametrize("step", ["table", "row"])
 
 
@@ -75,23 +76,6 @@ def train_dense(config, weights, steps):
     return parameter.detach(), optimizer.state[parameter]
 
 
-@every_storage
-@both_step_counts
-@every_optimizer
-def test_stepping_all_rows_equals_the_dense_optimizer(name, args, step, storage):
-    config = OptimizerConfig(name=name, args=args, lr=LR, step=step)
-    rates = [LR * (1 - i / STEPS) for i in range(STEPS)]
-    steps = list(zip(gradients(STEPS, ROWS), rates, strict=True))
-    table = train_rows(config, storage, [(range(ROWS), grad, lr) for grad, lr in steps])
-    weights, state = train_dense(config, start_weights(device_of(storage)), steps)
-    assert torch.equal(table["weight"].cpu(), weights.cpu())
-    for key in set(table.columns) - {"weight"}:
-        found = table[key].cpu()
-        assert torch.equal(found, state[key].cpu().expand(found.shape)), key
-    for key, value in table.scalars.items():
-        assert torch.equal(value, state[key].cpu()), key
-
-
 @pytest.mark.parametrize("name, kept", [("Adam", "exp_avg_sq"), ("Adamax", "exp_inf")])
 def test_a_mean_that_is_overwritten_unread_is_not_kept(name, kept):
     for beta, more in ((0.0, []), (0.5, ["exp_avg"])):
@@ -100,17 +84,21 @@ def test_a_mean_that_is_overwritten_unread_is_not_kept(name, kept):
         assert list(RowOptimizer(config, may_change=True).states(DIM)) == ["exp_avg", kept]
 
 
-@every_storage
-@both_step_counts
-@every_optimizer
+@pairwise({"name, args": EVERY, "storage": STORAGES, "step": ["table", "row"]})
 def test_stepping_some_rows_equals_a_dense_run_of_those_rows(name, args, step, storage):
     config = OptimizerConfig(name=name, args=args, lr=LR, step=step)
     touched = torch.tensor([1, 4, 5])
-    grads = gradients(STEPS, 3)
-    table = train_rows(config, storage, [(touched, grad, LR) for grad in grads])
+    rates = [LR * (1 - i / STEPS) for i in range(STEPS)]
+    steps = list(zip(gradients(STEPS, 3), rates, strict=True))
+    table = train_rows(config, storage, [(touched, grad, lr) for grad, lr in steps])
     dense_start = start_weights(device_of(storage))[touched]
-    weights, _ = train_dense(config, dense_start, [(grad, LR) for grad in grads])
+    weights, state = train_dense(config, dense_start, steps)
     assert torch.equal(table["weight"].cpu()[touched], weights.cpu())
+    for key in set(table.columns) - {"weight"}:
+        found = table[key].cpu()[touched]
+        assert torch.equal(found, state[key].cpu().expand(found.shape)), key
+    for key, value in table.scalars.items():
+        assert torch.equal(value, state[key].cpu()), key
     # The other rows stay as they were.
     _, untrained = new_table(config, storage)
     rest = torch.tensor([row for row in range(ROWS) if row not in touched])
@@ -168,7 +156,7 @@ def test_whole_numbers_are_arguments():
     assert RowOptimizer(config).arguments["betas"] == [0.0, 0.99]
 
 
-@pytest.mark.parametrize("name", NOT_ROWWISE)
+@each_case("name", NOT_ROWWISE)
 def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
     if hasattr(torch.optim, name):  # by trying it, too
         with pytest.raises(ConfigError, match="is not row-separable .*; choose one of ASGD"):
@@ -177,7 +165,7 @@ def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
         RowOptimizer(OptimizerConfig(name=name))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name, args, words",
     [
         ("adamx", {}, "optimizer.name=adamx .*did you mean Adamax"),
@@ -218,7 +206,7 @@ def test_a_class_of_ones_own_steps_rows():
     assert optimizer_name(torch.optim.Adam) == optimizer_name("Adam") == "Adam"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings, expected",
     [
         ({"schedule": "constant"}, [1, 1, 1, 1, 1]),

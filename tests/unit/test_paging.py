@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.pairwise import pairwise
 from tests.support.zipf import zipf_text
 from w2v.config import ModelConfig
 from w2v.kernels.batch import CHUNK_BATCHES, StepShape
@@ -47,9 +48,7 @@ def rows_of_two_pages(batches, steps, first=0):
     return int(marks(batches[first : first + 2 * steps]).sum())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("steps", [1, 2, 4, 8])
-@pytest.mark.parametrize("spare", [-1, 0])
+@pairwise({"steps": [1, 2, 4, 8], "ranks": [1, 4], "spare": [-1, 0]})
 def test_page_has_the_most_steps_that_leave_room_for_the_next_page(batches, steps, ranks, spare):
     slots = -(-rows_of_two_pages(batches, steps) // ranks) + spare
     paging, marks_TV = choose_paging(iter(batches), KERNELS, marks([]), ranks * slots)

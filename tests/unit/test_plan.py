@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.rank_threads import Threads
 from tests.support.zipf import zipf_text
 from w2v.config import ConfigError, load_config
@@ -76,7 +77,7 @@ def test_memory_counts_fresh_negatives_until_a_pool_is_chosen(kernels):
     assert needs[0] == needs[1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "given, missing",
     [
         ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT"),
@@ -103,7 +104,7 @@ def test_variables_of_torchrun_that_are_missing_are_named(monkeypatch, given, mi
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong, message",
     [
         ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
@@ -188,7 +189,7 @@ def test_what_a_machine_lacks_is_warned_of_once(machine, warned, gpu_bytes, monk
     assert len(caplog.messages) == 1 + (gpu_bytes == "10%")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings, machine, ranks, kernels",
     [
         ([], CPU_ONLY, 1, "cpu"),
@@ -215,7 +216,7 @@ def test_kernels(settings, machine, ranks, kernels):
     assert choose_kernels(configured(*settings), machine, ranks) == kernels
 
 
-@pytest.mark.parametrize(
+@each_case(
     "setting, machine, ranks, obstacle",
     [
         ("train.precision=amp", CPU_ONLY, 1, "train.precision=amp"),

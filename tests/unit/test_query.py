@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from w2v.vectors import query
 from w2v.vectors.datasets import EvaluationError
@@ -22,7 +23,7 @@ def test_unknown_words_get_the_nearest_spellings():
     assert query.nearest_spellings(kv, "PARIS") == ["Paris"]  # the most frequent case variant
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("terms", "positive", "negative"),
     [("a - b + c", "ac", "b"), ("a + b + c - d", "abc", "d"), ("a - b", "a", "b"), ("f", "f", "")],
 )
@@ -40,7 +41,7 @@ def test_words_of_the_sum_are_no_answers_even_without_a_direction():
     assert [word for word, _ in query.combination(with_zero, ["a"])] == ["b", "c"]
 
 
-@pytest.mark.parametrize("terms", ["a b", "a -", "- a", "a b - c", "a - b c"])
+@each_case("terms", ["a b", "a -", "- a", "a b - c", "a - b c"])
 def test_malformed_sums_are_refused(terms):
     kv = kv_of([*"abc"], np.eye(3))
     with pytest.raises(EvaluationError, match="is no sum of words; write it as king - man"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.each_case import each_case
 from w2v.system.resources import (
     cpu_quota,
     format_bytes,
@@ -62,7 +63,7 @@ def test_control_group_without_a_limit_does_not_count(tmp_path):
     assert free_host_bytes(system(tmp_path, "4:memory:/\n", files)) == AVAILABLE
 
 
-@pytest.mark.parametrize(
+@each_case(
     "cgroup, files, cpus",
     [
         ("0::/a/gone\n", {"a/cpu.max": "max 100000", "cpu.max": "250000 100000"}, 2.5),
@@ -99,7 +100,7 @@ def test_folders_are_on_one_disk_or_on_two(tmp_path):
     assert not same_disk(tmp_path / "not" / "yet", Path("/proc/not/yet"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "count, text",
     [(672, "672 B"), (5 << 10, "5 KiB"), (60 << 20, "60 MiB"), (3 << 39, "1536.0 GiB")],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from w2v.model.row_file import save_npy
 from w2v.model.table import RowState, Table, normal, uniform
 
@@ -62,7 +63,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
+@each_case("other", OTHERS)
 def test_a_file_of_another_layout_is_refused_and_unchanged(tmp_path, other):
     file_table(tmp_path / "input").flush()
     before = (tmp_path / "input").read_bytes()

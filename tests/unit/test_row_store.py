@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.embeddings import DIM, ROWS, row_store, stored
 from w2v.api.embedding import RowStore
 
 
 @stored
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_case("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_come_back_as_they_were_put(tmp_path, storage, device, dtype):
     store = row_store(tmp_path, storage, device, dtype=dtype)
     assert (store.bytes, len(store)) == (ROWS * 128, ROWS)
@@ -81,7 +82,7 @@ def test_a_copy_has_rows_of_its_own(tmp_path, duplicate):
 
 
 @stored
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@each_case("dtype", [np.float32, np.float16])
 def test_an_npy_file_is_a_row_store(tmp_path, storage, device, dtype):
     path, rows = tmp_path / "x.npy", np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(dtype)
     np.save(path, rows)

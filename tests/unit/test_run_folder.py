@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.each_case import each_case
 from tests.support.rank_threads import checked, raised, together
 from tests.support.tables import make_tables
 from w2v.config import ConfigError, flat_config, load_config
@@ -36,7 +37,7 @@ def test_each_run_gets_a_new_folder(tmp_path, monkeypatch):
     assert run_folder.create(config_for(tmp_path, "run.name=mine")).name.endswith("-mine")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "path, name",
     [
         ("a/chapter1:a/chapter2", "chapter1"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from tests.support.each_case import each_case
 from w2v.config import ModelConfig
 from w2v.kernels import cuda, reference
 from w2v.kernels.batch import BatchSeed, Pool, StepShape
@@ -55,7 +56,7 @@ def make_sampler(
     return Sampler(text, ModelConfig(**model), batch_size, seed, CPU, **how)
 
 
-@pytest.mark.parametrize("exponent", [0.75, 0.0, 1.0, -0.5])
+@each_case("exponent", [0.75, 0.0, 1.0, -0.5])
 def test_negative_distribution(exponent):
     weights = COUNTS**exponent
     found = negative_distribution(COUNTS, exponent)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from gensim.corpora import wikicorpus
 
+from tests.support.each_case import each_case
 from tests.support.plain_text import read_sentences
 from w2v.config import CorpusConfig
 from w2v.text import sources
@@ -33,7 +34,7 @@ def zst(data: bytes) -> bytes:
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zst}
 
 
-@pytest.mark.parametrize("ending", ["", *PACK])
+@each_case("ending", ["", *PACK])
 def test_files_are_decompressed_by_their_ending(tmp_path, ending):
     path = tmp_path / f"text.txt{ending}"
     data = b"some text\n" * 1000
@@ -43,7 +44,7 @@ def test_files_are_decompressed_by_their_ending(tmp_path, ending):
         assert file.read() == data
 
 
-@pytest.mark.parametrize("ending", PACK)
+@each_case("ending", PACK)
 @pytest.mark.parametrize("breakage", ["cut", "wrong ending"])
 def test_broken_files_are_named(tmp_path, ending, breakage):
     path = tmp_path / f"text.txt{ending}"
@@ -142,7 +143,7 @@ NEAREST = {
 }
 
 
-@pytest.mark.parametrize("path", NEAREST)
+@each_case("path", NEAREST)
 def test_an_unknown_path_is_answered_by_the_nearest_one(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     for name in ["novel.txt", "data/novel.gz"]:
@@ -302,7 +303,7 @@ JSON = '{"id": 1, "text": "naïve a\\nb"}\n\n{"text": "c \\ud800", "other": {}}\
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "JSONL", "ndjson"])
-@pytest.mark.parametrize("ending", ["", *PACK])
+@each_case("ending", ["", *PACK])
 def test_a_field_of_json_lines_is_the_text(tmp_path, suffix, ending):
     path = tmp_path / f"texts.{suffix}{ending}"
     path.write_bytes(PACK.get(ending, bytes)(JSON.encode() * 1000))
@@ -310,7 +311,7 @@ def test_a_field_of_json_lines_is_the_text(tmp_path, suffix, ending):
         assert file.read() == b"na\xc3\xafve a\nb\nc \xed\xa0\x80\n" * 1000
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "message"),
     [
         ('{"title": "t", "body": "b"}', r"in the field 'text' \(it has title: str, body: str\)"),
@@ -336,7 +337,7 @@ TOKENIZED = "the cat , it sat . don't\n" * 50
 HINDI = "बिल्ली बैठी थी और कुत्ता\n" * 50
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "setting", "mode"),
     [
         (RAW, "auto", "words"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from w2v.model.table import (
     ALIGNMENT,
     INIT_CHUNK,
@@ -151,7 +152,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
     assert abs(table["weight"].float().mean() - 2) < 0.05
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings, words",
     [
         ({"rows": 0}, "at least 1 row"),
@@ -166,7 +167,6 @@ def test_small_updates_are_not_lost_in_bfloat16():
             "path=x.npy: .*rename",
         ),
     ],
-    ids=str,
 )
 def test_unusable_arguments_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):

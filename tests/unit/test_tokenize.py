@@ -1,10 +1,10 @@
 """Splitting at whitespace as str.split does, and numbering distinct words."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from w2v.text import tokenize
 from w2v.text.tokenize import LINE_END, MergedWords, WordTable
 
@@ -103,7 +103,7 @@ def test_a_nul_is_found():
     assert not number(b"a b\1c", WordTable()).has_nul
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [
         b"\xff",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.each_case import each_case
 from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.kernels.batch import FAULTS
@@ -105,7 +106,7 @@ def test_divergence_names_step_learning_rate_and_remedy(name, kernels, device, r
         assert part in message
 
 
-@pytest.mark.parametrize("bits", range(1, 8))
+@each_case("bits", range(1, 8))
 def test_divergence_names_all_parts_that_are_not_finite(bits):
     loop = make_loop()
     next(loop.epoch())

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.plain_text import count
 from w2v.text.vocab import Vocab, VocabError
 
@@ -52,7 +53,7 @@ def test_keep_probabilities():
     assert ANIMALS.keep_probabilities(1e-2).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "min_count", "most", "parts"),
     [
         ([], 5, None, ["no words", "corpus.path"]),

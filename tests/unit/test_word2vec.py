@@ -17,6 +17,7 @@ from gensim.models.callbacks import CallbackAny2Vec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.small_text import record_calls
 from w2v import Word2Vec
 from w2v.config import OPTIMIZERS, load_config
@@ -204,9 +205,7 @@ def test_a_rate_that_is_given_to_train_is_kept_also_if_it_is_the_default_one(mon
     assert rates == [0.0, 0.0, 0.1, 0.1]  # 0: auto
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"alpha": 0.025, "optimizer": "Adamax"}, {"alpha": 0.025}, {}]
-)
+@each_case("arguments", [{"alpha": 0.025, "optimizer": "Adamax"}, {"alpha": 0.025}, {}])
 def test_an_alpha_alone_is_one_of_sgd(arguments):
     expected = arguments.get("optimizer", "SGD" if arguments else "Adam")
     assert Word2Vec(**SMALL, **arguments).optimizer == expected
@@ -303,7 +302,7 @@ def test_every_optimizer_learns(name):
 PAGED_ON_CPU = {"settings": ["transfer.engine=mapped"], "device": "cpu", "min_count": 1}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "arguments, key_words",
     [
         ({"vector_size": 0}, "^vector_size=0 is out of range"),
@@ -437,7 +436,7 @@ def test_a_callback_locks_and_unlocks(reloaded, optimizer):
     assert changed == [False, True, False]
 
 
-@pytest.mark.parametrize("locks", [np.empty(0), np.ones((2, 2)), np.array([np.nan])])
+@each_case("locks", [np.empty(0), np.ones((2, 2)), np.array([np.nan])])
 def test_lock_factors_that_mean_nothing_are_refused(reloaded, locks):
     reloaded.wv.vectors_lockf = locks
     with pytest.raises(ValueError, match="vectors_lockf has .* for each of the 10 words, or one"):
@@ -585,7 +584,7 @@ def test_without_a_seed_each_model_differs():
     assert first.sample is None and not np.array_equal(first.wv.vectors, second.wv.vectors)
 
 
-@pytest.mark.parametrize("sample", [None, 0, 1e-2, 20, 10**6])
+@each_case("sample", [None, 0, 1e-2, 20, 10**6])
 def test_subsampling_is_gensims(sample):
     model = Word2Vec(**SMALL | {"sample": sample})
     model.build_vocab(sentences())

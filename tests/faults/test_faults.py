@@ -235,6 +235,8 @@ VECTORS = {
     "missing": ("vectors.kv", removed, "holds no vectors.kv"),
     "truncated": ("vectors.kv", truncated, "vectors.kv is damaged"),
     "flipped": ("vectors.kv", flipped, "vectors.kv is damaged"),
+    "words": ("vocab.tsv", flipped, "vocab.tsv is damaged"),
+    "rows": ("vectors.kv.vectors.npy", flipped, "vectors.npy is damaged"),
     "bad list of checksums": ("vectors.sha256", lambda data: b"\xff what", "vectors.sha256"),
 }
 
@@ -249,8 +251,9 @@ def test_bad_vectors(tiny_run, run_main, name, change, words):
 
 def test_exporting_again_updates_the_checksums(tiny_run, run_main):
     assert run_main(evaluate, "export", tiny_run, "--bin", "--kv") == (0, "")
-    names = [line.split("  ")[1] for line in (tiny_run / "vectors.sha256").read_text().splitlines()]
-    assert names == ["vectors.bin", "vectors.kv"]
+    _, *lines = (tiny_run / "vectors.sha256").read_text().splitlines()
+    names = [line.split("  ")[1] for line in lines]
+    assert names == ["vectors.bin", "vectors.kv", "vectors.kv.vectors.npy"]
     assert vector_files.load(tiny_run).index_to_key
     with changed(tiny_run / "vectors.bin", flipped):
         assert run_main(evaluate, "nn", tiny_run / "vectors.bin", "a")[0] == 2

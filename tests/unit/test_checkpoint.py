@@ -5,14 +5,9 @@ import logging
 import os
 import random
 import threading
-import zlib
-from concurrent.futures import Future
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.rank_processes import Pool
 from tests.support.rank_threads import checked, raised, together
@@ -47,53 +42,6 @@ def test_round_trip(tmp_path, room):
     assert found.path.name == "step-00000012" and found.state == {"step": 12, **state}
     found.load(loaded)
     assert same(loaded, make_tables())
-
-
-def share(folder, tables, error=None):
-    """Save tables beside an .npy file of the input weights; return its path."""
-    file, weights = folder / "vectors.npy", Future()
-    keeper = Checkpoints(folder / "checkpoints", tables, NONE)
-    keeper.save({"step": 1}, copied=False, weights=weights)
-    assert latest(keeper.folder) is None
-    if error:
-        weights.set_exception(error)
-    else:
-        np.save(file, tables[0]["weight"].numpy())
-        weights.set_result((file, zlib.crc32(file.read_bytes())))
-    keeper.wait()
-    return file
-
-
-@pytest.mark.parametrize("name", ["SGD", "NAdam"])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_weights_are_in_a_file_that_is_shared(tmp_path, monkeypatch, name, links, ranks):
-    if not links:
-        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
-    file, saved = share(tmp_path, make_tables(name=name)), latest(tmp_path / "checkpoints")
-    linked = saved.path / "input.npy"
-    assert linked.samefile(file) == links and linked.read_bytes() == file.read_bytes()
-    assert not file.stat().st_mode & 0o222  # what changes one would change the other
-
-    def load(ranks):
-        tables = make_tables(ranks, filled=False, name=name)
-        saved.load(tables, ranks)
-        return same(tables, make_tables(ranks, name=name))
-
-    assert all(checked(together(ranks, load)))
-    states = [load_file(path)["records"].shape for path in saved.path.glob("input-*")]
-    assert {columns for _, columns in states} == ({10} if name == "NAdam" else set())
-    file.chmod(0o600)
-    linked.chmod(0o600)
-    linked.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="input.npy is damaged .its CRC-32"):
-        saved.load(make_tables(name=name))
-
-
-def test_no_checkpoint_is_left_without_the_shared_weights(tmp_path):
-    with pytest.raises(OSError, match="the disk is full, so that a checkpoint of 2,760 bytes"):
-        share(tmp_path, make_tables(), OSError("the disk is full"))
-    assert not os.listdir(tmp_path / "checkpoints")
 
 
 def test_nothing_is_pickled(tmp_path):
@@ -301,9 +249,9 @@ def test_damaged_file_is_named_with_the_remedy(tmp_path, name, damage):
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
-        older.setattr(checkpoint, "FORMAT", 2)
+        older.setattr(checkpoint, "FORMAT", 6)
         save(tmp_path)
-    with pytest.raises(CheckpointError, match="is of format 2, and this version reads format 6"):
+    with pytest.raises(CheckpointError, match="is of format 6, and this version reads format 7"):
         latest(tmp_path)
 
 

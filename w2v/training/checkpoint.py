@@ -25,17 +25,15 @@ from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system.files import link, sealed, sync, unsealed, write_synced
+from w2v.system.files import sealed, sync, unsealed, write_synced
 from w2v.training import checkpoint_files
 
 log = logging.getLogger("w2v")
-FORMAT = 6  # of the manifest; others are not read
+FORMAT = 7  # of the manifest; others are not read
 KEPT = 2
 EPOCH_SECONDS = 60.0  # at the end of an epoch, save if the last checkpoint is older
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
 MOST_SHARE = 0.1  # of wall time that longer waits may take
-# Path and CRC-32 of the .npy file of the first table's weights, once it is written.
-Weights = Future[tuple[Path, int]] | None
 
 
 class CheckpointError(ValueError):
@@ -127,11 +125,11 @@ class Checkpoints:
         if self._memory is None:
             self._memory = self._writer.submit(self._allocate)
 
-    def save(self, state: dict[str, Any], copied: bool = True, weights: Weights = None) -> None:
+    def save(self, state: dict[str, Any], copied: bool = True) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
 
         `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
-        written in the background. The file of `weights` is then linked, not written again.
+        written in the background.
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
@@ -140,7 +138,7 @@ class Checkpoints:
             return
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
         manifest["tables"] = _describe(self._tables, self._ranks)
-        files = self._files(weights_apart=weights is not None)
+        files = self._files()
         entries: checkpoint_files.Entries = {}
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
@@ -153,7 +151,7 @@ class Checkpoints:
                 )
                 entries = checkpoint_files.write(partial, files)
                 files = copying.result()
-        self._writing = self._writer.submit(self._finish, path, manifest, entries, files, weights)
+        self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
 
     def raise_failure(self) -> None:
         """Raise the error of the last checkpoint, if it has failed by now."""
@@ -171,15 +169,9 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _files(self, weights_apart: bool = False) -> dict[str, Tensor]:
-        """Return the records of each file, by its name.
-
-        With `weights_apart`, the weights of the first table are left to another file.
-        """
-        first, *others = self._tables
-        records = _records(first, weights_apart)
-        records.pop(_weights_file(first), None)
-        records |= {table.name: table.saved_VR for table in others}
+    def _files(self) -> dict[str, Tensor]:
+        """Return the records of each file, by its name."""
+        records = {table.name: table.saved_VR for table in self._tables}
         return checkpoint_files.files(records, self._ranks)
 
     def _allocate(self) -> dict[str, Tensor]:
@@ -201,7 +193,6 @@ class Checkpoints:
         manifest: dict[str, Any],
         entries: checkpoint_files.Entries,
         files: Mapping[str, Tensor],
-        weights: Weights,
     ) -> None:
         """Write the files and, when all ranks are done, the manifest."""
         partial = _partial(path)
@@ -209,11 +200,6 @@ class Checkpoints:
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
                 entries = {**entries, **checkpoint_files.write(partial, files)}
-                if weights:
-                    file, crc32 = weights.result()
-                    name = _weights_file(self._tables[0])
-                    link(file, partial / name)
-                    entries |= {name: {"bytes": file.stat().st_size, "crc32": crc32}}
                 sync(partial)
             of_ranks = ranks.all_gather(entries, group="background")
             # The manifest is written last: a folder with a manifest is complete.
@@ -292,11 +278,7 @@ class Checkpoint:
                     differs = f"holds the table {saved}, but this run's is {here}"
                     remedy = "resume with the settings of the run"
                     raise CheckpointError(f"{self.path} {differs}; {remedy}")
-            records = {
-                name: (wanted[table.name]["rows"], records_VR)
-                for table in tables
-                for name, records_VR in _records(table, _weights_file(table) in self._files).items()
-            }
+            records = {table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables}
             try:
                 checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
             except checkpoint_files.Damaged as error:
@@ -333,18 +315,6 @@ def _saved(folder: Path) -> list[Path]:
 
 def _partial(path: Path) -> Path:
     return Path(f"{path}.partial")
-
-
-def _weights_file(table: Table) -> str:
-    return f"{table.name}.npy"
-
-
-def _records(table: Table, weights_apart: bool) -> dict[str, Tensor]:
-    """Return the saved records of a table: whole, or weights and states apart."""
-    if not weights_apart:
-        return {table.name: table.saved_VR}
-    parts = {_weights_file(table): table["weight"], table.name: table.saved_VR[:, table.dim :]}
-    return {name: part_VR for name, part_VR in parts.items() if part_VR.shape[1]}
 
 
 def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,6 @@
 
     input-00000-of-00002.safetensors              "records" [n, R]: n rows, without padding
     input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
-    input.npy                                     weights of one rank that vectors.kv shares; the
-                                                  records of its other files are without them
 
 Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
 finds every flipped bit and misses other damage once in four billion times, at 4 GB/s a core where
@@ -119,8 +117,6 @@ def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
 
 def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
     """Return the files of a rank's shard of that many rows."""
-    if table.endswith(".npy"):
-        return [Part(table, 0, rows)]
     file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
     owner = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
     count = -(-rows // file_rows)
@@ -132,19 +128,29 @@ def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> lis
 
 
 def _write_file(path: Path, records_nR: Tensor) -> dict[str, int]:
-    def parts() -> Iterator[bytes | memoryview]:
-        yield _header(len(records_nR), records_nR)
-        if records_nR.is_contiguous() and not records_nR.is_cuda:
-            yield from map(_bytes, chunks(records_nR))
-            return
-        # One buffer, as new memory for each chunk takes longer than the copy.
-        first, *_ = parts_nR = chunks(records_nR)
-        buffer_nR = torch.empty(first.shape, dtype=first.dtype)
-        for part_nR in parts_nR:
-            yield _bytes(buffer_nR[: len(part_nR)].copy_(part_nR))
+    crc32 = 0
 
-    crc32 = write_synced(path, parts())
+    def summed() -> Iterator[bytes | memoryview]:
+        nonlocal crc32
+        for part in _contents(records_nR):
+            crc32 = zlib.crc32(part, crc32)
+            yield part
+
+    write_synced(path, summed())
     return {"bytes": path.stat().st_size, "crc32": crc32}
+
+
+def _contents(records_nR: Tensor) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file."""
+    yield _header(len(records_nR), records_nR)
+    if records_nR.is_contiguous() and not records_nR.is_cuda:
+        yield from map(_bytes, chunks(records_nR))
+        return
+    # One buffer, as new memory for each chunk takes longer than the copy.
+    parts_nR = chunks(records_nR)
+    buffer_nR = torch.empty(parts_nR[0].shape, dtype=records_nR.dtype)
+    for part_nR in parts_nR:
+        yield _bytes(buffer_nR[: len(part_nR)].copy_(part_nR))
 
 
 def _read_file(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -32,7 +31,7 @@ from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
-from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, Weights
+from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.divergence import FiniteCheck, remedy_of_run
 from w2v.training.metrics import LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
@@ -189,14 +188,13 @@ class Trainer:
         self._step.finish()
         del self.loop.sampler  # its draws may be methods of the kernels, whose buffers are large
         return_freed_memory()
-        weights = self._shared_weights()
         if self.config.run.final_checkpoint:
             with self.timeline.phase("saving"):
-                self.checkpoints.save(self._final, copied=False, weights=weights)
+                self.checkpoints.save(self._final, copied=False)
         try:
-            self._write_vectors(results, weights)
+            self._write_vectors(results)
         except BaseException:
-            self._save_without_vectors(weights)
+            self._save_without_vectors()
             raise
         with self.timeline.phase("saving"):
             self.checkpoints.wait()
@@ -353,20 +351,11 @@ class Trainer:
 
     # Export.
 
-    def _shared_weights(self) -> Weights:
-        """Return a future for the vectors' file, if the checkpoint can link it."""
-        inputs = self._step.inputs
-        words = len(self.vocab.words)
-        is_whole = inputs.rows == words and inputs.dtype == torch.float32
-        return Future() if is_whole and export.has_array(words, inputs.dim) else None
-
-    def _save_without_vectors(self, weights: Weights) -> None:
+    def _save_without_vectors(self) -> None:
         """Complete the last checkpoint, as the vectors could not be written.
 
-        It needed their file, or the disk was full; what was written of them is removed by now.
+        If the disk was full, there may be room now: what was written of them is removed.
         """
-        if weights and not weights.done():
-            weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
         try:
             self.checkpoints.wait()
         except OSError:
@@ -374,7 +363,7 @@ class Trainer:
                 self.checkpoints.save(self._final, copied=False)
                 self.checkpoints.wait()
 
-    def _write_vectors(self, results: dict[str, Any], weights: Weights) -> None:
+    def _write_vectors(self, results: dict[str, Any]) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs = self._step.inputs
         weights_ND = self._scored_vectors()
@@ -384,16 +373,13 @@ class Trainer:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
             with ThreadPoolExecutor(2) as threads:
-                words, counts = self.vocab.words, self.vocab.counts
+                words = self.vocab.words
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
-                formats = self.config.run.formats.split(",")
-                saving = threads.submit(self.vocab.save, self.folder / "vocab.tsv")
                 shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
-                crc32 = export.save_rows(words, counts, inputs.dim, blocks, self.folder, formats)
-                if weights:
-                    weights.set_result((self.folder / export.ARRAY, crc32))
-                saving.result()
+                formats = self.config.run.formats.split(",")
+                step = self._final["step"]
+                export.save_run(self.vocab, inputs.dim, blocks, self.folder, formats, step)
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, examples.result(), results)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.faults.test_damage import DAMAGES, damage
+from tests.support.damage import DAMAGES, damage
 from tests.support.planted import kv_of
 from w2v.text.vocab import Vocab
-from w2v.vectors import export, load, unpickle
+from w2v.vectors import export, load
 from w2v.vectors.manifest import SUMS, VectorsError
 from w2v.vectors.runs import RunError
 
@@ -42,16 +42,16 @@ def plain(value):
 
 def a_name(rng):
     """Push a class or function, in one of the ways that there are."""
-    names = sorted(name.rpartition(".")[::2] for name in unpickle.NAMES)
+    names = [tuple(name.split()) for name in sorted(load.PICKLED)]
     names += [tuple(name.split()) for name in OTHERS]
-    module, name = rng.choice(names[: rng.choice([len(unpickle.NAMES), len(names)])])
+    module, name = rng.choice(names[: rng.choice([len(load.PICKLED), len(names)])])
     if rng.random() < 0.5:
         return pickle.GLOBAL + f"{module}\n{name}\n".encode()
     return text(module) + text(name) + pickle.STACK_GLOBAL
 
 
 def a_value(rng, depth=2):
-    """Push a value: plain ones that mean something to NumPy, or one that is made."""
+    """Push a plain value, such as NumPy's states have, or one that is made."""
     values = [
         None,
         True,
@@ -133,7 +133,7 @@ def an_array(rng):
 
 
 def an_address(rng):
-    """Push an array whose bytes NumPy takes for objects, as the flags of its dtype are cleared."""
+    """Push an array whose bytes NumPy would take for objects."""
     dtype = pickle.GLOBAL + b"numpy\ndtype\n"
     objects = dtype + plain(("O8", False, True)) + pickle.REDUCE
     if rng.random() < 0.5:
@@ -255,7 +255,14 @@ def main(seed, count, folder):
 
 
 def test_hostile_and_damaged_vectors_run_nothing(tmp_path):
-    command = [sys.executable, "-m", __name__, str(COUNT), str(COUNT), str(tmp_path / "files")]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.test_hostile_vectors",
+        str(COUNT),
+        str(COUNT),
+        str(tmp_path / "files"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout[-20:], done.stderr[-2000:])
     assert done.stdout.endswith("done\n") and not (ROOT / "ran").exists()

@@ -27,6 +27,7 @@ from w2v.system.console import log
 from w2v.system.files import atomic_write, remove_partial
 from w2v.text.sources import CorpusError, require_source
 from w2v.training import checkpoint
+from w2v.vectors import manifest
 from w2v.vectors.runs import RunError, find
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
@@ -113,7 +114,12 @@ def require_text(folder: Path, config: Config) -> None:
 
 
 def begin(folder: Path, config: Config, environment: str) -> None:
-    """Write settings, versions and hardware, and the torchrun job."""
+    """Write settings, versions and hardware, and the torchrun job.
+
+    Scores and pictures of an earlier step are removed. Its vectors are left until there are new
+    ones, and refused when the run has a later checkpoint.
+    """
+    manifest.remove_derived(folder)
     save_config(config, folder / "config.yaml")
     atomic_write(folder / "env.txt", environment)
     if launcher.job():

@@ -80,6 +80,8 @@ def save_run(
             vocab.save(new / VOCAB)
             sums[VOCAB] = hash_file(new / VOCAB, hashlib.sha256())
             manifest.remove_derived(folder)
+            for path in folder.glob(manifest.VECTORS):
+                path.unlink()
         manifest.write(folder, step, sums)
     finally:
         for _ in blocks:  # what other ranks still send

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+import pickletools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from w2v.system.files import refused
-from w2v.vectors import manifest, runs, unpickle
+from w2v.vectors import manifest, runs
 from w2v.vectors.manifest import VectorsError
 
 if TYPE_CHECKING:
@@ -19,6 +21,23 @@ if TYPE_CHECKING:
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
 ARRAY = "vectors.kv.vectors.npy"  # beside vectors.kv, as gensim names it
 VOCAB = "vocab.tsv"
+KEYED_VECTORS = "gensim.models.keyedvectors KeyedVectors"
+PICKLED = {  # all names in a pickle of KeyedVectors
+    KEYED_VECTORS,
+    "numpy ndarray",
+    "numpy dtype",
+    "numpy.core.multiarray _reconstruct",
+    "numpy._core.multiarray _reconstruct",
+    "_codecs encode",
+    "__builtin__ frozenset",
+    "builtins frozenset",
+}
+PLAIN = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}  # opcodes of values
+PLAIN |= {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+PLAIN |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+TUPLES = ["EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"]  # of 0 to 3 values
+KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
 
 log = logging.getLogger("w2v")
 
@@ -111,9 +130,9 @@ def _read_run(folder: Path) -> Words:
 
 def _read_kv(path: Path) -> Words:
     """Read what KeyedVectors.save has written."""
-    made = unpickle.decode(path.read_bytes())
+    made = decode(path.read_bytes())
     state = made.state
-    if made.name != unpickle.KEYED_VECTORS:
+    if made.name != KEYED_VECTORS:
         raise ValueError(f"it holds {made.name}")
     if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
@@ -121,8 +140,8 @@ def _read_kv(path: Path) -> Words:
     if "vectors" in state.get("__numpys", ()):
         vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
     else:
-        vectors_VD = unpickle.array(state["vectors"])
-    expandos = {name: unpickle.array(column) for name, column in state["expandos"].items()}
+        vectors_VD = _array(state["vectors"])
+    expandos = {name: _array(column) for name, column in state["expandos"].items()}
     words = _checked(state["index_to_key"], vectors_VD, expandos)
     if state["key_to_index"] != words.key_to_index or state["vector_size"] != vectors_VD.shape[1]:
         raise ValueError("words, their numbers and vectors do not match")
@@ -130,7 +149,7 @@ def _read_kv(path: Path) -> Words:
 
 
 def _read_word2vec(path: Path) -> Words:
-    """Read a file of word2vec's formats; of a repeated word, keep the first vector."""
+    """Read a file of word2vec; keep the first vector of a repeated word."""
     from gensim.models import KeyedVectors
 
     kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
@@ -144,7 +163,7 @@ def _read_word2vec(path: Path) -> Words:
 
 
 def _checked(words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.ndarray]) -> Words:
-    """Return words with vectors and columns; raise `ValueError` if they do not match."""
+    """Return words and columns; raise `ValueError` if they do not match."""
     if type(words) is not list or set(map(type, words)) - {str}:
         raise ValueError("a word is not text")
     matches = vectors.ndim == 2 and vectors.dtype in (np.float16, np.float32, np.float64)
@@ -160,3 +179,121 @@ def _map_rows(path: Path) -> np.ndarray:
     if not path.is_file():  # a FIFO would block
         raise ValueError(f"there is no file {path.name}")
     return np.lib.format.open_memmap(path, mode="c")
+
+
+class Made:
+    """An object that a pickle would make: what it would call, and the state."""
+
+    def __init__(self, name: str, arguments: Any = ()):
+        if name not in PICKLED:  # a whole model is a common mistake
+            code = f"it names {name.replace(' ', '.')}, which could run any code"
+            raise ValueError(f"{code}; save the .wv of a gensim model")
+        self.name = name
+        self.arguments = arguments
+        self.state: Any = None
+
+
+def decode(pickled: bytes) -> Any:
+    """Decode a pickle of plain values; each object becomes a `Made`.
+
+    A pickle is a program that may import and call any function. Nothing is called here: opcodes
+    that gensim and NumPy write, in protocols 2 to 4, fill lists and dictionaries. Raises
+    `ValueError` for other opcodes and names, and exceptions of any kind for damage.
+    """
+    stack: list[Any] = []
+    outer: list[list[Any]] = []  # for each mark, the stack below it
+    memo: dict[int, Any] = {}
+    for opcode, operand, _ in pickletools.genops(pickled):
+        name = opcode.name
+        # The most frequent ones are first: there are millions of words and of their numbers.
+        if name in ("LONG_BINGET", "BINGET"):
+            stack.append(memo[operand])
+        elif name in PLAIN:
+            stack.append(operand)
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("LONG_BINPUT", "BINPUT"):
+            memo[operand] = stack[-1]
+        elif name == "MARK":
+            outer.append(stack)
+            stack = []
+        elif name in ("APPENDS", "SETITEMS", "TUPLE", "FROZENSET"):
+            items = stack
+            stack = outer.pop()
+            if name in ("TUPLE", "FROZENSET"):  # nothing is hashed
+                stack.append(tuple(items))
+            else:
+                _add(stack[-1], items)
+        elif name in TUPLES:
+            first = len(stack) - TUPLES.index(name)
+            stack[first:] = [tuple(stack[first:])]
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append({} if name == "EMPTY_DICT" else [])
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name == "GLOBAL":
+            stack.append(Made(operand))
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            _combine(name, stack)
+    return stack.pop()
+
+
+def _combine(name: str, stack: list[Any]) -> None:
+    """Do the operation of an opcode that takes its operands from the stack."""
+    last = stack.pop()
+    if name == "APPEND":
+        _add(stack[-1], [last])
+    elif name == "SETITEM":
+        key = stack.pop()
+        _add(stack[-1], [key, last])
+    elif name == "STACK_GLOBAL":
+        stack.append(Made(f"{stack.pop()} {last}"))
+    elif name in ("NEWOBJ", "REDUCE"):
+        stack.append(Made(stack.pop().name, last))
+    elif name == "BUILD" and type(stack[-1]) is Made:
+        stack[-1].state = last
+    else:
+        raise ValueError(f"gensim writes no opcode {name} here")
+
+
+def _add(to: Any, items: list[Any]) -> None:
+    """Append items to a list, or set keys and values in turn."""
+    if type(to) is list:
+        to.extend(items)
+        return
+    # As a key, a million tuples in each other would exhaust C's stack.
+    if type(to) is not dict or set(map(type, items[::2])) - {str}:
+        raise ValueError("a key is not a word")
+    to.update(zip(items[::2], items[1::2], strict=True))
+
+
+def _array(made: Made) -> np.ndarray:
+    """Return a pickled array: of numbers, or of arrays of numbers."""
+    _, shape, dtype, _, content = made.state
+    if dtype.arguments[0] != "O8":
+        return _numbers(made)
+    column = np.empty(len(content), object)
+    for place, value in enumerate(content):
+        # One level only: of arrays in arrays in arrays, a small file could hold billions.
+        column[place] = value
+        if isinstance(value, Made):
+            column[place] = _numbers(value)
+    return column.reshape(shape)
+
+
+def _numbers(made: Made) -> np.ndarray:
+    """Return a pickled array of numbers; raise unless its parts match."""
+    _, shape, dtype, in_columns, content = made.state
+    kind = dtype.arguments[0]
+    if kind not in KINDS or any(type(length) is not int for length in shape):
+        raise ValueError("an array does not hold numbers")
+    if isinstance(content, Made):  # bytes in protocol 2
+        content = content.arguments[0].encode("latin1")
+    found = np.dtype(kind).newbyteorder(dtype.state[1])
+    if min(shape, default=0) < 0 or len(content) != math.prod(shape) * found.itemsize:
+        raise ValueError(f"an array of {len(content):,} bytes does not have its size")
+    order: Literal["C", "F"] = "C"
+    if in_columns is True:
+        order = "F"
+    # The copy, in this machine's byte order, can be written.
+    return np.ndarray(shape, found, content, order=order).astype(kind)

@@ -17,8 +17,8 @@ from w2v.system.files import atomic_write, hash_file, refused
 
 SUMS = "vectors.sha256"
 STEP = "# step "
-# Files of a step. A resumed run removes those that it does not write again.
-DERIVED = "vectors.*", "scores.json", "README.md", "map.png", "curves.png", "report.html"
+VECTORS = "vectors.*"  # this manifest too
+DERIVED = "scores.json", "README.md", "map.png", "curves.png", "report.html"  # from the vectors
 
 
 class VectorsError(ValueError):
@@ -80,6 +80,5 @@ def require_current(folder: Path) -> None:
 
 def remove_derived(folder: Path) -> None:
     """Remove what was made from the vectors of an earlier step."""
-    for pattern in DERIVED:
-        for path in folder.glob(pattern):
-            path.unlink()
+    for name in DERIVED:
+        (folder / name).unlink(missing_ok=True)

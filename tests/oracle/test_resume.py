@@ -1,5 +1,6 @@
 """A resumed run equals an uninterrupted one, bit for bit."""
 
+import contextlib
 import json
 import logging
 import shlex
@@ -19,6 +20,7 @@ from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.kernels.batch import Position, table_rows
 from w2v.model.huffman import make_tree
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
+from w2v.system.files import sealed
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint, checkpoint_files
@@ -398,6 +400,41 @@ def test_another_text_is_refused(tmp_path):
     refused = pytest.raises(CheckpointError, match="step-00000010 .*another text .*corpus.path=")
     with refused, Trainer(other.loop, other.vocab, 2_000, tmp_path / "run"):
         pass
+
+
+def changes(content, at=()):
+    """Yield the paths of all values in JSON."""
+    entries = []
+    if isinstance(content, dict):
+        entries = content.items()
+    if isinstance(content, list):
+        entries = enumerate(content)
+    for key, value in entries:
+        yield (*at, key)
+        yield from changes(value, (*at, key))
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, [[]], -1, 0.5, 1e300, 1 << 70, "missing"])
+def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
+    """Each value of a manifest, with its checksum, is replaced in turn."""
+    run = tmp_path / "run"
+    stopped(run, stop_after=10)
+    file = run / "checkpoints" / "step-00000010" / "manifest.json"
+    whole = json.loads(file.read_text())
+    for *path, key in list(changes(whole)):
+        if path[:1] == ["config"]:
+            continue  # which settings it had is compared elsewhere
+        other = json.loads(json.dumps(whole))
+        holder = other
+        for name in path:
+            holder = holder[name]
+        holder[key] = value
+        if value == "missing":
+            del holder[key]
+        file.write_text(sealed(other))
+        loop = make(tmp_path / "other")
+        with contextlib.suppress(ValueError), Trainer(loop.loop, loop.vocab, 2_000, run):
+            pass
 
 
 @pytest.mark.parametrize("place", ["resident", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -13,25 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system.files import sealed, sync, unsealed, write_synced
+from w2v.system.files import refused, sealed, sync, unsealed, write_synced
 from w2v.training import checkpoint_files
 
 log = logging.getLogger("w2v")
 FORMAT = 7  # of the manifest; others are not read
 KEPT = 2
 EPOCH_SECONDS = 60.0  # at the end of an epoch, save if the last checkpoint is older
+MOST_RANKS = 1 << 16
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
 MOST_SHARE = 0.1  # of wall time that longer waits may take
 
@@ -52,16 +57,9 @@ class SaveTimer:
         self._last = time.monotonic()
         self._waited = 0.0  # seconds for the last save, if that was long
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time for the next checkpoint."""
-        pause = max(60 * self._minutes, self._waited / MOST_SHARE)
-        return self._minutes > 0 and time.monotonic() - self._last >= pause
-
-    @property
-    def due_after_epoch(self) -> bool:
-        """Whether the last checkpoint is old enough for one between epochs."""
-        pause = max(min(60 * self._minutes, EPOCH_SECONDS), self._waited / MOST_SHARE)
+    def due(self, longest: float = math.inf) -> bool:
+        """Return whether it is time for a checkpoint: after `longest` seconds or before."""
+        pause = max(min(60 * self._minutes, longest), self._waited / MOST_SHARE)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 
     def skip(self) -> None:
@@ -77,12 +75,12 @@ class SaveTimer:
         self.saves += 1
         self._last = time.monotonic()
         seconds = self._last - began
-        self._waited = seconds if seconds > LONG_SECONDS else 0.0
-        if self._waited:
-            minutes = seconds / MOST_SHARE / 60
-            later = f"; the next comes {minutes:.1f} minutes later"
-            later = later if minutes > self._minutes else ""
-            log.info(f"saving    training waited {seconds:.1f} s for this checkpoint{later}")
+        self._waited = 0.0
+        if seconds > LONG_SECONDS:
+            self._waited = seconds
+            minutes = max(self._minutes, seconds / MOST_SHARE / 60)
+            waited = f"training waited {seconds:.1f} s for this checkpoint"
+            log.info(f"saving    {waited}; the next comes {minutes:.1f} minutes later")
 
 
 class Checkpoints:
@@ -112,7 +110,7 @@ class Checkpoints:
                 self._copied.append(name)
                 copy_bytes -= records_nR.nbytes
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._memory: Future | None = None  # for copies
+        self._memory: Future[dict[str, Tensor]] | None = None  # for copies
         self._writing: Future | None = None
 
     @property
@@ -120,10 +118,11 @@ class Checkpoints:
         """Whether the last checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
 
-    def allocate(self) -> None:
+    def allocate(self) -> Future[dict[str, Tensor]]:
         """Begin to allocate the memory for copies, which short runs never need."""
         if self._memory is None:
             self._memory = self._writer.submit(self._allocate)
+        return self._memory
 
     def save(self, state: dict[str, Any], copied: bool = True) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
@@ -144,11 +143,10 @@ class Checkpoints:
             partial = _partial(path)
             partial.mkdir(exist_ok=True)
             if copied:
-                self.allocate()
+                memory = self.allocate()
                 # The thread copies some files while this one writes the others.
-                copying = self._writer.submit(
-                    self._copy, {name: files.pop(name) for name in self._copied}
-                )
+                some = {name: files.pop(name) for name in self._copied}
+                copying = self._writer.submit(_copy, some, memory)
                 entries = checkpoint_files.write(partial, files)
                 files = copying.result()
         self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
@@ -165,8 +163,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
+        if writing is not None:
             writing.result()
 
     def _files(self) -> dict[str, Tensor]:
@@ -177,15 +176,6 @@ class Checkpoints:
     def _allocate(self) -> dict[str, Tensor]:
         files = self._files()
         return {name: host_memory(files[name].nbytes) for name in self._copied}
-
-    def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        memory = self._memory.result()
-        copies = {}
-        for name, records_nR in files.items():
-            copies[name] = copy_nR = memory[name].view(records_nR.dtype).view(records_nR.shape)
-            for to, part in zip(*map(checkpoint_files.chunks, (copy_nR, records_nR)), strict=True):
-                to.copy_(part)
-        return copies
 
     def _finish(
         self,
@@ -199,7 +189,7 @@ class Checkpoints:
         ranks = self._ranks
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
-                entries = {**entries, **checkpoint_files.write(partial, files)}
+                entries |= checkpoint_files.write(partial, files)
                 sync(partial)
             of_ranks = ranks.all_gather(entries, group="background")
             # The manifest is written last: a folder with a manifest is complete.
@@ -214,7 +204,9 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        for old in _saved(self.folder)[:-KEPT] if self._ranks.rank == 0 else []:
+        if self._ranks.rank:
+            return
+        for old in _saved(self.folder)[:-KEPT]:
             # A folder with the name of a checkpoint is complete, even while another is removed.
             removed = Path(f"{old}.old.partial")
             os.replace(old, removed)
@@ -236,6 +228,18 @@ class Checkpoints:
             raise
 
 
+def _copy(files: Mapping[str, Tensor], memory: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy the records of files to memory, in chunks, as others wait for the GIL."""
+    copies = {}
+    for name, records_nR in files.items():
+        copy_nR = memory.result()[name].view(records_nR.dtype).view(records_nR.shape)
+        parts_nR = checkpoint_files.chunks(records_nR)
+        for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):
+            to_nR.copy_(part_nR)
+        copies[name] = copy_nR
+    return copies
+
+
 class Checkpoint:
     """A checkpoint on disk.
 
@@ -248,20 +252,35 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         file = path / "manifest.json"
-        try:
+        older = [other.name for other in _saved(path.parent) if other != path]
+        rest = "start anew, as there is no older checkpoint"
+        if older:
+            rest = f"go on from {older[-1]}"
+        self._remedy = f"restore it, or remove {path} to {rest}"
+        with self.checked():
+            if not file.is_file():  # a FIFO would block
+                raise ValueError("there is no such file")
             manifest = unsealed(file.read_text(encoding="utf-8"))
-            version = manifest["format"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(self._damaged(file, str(error))) from None
-        # Only an undamaged manifest tells its format.
-        if version != FORMAT:
-            other = f"{file} is of format {version}, and this version reads format {FORMAT}"
-            raise CheckpointError(f"{other}; go on with the version that wrote it")
-        self.ranks: int = manifest.pop("ranks")
-        self._tables = manifest.pop("tables")
-        self._files = manifest.pop("files")
+            # Only an undamaged manifest tells its format.
+            if manifest["format"] != FORMAT:
+                other = f"{file} is of format {manifest['format']}"
+                remedy = "go on with the version that wrote it"
+                raise CheckpointError(f"{other}, and this version reads format {FORMAT}; {remedy}")
+            self.ranks = operator.index(manifest.pop("ranks"))
+            if not 0 < self.ranks <= MOST_RANKS:
+                raise ValueError(f"{self.ranks} ranks")
+            self._tables = manifest.pop("tables")
+            self._files = {
+                name: {key: operator.index(entry[key]) for key in ("bytes", "crc32")}
+                for name, entry in manifest.pop("files").items()
+            }
         del manifest["format"], manifest["checksum"]
         self.state: dict[str, Any] = manifest
+
+    def checked(self) -> AbstractContextManager:
+        """Raise errors of the block, which reads the manifest, as a `CheckpointError`."""
+        file = self.path / "manifest.json"
+        return refused(CheckpointError, f"{file} is damaged", self._remedy)
 
     def load(self, tables: Sequence[Table], ranks: Ranks = SINGLE) -> None:
         """Fill the tables, on any number of ranks.
@@ -272,27 +291,26 @@ class Checkpoint:
         """
         wanted = _describe(tables, ranks)
         with ranks.reraise():
-            for name, here in wanted.items():
-                saved = self._tables.get(name)
-                if saved is None or _layout(saved) != _layout(here):
-                    differs = f"holds the table {saved}, but this run's is {here}"
-                    remedy = "resume with the settings of the run"
-                    raise CheckpointError(f"{self.path} {differs}; {remedy}")
+            scalars = []  # each with its value
+            with self.checked():
+                for table in tables:
+                    here = wanted[table.name]
+                    saved = self._tables.get(table.name)
+                    if saved is None or _layout(saved) != _layout(here):
+                        differs = f"holds the table {saved}, but this run's is {here}"
+                        remedy = "resume with the settings of the run"
+                        raise CheckpointError(f"{self.path} {differs}; {remedy}")
+                    # Ranks that were not there before take the scalars of one that was.
+                    values = saved["scalars"][ranks.rank % self.ranks]
+                    for name, scalar in table.scalars.items():
+                        scalars.append((scalar, torch.full_like(scalar, values[name])))
             records = {table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables}
             try:
                 checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
             except checkpoint_files.Damaged as error:
-                raise CheckpointError(self._damaged(error.file, error.why)) from None
-        # Ranks that were not there before take the scalars of one that was.
-        for table in tables:
-            of_ranks = self._tables[table.name]["scalars"]
-            for name, value in of_ranks[ranks.rank % self.ranks].items():
-                table.scalars[name].fill_(value)
-
-    def _damaged(self, file: Path, why: str) -> str:
-        older = [path.name for path in _saved(self.path.parent) if path != self.path]
-        rest = f"go on from {older[-1]}" if older else "start anew, as there is no older checkpoint"
-        return f"{file} is damaged ({why}); restore it, or remove {self.path} to {rest}"
+                raise CheckpointError(f"{error}; {self._remedy}") from None
+        for scalar, value in scalars:
+            scalar.copy_(value)
 
 
 def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:

@@ -29,7 +29,7 @@ CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a
 THREADS = 8  # files written or read at once
 # Names in safetensors.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
+Entries = dict[str, dict[str, int]]  # of each file: its "bytes" and "crc32"
 
 
 class Damaged(ValueError):
@@ -37,7 +37,6 @@ class Damaged(ValueError):
 
     def __init__(self, file: Path, why: str):
         super().__init__(f"{file} is damaged ({why})")
-        self.file, self.why = file, why
 
 
 class Part(NamedTuple):
@@ -159,7 +158,8 @@ def _read_file(
     """Yield the records in chunks; raise `Damaged` at the end if they are."""
     file, rows = folder / part.file, part.last - part.first
     try:
-        size, expected = file.stat().st_size, entry.get("bytes", 0)
+        size = file.stat().st_size
+        expected = entry.get("bytes", 0)
         if size != expected:
             raise Damaged(file, f"{size:,} bytes instead of {expected:,}")
         with open(file, "rb") as opened:

@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,37 @@ class LinkUse(NamedTuple):
     wait_seconds: float = 0.0  # for which the computation waited for them
 
 
+@dataclass
+class Curve:
+    """State of the metrics, for a checkpoint."""
+
+    step: int = 0
+    words: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0  # sum since the last line
+    pairs: int = 0
+    mean_loss: float = math.nan
+    last_epoch_loss: float = math.nan
+    epoch_loss: float = 0.0  # sum of the epoch so far
+    epoch_pairs: int = 0
+    logged_words: int = 0
+    logged_seconds: float = 0.0
+    bytes: int = 0  # of metrics.jsonl
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Curve:
+        """Return the curve from JSON; raise an error of any kind if it is damaged."""
+        curve = cls()
+        for name, default in vars(cls()).items():
+            value = values[name]
+            if value is None:
+                value = math.nan  # which JSON does not have
+            if value < 0:
+                raise ValueError(f"{name} is {value}")
+            setattr(curve, name, type(default)(value))
+        return curve
+
+
 class Metrics(contextlib.AbstractContextManager):
     """Counts steps and, once in a while, reports the mean loss.
 
@@ -79,27 +111,26 @@ class Metrics(contextlib.AbstractContextManager):
         tensorboard: bool = False,  # whether to write event files beside metrics.jsonl
         link: Callable[[], LinkUse] = LinkUse,  # returns the use of the link so far
         link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
-        state: dict[str, float] | None = None,  # of the saved run; later lines are cut off
+        saved: Curve | None = None,  # of the saved run; later lines are cut off
     ):
-        # What is null in the file was NaN.
-        state = {key: math.nan if value is None else value for key, value in (state or {}).items()}
-        self.step = int(state.get("step", 0))
-        self.words = int(state.get("words", 0))
-        self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
-        self.loss: float = state.get("mean_loss", math.nan)  # mean, at the last report
-        self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
+        saved = saved or Curve()
+        self.step = saved.step
+        self.words = saved.words
+        self.seconds = saved.seconds  # of training, at the last report
+        self.loss = saved.mean_loss  # at the last report
+        self.epoch_loss = saved.last_epoch_loss  # mean of the last whole epoch
         self._total_words = total_words
         self._log_seconds = log_seconds
 
         # Sums since the last line, and of the epoch so far.
-        self._line_loss = Total(state.get("loss", 0))
-        self._line_pairs = Total(state.get("pairs", 0))
-        self._epoch_loss = Total(state.get("epoch_loss", 0))
-        self._epoch_pairs = Total(state.get("epoch_pairs", 0))
+        self._line_loss = Total(saved.loss)
+        self._line_pairs = Total(saved.pairs)
+        self._epoch_loss = Total(saved.epoch_loss)
+        self._epoch_pairs = Total(saved.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
         # What the next line is measured from.
-        self._logged_words = int(state.get("logged_words", 0))
+        self._logged_words = saved.logged_words
         self._link = link
         self._link_rate = link_rate
         self._logged_link = link()
@@ -107,7 +138,7 @@ class Metrics(contextlib.AbstractContextManager):
 
         # Points in time.
         self._start = time.monotonic() - self.seconds
-        self._logged = self._start + state.get("logged_seconds", 0.0)
+        self._logged = self._start + saved.logged_seconds
         self._board: Any = None
         if path and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -117,10 +148,10 @@ class Metrics(contextlib.AbstractContextManager):
         self._file: Any = tempfile.TemporaryFile("a")  # noqa: SIM115 - closed by __exit__
         if path:
             self._file = path.open("a", encoding="utf-8")
-        size, saved_size = self._file.tell(), int(state.get("bytes", 0))
-        if path and size < saved_size:
+        size = self._file.tell()
+        if path and size < saved.bytes:
             log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
-        self._file.truncate(min(size, saved_size))
+        self._file.truncate(min(size, saved.bytes))
         self.bar = tqdm(
             total=total_words,
             unit=" words",
@@ -187,26 +218,26 @@ class Metrics(contextlib.AbstractContextManager):
         self._logged_words = self.words
         self._logged_link = self._link()
 
-    def state(self, lr: float) -> dict[str, float]:
-        """Return where the curve stands, with all lines so far on disk."""
+    def state(self, lr: float) -> Curve:
+        """Flush metrics.jsonl and return the state for a checkpoint."""
         self._read(lr)
         # The checkpoint must not be ahead of the file: on resume, lines after it are cut off.
         self._file.flush()
         os.fsync(self._file.fileno())
-        return {
-            "step": self.step,
-            "words": self.words,
-            "seconds": self.seconds,
-            "loss": self._line_loss.read(),
-            "pairs": int(self._line_pairs.read()),
-            "mean_loss": self.loss,
-            "last_epoch_loss": self.epoch_loss,
-            "epoch_loss": self._epoch_loss.read(),
-            "epoch_pairs": int(self._epoch_pairs.read()),
-            "logged_words": self._logged_words,
-            "logged_seconds": self._logged - self._start,
-            "bytes": os.fstat(self._file.fileno()).st_size,
-        }
+        return Curve(
+            step=self.step,
+            words=self.words,
+            seconds=self.seconds,
+            loss=self._line_loss.read(),
+            pairs=int(self._line_pairs.read()),
+            mean_loss=self.loss,
+            last_epoch_loss=self.epoch_loss,
+            epoch_loss=self._epoch_loss.read(),
+            epoch_pairs=int(self._epoch_pairs.read()),
+            logged_words=self._logged_words,
+            logged_seconds=self._logged - self._start,
+            bytes=os.fstat(self._file.fileno()).st_size,
+        )
 
     def write(self, **values: Any) -> None:
         """Append one JSON object to metrics.jsonl, and send it to TensorBoard."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
 from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.divergence import FiniteCheck, remedy_of_run
-from w2v.training.metrics import LinkUse, Metrics
+from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB
@@ -129,7 +130,7 @@ class Trainer:
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
             link_rate=self.link_rate,
-            state=curve,
+            saved=curve,
         )
         self._seconds_before = self.metrics.seconds
         return self
@@ -166,7 +167,7 @@ class Trainer:
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.
-                    if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
+                    if self.ranks.all_gather(self._save_timer.due(checkpoint.EPOCH_SECONDS))[0]:
                         self._save(sampler.position)
             # The end of the run.
             self._step.engine.flush()
@@ -223,7 +224,7 @@ class Trainer:
     def _vote(self) -> Decision:
         """Return this rank's vote: go on, save, or stop."""
         timer = self._save_timer
-        return Decision(self.signals.status, timer.saves + 1 if timer.due else 0)
+        return Decision(self.signals.status, (timer.saves + 1) * timer.due())
 
     def _check(self) -> None:
         """Raise errors of writing and divergence; waits for the device."""
@@ -256,7 +257,8 @@ class Trainer:
         self._step.engine.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
             seconds = round(self.metrics.seconds, 3)
-            scores = {"epoch": epoch, "words": self.metrics.words, "seconds": seconds}
+            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
+            scores["seconds"] = seconds
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
@@ -389,7 +391,7 @@ class Trainer:
     ) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
-        last = {"analogies": scores.analogies.total.accuracy}
+        last: dict[str, float | None] = {"analogies": scores.analogies.total.accuracy}
         last |= {similarity.name: similarity.spearman for similarity in scores.similarities}
         self.metrics.send(held_out_loss=results["held_out_loss"], **last)
         content = as_json(evaluate.as_dict(scores) | results, indent=1)
@@ -429,43 +431,47 @@ class Trainer:
         parts = self.ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
         samplers, rows = zip(*parts, strict=True)
         return {
-            "step": curve["step"],
+            "step": curve.step,
             "samplers": samplers,
             "epochs_done": self.loop.epochs_done,
-            "metrics": curve,
+            "metrics": asdict(curve),
             "rows": [sum(counts) for counts in zip(*rows, strict=True)],
             "text": self._text_facts,
             "config": flat_config(self.config),
         }
 
-    def _resume(self) -> dict[str, float] | None:
+    def _resume(self) -> Curve | None:
         """Restore the last checkpoint, if any; return the state of the metrics."""
         saved = checkpoint.latest(self.checkpoints.folder, self.ranks)
         if saved is None:
             return None
-        state = saved.state
         epochs = self.config.train.epochs
-        if state["text"] != self._text_facts:
-            raise CheckpointError(
-                f"{saved.path} was trained on another text or vocabulary than "
-                f"corpus.path={self.config.corpus.path} is now; restore that text"
-            )
-        if state["epochs_done"] > epochs:
-            done = f"{state['epochs_done']:.4g} passes are done"
+        with saved.checked():
+            state = saved.state
+            if state["text"] != self._text_facts:
+                raise CheckpointError(
+                    f"{saved.path} was trained on another text or vocabulary than "
+                    f"corpus.path={self.config.corpus.path} is now; restore that text"
+                )
+            step = operator.index(state["step"])
+            rows = [operator.index(count) for count in state["rows"]]
+            epochs_done = float(state["epochs_done"])
+            curve = Curve.of(state["metrics"])
+            self.loop.sampler.load_state_dict(state["samplers"])
+        if epochs_done > epochs:
+            done = f"{epochs_done:.4g} passes are done"
             raise ConfigError(f"train.epochs={epochs}, but {done}; give more")
         saved.load(self._step.tables, self.ranks)
-        self.loop.sampler.load_state_dict(state["samplers"])
-        self.loop.epochs_done = state["epochs_done"]
-        self._step.state.step = state["step"]
+        self.loop.epochs_done = epochs_done
+        self._step.state.step = step
         if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
-            self._rows_before = state["rows"]
-        is_done = state["epochs_done"] >= epochs
-        log.info(
-            f"resuming from {saved.path}, after {state['step']:,} steps and "
-            f"{state['epochs_done']:.3g} passes over the text"
-            + ("; more train.epochs would train on" if is_done else "")
-        )
-        return state["metrics"]
+            self._rows_before = rows
+        more = ""
+        if epochs_done >= epochs:
+            more = "; more train.epochs would train on"
+        done = f"after {step:,} steps and {epochs_done:.3g} passes over the text"
+        log.info(f"resuming from {saved.path}, {done}{more}")
+        return curve
 
 
 class Trial(NamedTuple):

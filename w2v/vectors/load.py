@@ -203,6 +203,7 @@ def decode(pickled: bytes) -> Any:
     stack: list[Any] = []
     outer: list[list[Any]] = []  # for each mark, the stack below it
     memo: dict[int, Any] = {}
+    operand: Any
     for opcode, operand, _ in pickletools.genops(pickled):
         name = opcode.name
         # The most frequent ones are first: there are millions of words and of their numbers.

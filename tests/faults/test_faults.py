@@ -171,8 +171,8 @@ CHECKPOINTS = {
     "missing shard": ("input-00000-of-00001.safetensors", removed, "is damaged (No such file"),
     "truncated shard": ("input-00000-of-00001.safetensors", truncated, "bytes instead of"),
     "flipped shard": ("output-00000-of-00001.safetensors", flipped, "is damaged (its CRC-32 is"),
-    "missing manifest": ("manifest.json", removed, "is damaged ([Errno 2] No such file"),
-    "truncated manifest": ("manifest.json", truncated, "is damaged (JSONDecodeError"),
+    "missing manifest": ("manifest.json", removed, "is damaged (ValueError: there is no such file"),
+    "truncated manifest": ("manifest.json", truncated, "is damaged (ValueError: JSONDecodeError"),
     "flipped manifest": ("manifest.json", flipped, "manifest.json is damaged ("),
     "older format": ("manifest.json", sealed_with(format=2), "is of format 2"),
     "other vocabulary": ("manifest.json", sealed_with(text={"raw_words": 3}), "another text"),
@@ -227,6 +227,12 @@ def test_runs_that_cannot_be_resumed(tiny_run, run_main, run, more, words):
     arguments = [argument.format(run=tiny_run) for argument in (run, *more)]
     status, error = run_main(train, "--resume", *arguments)
     assert status == 2 and words.format(run=tiny_run) in error, error
+
+
+def test_an_empty_name_begins_no_new_run(tmp_path, run_main):
+    status, error = run_main(train, "--resume", "", *tiny_arguments(tmp_path))
+    assert status == 2 and "--resume '' names no run" in error, error
+    assert not list(tmp_path.glob("runs/*"))
 
 
 # Vectors

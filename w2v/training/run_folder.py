@@ -59,17 +59,21 @@ def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path
     """Return the folder of --resume, or that of a restarted torchrun job."""
     folder = None
     with ranks.reraise():
-        if ranks.rank == 0:
-            folder = find(resume, "config.yaml", runs) if resume else _find_restarted(runs)
+        if ranks.rank == 0 and resume:
+            folder = find(resume, "config.yaml", runs)
+        elif ranks.rank == 0:
+            folder = _find_restarted(runs)
     return ranks.all_gather(folder)[0]  # that of rank 0
 
 
 def _find_restarted(runs: str) -> Path | None:
-    # begin() has written the name of the job into the folder.
-    files = list(Path(runs).glob(f"*/{JOB}"))
-    files = [file for file in files if file.read_text(encoding="utf-8") == launcher.job()]
+    """Return the folder in which `begin` has written the name of this torchrun job."""
+    job = launcher.job().encode()
+    files = [file for file in Path(runs).glob(f"*/{JOB}") if file.is_file()]
+    files = [file for file in files if file.read_bytes() == job]
     if launcher.restarts():
-        return max(files, key=lambda file: file.stat().st_mtime_ns).parent if files else None
+        newest = sorted(files, key=lambda file: file.stat().st_mtime_ns)
+        return next((file.parent for file in reversed(newest)), None)
     for file in files:  # of an earlier job with the same name
         file.unlink()
     return None
@@ -85,7 +89,8 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
     """
     config = load_config([folder / "config.yaml", *files], assignments)
     if saved := checkpoint.latest(folder / "checkpoints"):
-        changes = config_changes(saved.state["config"], flat_config(config))
+        with saved.checked():
+            changes = config_changes(saved.state["config"], flat_config(config))
         refused = [change for name, change in changes.items() if name not in MAY_CHANGE]
         if refused:
             others = f"{saved.path} has other settings: {'; '.join(refused)}"

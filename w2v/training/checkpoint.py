@@ -84,14 +84,13 @@ class SaveTimer:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, one at a time.
+    """Write the checkpoints of a run, one at a time.
 
-    All ranks make the same calls. `save` returns when the tables may change again. A thread then
-    writes what was copied, while training goes on; what could not be copied is on disk by then, as
-    training changes every row within seconds. An error in the thread, or in that of another rank,
-    is raised by the next call.
+    All ranks make the same calls. `save` returns when the tables may change again: some files are
+    on disk, and a thread writes copies of the others. An error of a thread, on any rank, is raised
+    by the next call.
 
-    copy_bytes: CPU memory for copies; as many of the files are copied as fit.
+    copy_bytes: CPU memory for copies; as many files are copied as fit.
     """
 
     def __init__(
@@ -318,11 +317,11 @@ def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
 
     Raises `CheckpointError` if it cannot be used, and `RanksDiffer` if ranks see different ones.
     """
-    path = next(reversed(_saved(folder)), None)
-    seen = {f"the newest checkpoint in {folder}": path.name if path else None}
+    saved = _saved(folder)
+    seen = {f"the newest checkpoint in {folder}": [path.name for path in saved[-1:]]}
     ranks.require_equal(seen, "put run.dir on storage that all hosts share")
     with ranks.reraise():
-        return Checkpoint(path) if path else None
+        return next((Checkpoint(path) for path in saved[-1:]), None)
 
 
 def _saved(folder: Path) -> list[Path]:

@@ -3,9 +3,8 @@
     input-00000-of-00002.safetensors              "records" [n, R]: n rows, without padding
     input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
 
-Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
-finds every flipped bit and misses other damage once in four billion times, at 4 GB/s a core where
-blake2b reaches 0.8.
+Any number of ranks reads the files of any other number. All content is checked by CRC-32, at 4 GB/s
+a core: it finds every flipped bit, and misses other damage once in four billion times.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def read(
 ) -> None:
     """Fill this rank's tables from the files of `saved` ranks.
 
-    Tables are given by name as (rows of all ranks, records of this one). With another number of
-    ranks, each reads through all files that hold a row of its own.
+    Tables are given by name as (rows of all ranks, records of this one). If the number of ranks
+    differs, each reads all files that hold a row of its own.
 
     Raises:
         Damaged: the tables then hold nothing of use.
@@ -117,7 +116,9 @@ def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
 def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
     """Return the files of a rank's shard of that many rows."""
     file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
-    owner = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
+    owner = ""
+    if ranks > 1:
+        owner = f"-rank-{rank}-of-{ranks}"
     count = -(-rows // file_rows)
     parts = []
     for number in range(count):

@@ -46,10 +46,12 @@ class Total:
 
     def read(self) -> float:
         """Return the sum so far; waits for the device."""
-        if waiting := [*self._stacks, *(number[None] for number in self._numbers)]:
+        waiting = self._stacks + [number[None] for number in self._numbers]
+        if waiting:
             for number in torch.cat(waiting).tolist():
                 self._sum += number
-        self._stacks, self._numbers = [], []
+        self._stacks = []
+        self._numbers = []
         return self._sum
 
 
@@ -92,11 +94,9 @@ class Curve:
 
 
 class Metrics(contextlib.AbstractContextManager):
-    """Counts steps and, once in a while, reports the mean loss.
+    """Count steps, and log the mean loss of the positive pairs since the last line.
 
-    The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
-    Words are raw words of the corpus, those outside the vocabulary included. A loss that is not
-    finite is reported like any other: `w2v.training.divergence` stops the run. Once a step:
+    Words are raw words of the corpus, those outside the vocabulary included. Once a step:
 
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device
@@ -163,10 +163,10 @@ class Metrics(contextlib.AbstractContextManager):
 
     def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
         """Count a step, after which `words` raw words are done, without waiting."""
-        for total in (self._line_loss, self._epoch_loss):
-            total.add(loss)
-        for total in (self._line_pairs, self._epoch_pairs):
-            total.add(pairs)
+        self._line_loss.add(loss)
+        self._line_pairs.add(pairs)
+        self._epoch_loss.add(loss)
+        self._epoch_pairs.add(pairs)
         self.step += 1
         # After a resume on another number of ranks, unfinished chunks are read again.
         self._logged_words -= max(0, self.words - words)
@@ -182,7 +182,8 @@ class Metrics(contextlib.AbstractContextManager):
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
         self._ended.append((line, self._epoch_loss, self._epoch_pairs))
-        self._epoch_loss, self._epoch_pairs = Total(), Total()
+        self._epoch_loss = Total()
+        self._epoch_pairs = Total()
 
     @property
     def due(self) -> bool:
@@ -196,24 +197,18 @@ class Metrics(contextlib.AbstractContextManager):
         self._read(lr)
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        self.write(
-            step=self.step,
-            words=self.words,
-            seconds=round(self.seconds, 3),
-            words_per_s=round(rate),
-            loss=self.loss,
-            lr=lr,
-            **self._link_values,
-        )
+        line = {"step": self.step, "words": self.words, "seconds": round(self.seconds, 3)}
+        line |= {"words_per_s": round(rate), "loss": self.loss, "lr": lr}
+        self.append(line | self._link_values)
+        self.send(line | self._link_values, "training")
         if self.bar.disable:
             share = self.words / self._total_words
-            left = ""
+            text = f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}"
             if self._logged_words:  # the first step may have waited for compilation
-                left = f"  {(self._total_words - self.words) / rate:.0f} s left"
-            log.info(
-                f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
-            )
-        self._line_loss, self._line_pairs = Total(), Total()
+                text += f"  {(self._total_words - self.words) / rate:.0f} s left"
+            log.info(text)
+        self._line_loss = Total()
+        self._line_pairs = Total()
         self._logged = now
         self._logged_words = self.words
         self._logged_link = self._link()
@@ -239,21 +234,15 @@ class Metrics(contextlib.AbstractContextManager):
             bytes=os.fstat(self._file.fileno()).st_size,
         )
 
-    def write(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl, and send it to TensorBoard."""
-        self.append(**values)
-        self.send(**values)
-
-    def append(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl alone."""
-        self._file.write(as_json(values) + "\n")
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append one JSON object to metrics.jsonl."""
+        self._file.write(as_json(line) + "\n")
         self._file.flush()
 
-    def send(self, **values: float | None) -> None:
+    def send(self, values: Mapping[str, float | None], group: str = "scores") -> None:
         """Add a point to TensorBoard's curve of each value that is not None."""
         if self._board is None:
             return
-        group = "training" if "lr" in values else "scores"
         for name, value in values.items():
             if value is not None and name not in AXES:
                 self._board.add_scalar(f"{group}/{name}", value, self.step)
@@ -284,10 +273,11 @@ class Metrics(contextlib.AbstractContextManager):
         for line, epoch_loss, epoch_pairs in self._ended:
             if pairs := epoch_pairs.read():
                 self.epoch_loss = epoch_loss.read() / pairs
-                self.append(**line, loss=self.epoch_loss)
+                self.append(line | {"loss": self.epoch_loss})
         self._ended.clear()
-        loss, pairs = self._line_loss.read(), self._line_pairs.read()
-        self.loss = loss / pairs if pairs else self.loss
+        loss = self._line_loss.read()
+        if pairs := self._line_pairs.read():
+            self.loss = loss / pairs
         self.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link
         rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)
@@ -302,7 +292,8 @@ class Metrics(contextlib.AbstractContextManager):
     def _text(self, lr: float) -> str:
         text = f"loss {self.loss:.4f}  lr {lr:.4g}"
         if link := self._link_values:
-            share = f" ({link['link_share']:.0%} of its peak)" if self._link_rate else ""
-            text += f"  link {link['link_gb_per_s']:.1f} GB/s{share}"
+            text += f"  link {link['link_gb_per_s']:.1f} GB/s"
+            if self._link_rate:
+                text += f" ({link['link_share']:.0%} of its peak)"
             text += f", waited for {link['link_wait']:.1f} s"
         return text

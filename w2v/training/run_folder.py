@@ -47,7 +47,9 @@ def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
     with ranks.reraise():
         base.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2) if ranks.rank == 0 else ():
+        for number in itertools.count(2):
+            if ranks.rank:
+                break
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 break
@@ -148,11 +150,10 @@ def lock(folder: Path, ranks: Ranks = SINGLE) -> contextlib.AbstractContextManag
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            number = file.read().strip()
-            user = f"process {number}" if number else "another process"
+            user = f"process {file.read().strip() or '(unknown)'}"
             remedy = "wait for it, stop it, or begin a run of its own"
             raise RunError(f"{folder} is in use by {user}; {remedy}") from None
-        # Who finds the folder locked can name this process.
+        # Others can name the process that has the lock.
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

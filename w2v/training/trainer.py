@@ -58,7 +58,7 @@ def deterministic_mode(wanted: bool) -> Iterator[None]:
 
 
 class TrainingLoop:
-    """Trains epoch by epoch; the caller acts between the steps."""
+    """Train epoch by epoch; the caller acts between the steps."""
 
     def __init__(self, config: Config, sampler: Sampler, step: TrainingStep):
         self.config = config
@@ -75,7 +75,8 @@ class TrainingLoop:
     def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepResult]:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
         with deterministic_mode(self.config.train.deterministic):
-            batches = self.sampler.epoch() if batches is None else batches
+            if batches is None:
+                batches = self.sampler.epoch()
             for planned in self.step.plan_pages(batches):
                 lr = self.lr
                 self.check_finite.rates.append(lr)
@@ -123,8 +124,11 @@ class Trainer:
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         curve = self._resume()
+        file = None
+        if self.ranks.rank == 0:
+            file = self.folder / "metrics.jsonl"
         self.metrics = Metrics(
-            self.folder / "metrics.jsonl" if self.ranks.rank == 0 else None,
+            file,
             self._total_words,
             self.config.run.log_seconds,
             tensorboard=self.config.run.tensorboard,
@@ -209,20 +213,19 @@ class Trainer:
         """
         host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
-        host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
         return {
             "loss": self.metrics.epoch_loss,
             "held_out_loss": self._held_out_loss(),
             "words": self.metrics.words,
             "seconds": self.metrics.seconds,
-            "bytes_host": host_bytes,
-            "bytes_gpu": gpu_bytes,
+            "bytes_host": sum(host for host, _ in memory),
+            "bytes_gpu": sum(gpu for _, gpu in memory),
         }
 
     # Phases of the loop.
 
     def _vote(self) -> Decision:
-        """Return this rank's vote: go on, save, or stop."""
+        """Return this rank's vote: continue, save, or stop."""
         timer = self._save_timer
         return Decision(self.signals.status, (timer.saves + 1) * timer.due())
 
@@ -256,16 +259,16 @@ class Trainer:
             return
         self._step.engine.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
-            seconds = round(self.metrics.seconds, 3)
             scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
-            scores["seconds"] = seconds
+            scores["seconds"] = round(self.metrics.seconds, 3)
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
             if self.held_out:
                 scores["held_out_loss"] = self._held_out_loss()
                 log.info(f"epoch {epoch}: held-out loss {scores['held_out_loss']:.4f}")
-            self.metrics.write(**scores)
+            self.metrics.append(scores)
+            self.metrics.send(scores)
 
     def _summarize(self) -> None:
         """Log the speed of the run and what was transferred."""
@@ -299,7 +302,9 @@ class Trainer:
     def _untrained_loss(self) -> float:
         """Return the mean loss of a pair where each target has probability 1/2."""
         model = self.config.model
-        targets = 1.0 + model.negative if model.negative else 0.0
+        targets = 0.0
+        if model.negative:
+            targets = 1.0 + model.negative
         if tree := self.loop.sampler.text.tree:
             kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
@@ -318,12 +323,13 @@ class Trainer:
     def _row_counts(self) -> list[int]:
         """Return rows used, read, written and updated, resumed runs included."""
         stats = self._step.engine.stats
-        counts = *stats[:3], int(self._step.state.rows_updated)
-        return [a + b for a, b in zip(self._rows_before, counts, strict=True)]
+        counts = [*stats[:3], int(self._step.state.rows_updated)]
+        return [before + count for before, count in zip(self._rows_before, counts, strict=True)]
 
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
-        stats, table = self._step.engine.stats, self._step.inputs
+        stats = self._step.engine.stats
+        table = self._step.inputs
         rows = stats.rows_read + stats.rows_written
         return LinkUse(rows * table.width * table.dtype.itemsize, stats.wait_seconds)
 
@@ -354,9 +360,9 @@ class Trainer:
     # Export.
 
     def _save_without_vectors(self) -> None:
-        """Complete the last checkpoint, as the vectors could not be written.
+        """Write the last checkpoint again if it failed with the vectors.
 
-        If the disk was full, there may be room now: what was written of them is removed.
+        If the disk was full, there may be room now: the unfinished vectors are removed.
         """
         try:
             self.checkpoints.wait()
@@ -374,8 +380,8 @@ class Trainer:
             if self.ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
+            words = self.vocab.words
             with ThreadPoolExecutor(2) as threads:
-                words = self.vocab.words
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
                 shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
@@ -391,23 +397,22 @@ class Trainer:
     ) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
-        last: dict[str, float | None] = {"analogies": scores.analogies.total.accuracy}
-        last |= {similarity.name: similarity.spearman for similarity in scores.similarities}
-        self.metrics.send(held_out_loss=results["held_out_loss"], **last)
+        last = {similarity.name: similarity.spearman for similarity in scores.similarities}
+        last["analogies"] = scores.analogies.total.accuracy
+        last["held_out_loss"] = results["held_out_loss"]
+        self.metrics.send(last)
         content = as_json(evaluate.as_dict(scores) | results, indent=1)
         atomic_write(folder / "scores.json", content)
         report.write_card(folder, self.vocab)
-        held_out = ""
-        if self.held_out:
-            held_out = f"held-out loss  {results['held_out_loss']:.4f}\n\n"
         sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
         log.info("\n".join(examples))
+        if self.held_out:
+            sums += f"\n\nheld-out loss  {results['held_out_loss']:.4f}"
         log.log(
             RESULTS,
             f"\n{sums}\n\n"
-            f"{held_out}"
             f"run folder   {folder}\n"
             f"model card   {folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
@@ -418,7 +423,7 @@ class Trainer:
         """Log the seconds of each phase, whose sum is the wall time."""
         seconds = self.timeline.seconds()
         for phase, spent in seconds.items():
-            self.metrics.append(phase=phase, seconds=round(spent, 3))
+            self.metrics.append({"phase": phase, "seconds": round(spent, 3)})
         parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
         log.info(f"time         {sum(seconds.values()):.1f} s: {parts}")
 
@@ -428,14 +433,13 @@ class Trainer:
         """Return what a checkpoint holds besides the tables."""
         self._check()  # what is not finite is not saved
         curve = self.metrics.state(self.loop.lr)
-        parts = self.ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
-        samplers, rows = zip(*parts, strict=True)
+        rows = self.ranks.all_gather(self._row_counts())
         return {
             "step": curve.step,
-            "samplers": samplers,
+            "samplers": self.ranks.all_gather(self.loop.sampler.state_dict(position)),
             "epochs_done": self.loop.epochs_done,
             "metrics": asdict(curve),
-            "rows": [sum(counts) for counts in zip(*rows, strict=True)],
+            "rows": np.sum(rows, axis=0).tolist(),  # of all ranks
             "text": self._text_facts,
             "config": flat_config(self.config),
         }
@@ -475,7 +479,7 @@ class Trainer:
 
 
 class Trial(NamedTuple):
-    """What some seconds of training tell of a whole run."""
+    """Throughput measured by a short trial."""
 
     words: float  # of the whole run
     steps: int  # that were timed
@@ -483,19 +487,21 @@ class Trial(NamedTuple):
 
     @classmethod
     def of(cls, loop: TrainingLoop, raw_words: int, ranks: Ranks = SINGLE) -> Trial:
-        """Train for some seconds. The loop cannot be used afterwards."""
+        """Train for some seconds; the loop cannot be used afterwards."""
         ends = math.inf  # when the time is over
 
         def vote() -> Decision:
             return Decision(int(time.monotonic() > ends), 0)
 
         lockstep = Lockstep(ranks, vote)
-        steps, began, epochs_before = 0, 0.0, 0.0
+        steps = 0
+        began = epochs_before = 0.0
         batches = lockstep.batches(loop.sampler.epoch(), loop.sampler.empty_batch(0))
         for steps, done in enumerate(loop.epoch(batches), start=1):
             if steps == TRIAL_WARMUP:
                 float(done.loss)  # waits for the device
-                began, epochs_before = time.monotonic(), loop.epochs_done
+                began = time.monotonic()
+                epochs_before = loop.epochs_done
                 ends = began + TRIAL_SECONDS
             if lockstep.decision().status:
                 break
@@ -508,6 +514,6 @@ class Trial(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rate:
-            return f"unknown: an epoch has {self.steps} steps, too few to tell"
+            return f"unknown: an epoch has only {self.steps} steps"
         took = f"{self.rate / 1e6:.3g} M words/s in {self.steps} steps"
         return f"about {self.words / self.rate:.0f} s of training: {took}"

@@ -43,9 +43,10 @@ def in_order(table: Table, ranks: Ranks, rows: int) -> Iterator[np.ndarray]:
         if ranks.size == 1:
             yield mine_nD.numpy()
             continue
-        nothing = [0] * ranks.size
-        sent = [len(mine_nD), *nothing[1:]]
-        received_nD = ranks.all_to_all(mine_nD, sent, nothing if ranks.rank else sizes)
+        sent = [len(mine_nD)] + [0] * (ranks.size - 1)
+        if ranks.rank:
+            sizes = [0] * ranks.size
+        received_nD = ranks.all_to_all(mine_nD, sent, sizes)
         if ranks.rank == 0:
             block_nD = np.empty(received_nD.shape, np.float32)
             for rank, part_nD in enumerate(received_nD.split(sizes)):

@@ -36,6 +36,7 @@ PLAIN = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}  # opcodes of valu
 PLAIN |= {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 PLAIN |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
 TUPLES = ["EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"]  # of 0 to 3 values
 KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
 
@@ -228,8 +229,8 @@ def decode(pickled: bytes) -> Any:
         elif name in TUPLES:
             first = len(stack) - TUPLES.index(name)
             stack[first:] = [tuple(stack[first:])]
-        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-            stack.append({} if name == "EMPTY_DICT" else [])
+        elif name in EMPTY:
+            stack.append(EMPTY[name]())
         elif name in CONSTANTS:
             stack.append(CONSTANTS[name])
         elif name == "GLOBAL":

@@ -58,7 +58,7 @@ class SaveTimer:
         self._waited = 0.0  # seconds for the last save, if that was long
 
     def due(self, longest: float = math.inf) -> bool:
-        """Return whether it is time for a checkpoint: after `longest` seconds or before."""
+        """Return whether a checkpoint is due; after `longest` seconds it is."""
         pause = max(min(60 * self._minutes, longest), self._waited / MOST_SHARE)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 
@@ -86,11 +86,11 @@ class SaveTimer:
 class Checkpoints:
     """Write the checkpoints of a run, one at a time.
 
-    All ranks make the same calls. `save` returns when the tables may change again: some files are
-    on disk, and a thread writes copies of the others. An error of a thread, on any rank, is raised
-    by the next call.
+    All ranks make the same calls. `save` returns when the tables may change again: their records
+    are copied, or on disk. A thread writes copies. Its error, on any rank, is raised by the next
+    call.
 
-    copy_bytes: CPU memory for copies; as many files are copied as fit.
+    copy_bytes: CPU memory for copies; nothing is copied if the tables are larger.
     """
 
     def __init__(
@@ -100,28 +100,17 @@ class Checkpoints:
         self._tables = tables
         self._ranks = ranks
         folder.mkdir(exist_ok=True)
-        files = self._files()
-        own_bytes = sum(records_nR.nbytes for records_nR in files.values())
+        own_bytes = sum(records_nR.nbytes for records_nR in self._files().values())
         self._bytes = sum(ranks.all_gather(own_bytes))
-        self._copied: list[str] = []  # names of files that are copied
-        for name, records_nR in files.items():
-            if records_nR.nbytes <= copy_bytes:
-                self._copied.append(name)
-                copy_bytes -= records_nR.nbytes
+        self._can_copy = own_bytes <= copy_bytes
+        self._memory: dict[str, Tensor] = {}  # for copies, by file; allocated once
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._memory: Future[dict[str, Tensor]] | None = None  # for copies
         self._writing: Future | None = None
 
     @property
     def busy(self) -> bool:
         """Whether the last checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
-
-    def allocate(self) -> Future[dict[str, Tensor]]:
-        """Begin to allocate the memory for copies, which short runs never need."""
-        if self._memory is None:
-            self._memory = self._writer.submit(self._allocate)
-        return self._memory
 
     def save(self, state: dict[str, Any], copied: bool = True) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
@@ -141,13 +130,11 @@ class Checkpoints:
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
             partial.mkdir(exist_ok=True)
-            if copied:
-                memory = self.allocate()
-                # The thread copies some files while this one writes the others.
-                some = {name: files.pop(name) for name in self._copied}
-                copying = self._writer.submit(_copy, some, memory)
+            if copied and self._can_copy:
+                files = {name: self._copy(name, files[name]) for name in files}
+            elif copied:
                 entries = checkpoint_files.write(partial, files)
-                files = copying.result()
+                files = {}
         self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
 
     def raise_failure(self) -> None:
@@ -172,9 +159,15 @@ class Checkpoints:
         records = {table.name: table.saved_VR for table in self._tables}
         return checkpoint_files.files(records, self._ranks)
 
-    def _allocate(self) -> dict[str, Tensor]:
-        files = self._files()
-        return {name: host_memory(files[name].nbytes) for name in self._copied}
+    def _copy(self, name: str, records_nR: Tensor) -> Tensor:
+        """Copy the records of a file to CPU memory."""
+        if name not in self._memory:
+            self._memory[name] = host_memory(records_nR.nbytes)
+        copy_nR = self._memory[name].view(records_nR.dtype).view(records_nR.shape)
+        parts_nR = checkpoint_files.chunks(records_nR)  # a GPU packs each first
+        for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):
+            to_nR.copy_(part_nR)
+        return copy_nR
 
     def _finish(
         self,
@@ -227,18 +220,6 @@ class Checkpoints:
             raise
 
 
-def _copy(files: Mapping[str, Tensor], memory: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy the records of files to memory, in chunks, as others wait for the GIL."""
-    copies = {}
-    for name, records_nR in files.items():
-        copy_nR = memory.result()[name].view(records_nR.dtype).view(records_nR.shape)
-        parts_nR = checkpoint_files.chunks(records_nR)
-        for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):
-            to_nR.copy_(part_nR)
-        copies[name] = copy_nR
-    return copies
-
-
 class Checkpoint:
     """A checkpoint on disk.
 
@@ -277,7 +258,7 @@ class Checkpoint:
         self.state: dict[str, Any] = manifest
 
     def checked(self) -> AbstractContextManager:
-        """Raise errors of the block, which reads the manifest, as a `CheckpointError`."""
+        """Raise errors of a block that reads the manifest as damage."""
         file = self.path / "manifest.json"
         return refused(CheckpointError, f"{file} is damaged", self._remedy)
 

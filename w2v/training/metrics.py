@@ -94,7 +94,7 @@ class Curve:
 
 
 class Metrics(contextlib.AbstractContextManager):
-    """Count steps, and log the mean loss of the positive pairs since the last line.
+    """Count steps, and log the mean loss of the pairs since the last line.
 
     Words are raw words of the corpus, those outside the vocabulary included. Once a step:
 

@@ -69,7 +69,7 @@ def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path
 
 
 def _find_restarted(runs: str) -> Path | None:
-    """Return the folder in which `begin` has written the name of this torchrun job."""
+    """Return the folder where `begin` has written this torchrun job."""
     job = launcher.job().encode()
     files = [file for file in Path(runs).glob(f"*/{JOB}") if file.is_file()]
     files = [file for file in files if file.read_bytes() == job]

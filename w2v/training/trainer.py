@@ -154,7 +154,6 @@ class Trainer:
                     words = round(self.loop.epochs_done * self.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
-                        self.checkpoints.allocate()  # for copies; a short run never needs them
                         self._check()
                         self.metrics.log(self.loop.lr)
                     # All ranks decide alike: go on, save, or save and stop.

@@ -1,4 +1,4 @@
-"""Manifest of the files that were made from the vectors of a run: vectors.sha256.
+"""Manifest of vectors and the files made from them: vectors.sha256.
 
 Its first line has the training step, and the others have checksums, as `sha256sum -c` reads them:
 
@@ -68,7 +68,7 @@ def check(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
 
 
 def require_current(folder: Path) -> None:
-    """Raise `VectorsError` if the run was resumed after its vectors were written."""
+    """Raise `VectorsError` if the run has a later step than its vectors."""
     step, _ = read(folder)
     names = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
     newest = max((int(name) for name in names if name.isdecimal()), default=0)

@@ -188,4 +188,4 @@ def export_vectors(trainer: Trainer, folder: Path) -> None:
     """Write vectors.kv and vectors.bin of a finished run."""
     inputs, vocab = trainer.loop.step.inputs, trainer.vocab
     blocks = export.in_order(inputs, SINGLE, len(vocab.words))
-    export.save_rows(vocab.words, vocab.counts, inputs.dim, blocks, folder, ["kv", "bin"])
+    export.save_run(vocab, inputs.dim, blocks, folder, ["kv", "bin"])

@@ -12,31 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.damage import DAMAGES, damage
 from tests.support.tiny import tiny_arguments
 from w2v.config import load_config
 from w2v.system import jit
 from w2v.text import open_corpus
 
 ROOT = Path(__file__).parents[2]
-DAMAGES = int(os.environ.get("W2V_DAMAGES", "20"))
-
-
-def damage(path, rng):
-    """Change a bit, some bytes, the end or all of a file, or remove it."""
-    content = bytearray(path.read_bytes())
-    at = rng.randrange(len(content))
-    kind = rng.choice(["flip", "overwrite", "cut", "append", "replace", "remove"])
-    if kind == "flip":
-        content[at] ^= 1 << rng.randrange(8)
-    elif kind == "overwrite":
-        content[at : at + 8] = rng.randbytes(len(content[at : at + 8]))
-    elif kind == "cut":
-        del content[at:]
-    elif kind == "append":
-        content += rng.randbytes(8)
-    else:
-        content = rng.randbytes(rng.randrange(64))
-    path.unlink() if kind == "remove" else path.write_bytes(content)
 
 
 def test_damaged_ids_are_made_anew(tmp_path, caplog):

@@ -172,8 +172,8 @@ CHECKPOINTS = {
     "missing shard": ("input-00000-of-00001.safetensors", removed, "is damaged (No such file"),
     "truncated shard": ("input-00000-of-00001.safetensors", truncated, "bytes instead of"),
     "flipped shard": ("output-00000-of-00001.safetensors", flipped, "is damaged (its CRC-32 is"),
-    "missing manifest": ("manifest.json", removed, "is damaged ([Errno 2] No such file"),
-    "truncated manifest": ("manifest.json", truncated, "is damaged (JSONDecodeError"),
+    "missing manifest": ("manifest.json", removed, "is damaged (ValueError: there is no such file"),
+    "truncated manifest": ("manifest.json", truncated, "is damaged (ValueError: JSONDecodeError"),
     "flipped manifest": ("manifest.json", flipped, "manifest.json is damaged ("),
     "older format": ("manifest.json", sealed_with(format=2), "is of format 2"),
     "other vocabulary": ("manifest.json", sealed_with(text={"raw_words": 3}), "another text"),
@@ -230,12 +230,20 @@ def test_runs_that_cannot_be_resumed(tiny_run, run_main, run, more, words):
     assert status == 2 and words.format(run=tiny_run) in error, error
 
 
+def test_an_empty_name_begins_no_new_run(tmp_path, run_main):
+    status, error = run_main(train, "--resume", "", *tiny_arguments(tmp_path))
+    assert status == 2 and "--resume '' names no run" in error, error
+    assert not list(tmp_path.glob("runs/*"))
+
+
 # Vectors
 
 VECTORS = {
     "missing": ("vectors.kv", removed, "holds no vectors.kv"),
     "truncated": ("vectors.kv", truncated, "vectors.kv is damaged"),
     "flipped": ("vectors.kv", flipped, "vectors.kv is damaged"),
+    "words": ("vocab.tsv", flipped, "vocab.tsv is damaged"),
+    "rows": ("vectors.kv.vectors.npy", flipped, "vectors.npy is damaged"),
     "bad list of checksums": ("vectors.sha256", lambda data: b"\xff what", "vectors.sha256"),
 }
 
@@ -250,8 +258,9 @@ def test_bad_vectors(tiny_run, run_main, name, change, words):
 
 def test_exporting_again_updates_the_checksums(tiny_run, run_main):
     assert run_main(evaluate, "export", tiny_run, "--bin", "--kv") == (0, "")
-    names = [line.split("  ")[1] for line in (tiny_run / "vectors.sha256").read_text().splitlines()]
-    assert names == ["vectors.bin", "vectors.kv"]
+    _, *lines = (tiny_run / "vectors.sha256").read_text().splitlines()
+    names = [line.split("  ")[1] for line in lines]
+    assert names == ["vectors.bin", "vectors.kv", "vectors.kv.vectors.npy"]
     assert vector_files.load(tiny_run).index_to_key
     with changed(tiny_run / "vectors.bin", flipped):
         assert run_main(evaluate, "nn", tiny_run / "vectors.bin", "a")[0] == 2

@@ -1,10 +1,10 @@
 """A resumed run equals an uninterrupted one, bit for bit."""
 
+import contextlib
 import json
 import logging
 import shlex
 import weakref
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,9 +20,10 @@ from w2v.config import OPTIMIZERS, ConfigError, load_config, save_config
 from w2v.kernels.batch import Position, table_rows
 from w2v.model.huffman import make_tree
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
+from w2v.system.files import sealed
 from w2v.system.process import Signals
 from w2v.text.vocab import Vocab
-from w2v.training import checkpoint
+from w2v.training import checkpoint, checkpoint_files
 from w2v.training.checkpoint import CheckpointError, Checkpoints, latest
 from w2v.training.divergence import Diverged
 from w2v.training.trainer import Trainer, TrainingLoop
@@ -347,7 +348,7 @@ def test_the_last_checkpoint_and_the_binary_file_can_be_left_out(tmp_path):
         trainer.train()
         trainer.export()
     assert latest(tmp_path / "checkpoints") is None
-    assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".sha256"}
+    assert {path.suffix for path in tmp_path.glob("vectors.*")} == {".kv", ".npy", ".sha256"}
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
@@ -360,42 +361,26 @@ def test_export_frees_the_kernels(tmp_path, kernels):
     assert used() is None
 
 
-@pytest.mark.parametrize("place", ["resident", pytest.param("mapped", marks=pytest.mark.gpu)])
-def test_large_vectors_are_written_once(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(export, "LARGE", 1)
-    with make(tmp_path / "run", place=place) as trainer:
-        trainer.train()
-        save_config(trainer.config, tmp_path / "run" / "config.yaml")
-        trainer.export()
-    saved = latest(tmp_path / "run" / "checkpoints")
-    assert (saved.path / "input.npy").samefile(tmp_path / "run" / export.ARRAY)
-    assert_same(trained(tmp_path / "run", place=place), trainer)
-    longer = trained(tmp_path / "run", "train.epochs=5", place=place)
-    assert longer.metrics.step == 250
-
-
 def test_whole_checkpoint_is_written_if_vectors_cannot_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "LARGE", 1)
     monkeypatch.setattr(export, "_pickled", Mock(side_effect=OSError(28, "No space left")))
     with make(tmp_path) as trainer:
         trainer.train()
         with pytest.raises(OSError, match="No space left"):
             trainer.export()
     saved = latest(tmp_path / "checkpoints")
-    assert not (saved.path / "input.npy").exists() and saved.state["epochs_done"] == 4
+    assert saved.state["epochs_done"] == 4
     assert_same(trained(tmp_path), trainer)
 
 
 def test_an_unwanted_last_checkpoint_does_not_replace_one_that_fails(tmp_path, monkeypatch):
     """One by time is under way; it and the vectors find the disk full."""
     full = OSError(28, "No space left")
-    monkeypatch.setattr(export, "save_rows", Mock(side_effect=full))
-    weights = Future()
+    monkeypatch.setattr(export, "save_run", Mock(side_effect=full))
+    monkeypatch.setattr(checkpoint_files, "write_synced", Mock(side_effect=full))
     options = "run.final_checkpoint=false", "run.checkpoint_minutes=0"
     with make(tmp_path, *options) as trainer:
         trainer.train()
-        trainer.checkpoints.save(trainer._final, weights=weights)
-        weights.set_exception(full)
+        trainer.checkpoints.save(trainer._final, copied=False)
         with pytest.raises(OSError, match="No space left"):
             trainer.export()
     assert latest(tmp_path / "checkpoints") is None
@@ -415,6 +400,41 @@ def test_another_text_is_refused(tmp_path):
     refused = pytest.raises(CheckpointError, match="step-00000010 .*another text .*corpus.path=")
     with refused, Trainer(other.loop, other.vocab, 2_000, tmp_path / "run"):
         pass
+
+
+def changes(content, at=()):
+    """Yield the paths of all values in JSON."""
+    entries = []
+    if isinstance(content, dict):
+        entries = content.items()
+    if isinstance(content, list):
+        entries = enumerate(content)
+    for key, value in entries:
+        yield (*at, key)
+        yield from changes(value, (*at, key))
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, [[]], -1, 0.5, 1e300, 1 << 70, "missing"])
+def test_a_manifest_of_other_values_is_refused_or_read(tmp_path, value):
+    """Each value of a manifest, with its checksum, is replaced in turn."""
+    run = tmp_path / "run"
+    stopped(run, stop_after=10)
+    file = run / "checkpoints" / "step-00000010" / "manifest.json"
+    whole = json.loads(file.read_text())
+    for *path, key in list(changes(whole)):
+        if path[:1] == ["config"]:
+            continue  # which settings it had is compared elsewhere
+        other = json.loads(json.dumps(whole))
+        holder = other
+        for name in path:
+            holder = holder[name]
+        holder[key] = value
+        if value == "missing":
+            del holder[key]
+        file.write_text(sealed(other))
+        loop = make(tmp_path / "other")
+        with contextlib.suppress(ValueError), Trainer(loop.loop, loop.vocab, 2_000, run):
+            pass
 
 
 @pytest.mark.parametrize("place", ["resident", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from hashlib import sha256
+import subprocess
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ from tests.support.each_case import each_case
 from tests.support.planted import kv_of
 from tests.support.rank_threads import checked, together
 from w2v.model.table import Table
+from w2v.text.vocab import Vocab
 from w2v.vectors import export
-from w2v.vectors.load import SUMS, VectorsError, load
+from w2v.vectors.load import ARRAY, VOCAB, load, load_words
+from w2v.vectors.manifest import SUMS, VectorsError
 
 WORDS = ["the", "Zürich", "paris", "東京", "don't", "0"]
 FORMATS = ["kv", "bin", "txt"]
@@ -28,13 +30,6 @@ def kv():
     return kv_of(WORDS, vectors, [90, 40, 40, 7, 6, 5])
 
 
-@pytest.fixture
-def save_apart(monkeypatch):
-    """Make gensim write even small vectors to a .npy file of their own."""
-    save = KeyedVectors.save
-    monkeypatch.setattr(KeyedVectors, "save", lambda self, path: save(self, path, sep_limit=10))
-
-
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
@@ -42,7 +37,7 @@ def names_in(folder):
 def test_gensim_loads_all_formats(kv, tmp_path):
     paths = export.save(kv, tmp_path, ("kv", "bin", "txt"))
     assert [path.name for path in paths] == ["vectors.kv", "vectors.bin", "vectors.txt"]
-    assert names_in(tmp_path) == ["vectors.bin", "vectors.kv", "vectors.txt"]
+    assert names_in(tmp_path) == ["vectors.bin", "vectors.kv", ARRAY, "vectors.txt"]
     loaded = [
         KeyedVectors.load(str(paths[0])),
         KeyedVectors.load_word2vec_format(str(paths[1]), binary=True),
@@ -56,21 +51,16 @@ def test_gensim_loads_all_formats(kv, tmp_path):
     assert loaded[0].get_vecattr("paris", "count") == 40
 
 
-def test_large_arrays_get_a_file_of_their_own(kv, tmp_path, save_apart):
+def test_vectors_are_in_a_file_of_their_own(kv, tmp_path):
+    (tmp_path / "vectors.kv.norms.npy").write_bytes(b"old")
     for _ in range(2):
         kv.vectors = kv.vectors + 1
         export.save(kv, tmp_path, ["kv"])
-        assert names_in(tmp_path) == ["vectors.kv", "vectors.kv.vectors.npy"]
+        assert names_in(tmp_path) == ["vectors.kv", ARRAY]
         assert np.array_equal(load(tmp_path).vectors, kv.vectors)
-    (tmp_path / "vectors.kv.vectors.npy").unlink()
-    with pytest.raises(VectorsError, match="vectors.kv.vectors.npy"):
+    (tmp_path / ARRAY).unlink()
+    with pytest.raises(VectorsError, match=ARRAY):
         load(tmp_path)
-
-
-def test_a_stale_array_file_is_removed(kv, tmp_path):
-    (tmp_path / "vectors.kv.vectors.npy").write_bytes(b"old")
-    export.save(kv, tmp_path, ["kv"])
-    assert names_in(tmp_path) == ["vectors.kv"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -89,12 +79,13 @@ def test_a_failed_save_leaves_the_old_file(kv, tmp_path, monkeypatch, name):
     with pytest.raises(OSError, match="disk full"):
         export.save(kv, tmp_path, [name])
     assert path.read_bytes() == before
-    assert name != "kv" or names_in(tmp_path) == ["vectors.kv"]
+    assert name != "kv" or names_in(tmp_path) == ["vectors.kv", ARRAY]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_reader_during_a_save_reads_the_old_file(kv, tmp_path, name):
     (path,) = export.save(kv, tmp_path, [name])
+    path = {"kv": tmp_path / ARRAY}.get(name, path)
     before = path.read_bytes()
     with open(path, "rb") as reader:
         kv.vectors = kv.vectors + 1
@@ -102,7 +93,7 @@ def test_a_reader_during_a_save_reads_the_old_file(kv, tmp_path, name):
         assert reader.read() == before != path.read_bytes()
 
 
-def test_old_vectors_are_never_beside_a_new_array_file(kv, tmp_path, monkeypatch, save_apart):
+def test_old_vectors_are_never_beside_a_new_array_file(kv, tmp_path, monkeypatch):
     export.save(kv, tmp_path, ["kv"])
     seen, replace = [], os.replace
 
@@ -152,14 +143,15 @@ def sharded(size, body, words=23, dim=5, dtype=torch.float32):
     return checked(together(size, run)), rows_VD.float().numpy()
 
 
-def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin")):
+def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin"), step=7):
     """Save the rows of `size` ranks, and return them."""
+    vocab = Vocab(ROWS, np.arange(23, 0, -1), 300, 23)
 
     def body(ranks, table):
         blocks = export.in_order(table, ranks, 23)
         if ranks.rank:
             return list(blocks)
-        return export.save_rows(ROWS, np.arange(23, 0, -1), 5, blocks, folder, formats)
+        return export.save_run(vocab, 5, blocks, folder, formats, step)
 
     (_, *others), rows_VD = sharded(size, body, dtype=dtype)
     assert others == [[]] * (size - 1)
@@ -167,50 +159,80 @@ def saved_by(size, folder, dtype=torch.float32, formats=("kv", "bin")):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("large", [False, True])
-def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, size, large):
+def test_rows_of_ranks_are_saved_as_gensim_saves_them(tmp_path, monkeypatch, size):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
-    monkeypatch.setattr(export, "PICKLED_WORDS", 5)
-    if large:
-        monkeypatch.setattr(export, "LARGE", 100)
     folder = tmp_path / "run"
     folder.mkdir()
     rows_VD = saved_by(size, folder, torch.bfloat16)
     plain = kv_of(ROWS, rows_VD)
     expected = tmp_path / "gensim"
-    export.save(plain, expected, ["bin"])
-    plain.save(str(expected / "vectors.kv"), separately=["vectors"] if large else None)
-    hashes = {name: sha256((expected / name).read_bytes()) for name in names_in(expected)}
-    lines = [f"{hashes[name].hexdigest()}  {name}\n" for name in sorted(hashes)]
-    (expected / SUMS).write_text("".join(lines))
-    assert names_in(folder) == names_in(expected) and len(names_in(expected)) == 3 + large
-    sums = [(saved / SUMS).read_text() for saved in (folder, expected)]
-    assert [line for line in sums[0].splitlines() if not line.endswith(".kv")] == [
-        line for line in sums[1].splitlines() if not line.endswith(".kv")
-    ]
-    for name in set(names_in(expected)) - {"vectors.kv", SUMS}:
+    export.save(plain, expected, ["bin", "kv"])
+    assert set(names_in(folder)) == {*names_in(expected), SUMS, VOCAB}
+    for name in ("vectors.bin", ARRAY):
         assert (folder / name).read_bytes() == (expected / name).read_bytes()
+    done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and done.stdout.count(": OK") == 4
     # The pickle may differ in its bytes, but not in what it holds.
     theirs = KeyedVectors.load(str(expected / "vectors.kv"))
-    for ours in (load(folder), KeyedVectors.load(str(folder / "vectors.kv"))):
-        assert vars(ours).keys() == vars(theirs).keys()
+    by_gensim = KeyedVectors.load(str(folder / "vectors.kv"))
+    assert vars(by_gensim).keys() == vars(theirs).keys()
+    # A word takes memory once.
+    words = zip(by_gensim.index_to_key, by_gensim.key_to_index, strict=True)
+    assert all(word is key for word, key in words)
+    for ours in (load(folder), by_gensim, pickle.loads(pickle.dumps(by_gensim))):
         assert ours.most_similar("ö1") == theirs.most_similar("ö1")
-        # A word takes memory once.
-        words = zip(ours.index_to_key, ours.key_to_index, strict=True)
-        assert all(word is key for word, key in words)
-        for again in (ours, pickle.loads(pickle.dumps(ours))):
-            assert np.array_equal(again.vectors, rows_VD)
-            assert again.index_to_key == theirs.index_to_key
-            assert again.key_to_index == theirs.key_to_index
-            assert np.array_equal(again.expandos["count"], theirs.expandos["count"])
-    if large:
-        mapped = KeyedVectors.load(str(folder / "vectors.kv"), mmap="r")
-        assert isinstance(mapped.vectors, np.memmap)
+        assert np.array_equal(ours.vectors, rows_VD)
+        assert ours.index_to_key == theirs.index_to_key
+        assert ours.key_to_index == theirs.key_to_index
+        assert np.array_equal(ours.expandos["count"], theirs.expandos["count"])
+    mapped = KeyedVectors.load(str(folder / "vectors.kv"), mmap="r")
+    assert isinstance(mapped.vectors, np.memmap)
+
+
+def test_a_run_is_read_without_its_pickle(tmp_path):
+    rows_VD = saved_by(1, tmp_path)
+    path = tmp_path / "vectors.kv"
+    path.write_bytes(b"no pickle")
+    sums = (tmp_path / SUMS).read_text()
+    (tmp_path / SUMS).write_text(
+        "".join(line for line in sums.splitlines(True) if not line.endswith(" vectors.kv\n"))
+    )
+    words = load_words(path)
+    assert words.index_to_key == ROWS and np.array_equal(words.vectors, rows_VD)
+    assert words.expandos["count"].tolist() == list(range(23, 0, -1))
+    (tmp_path / VOCAB).write_text("# other words\n")
+    with pytest.raises(VectorsError, match="vocab.tsv is damaged"):
+        load_words(path)
+
+
+def test_vectors_of_others_in_a_run_folder_have_their_own_words(tmp_path, kv):
+    saved_by(1, tmp_path)
+    export.save(kv, tmp_path, ["kv"])
+    assert load(tmp_path).index_to_key == WORDS
 
 
 def test_vectors_are_saved_for_gensim_alone(tmp_path):
+    saved_by(1, tmp_path)
     saved_by(1, tmp_path, formats=["kv"])
-    assert names_in(tmp_path) == ["vectors.kv", SUMS] and len(load(tmp_path)) == 23
+    assert names_in(tmp_path) == ["vectors.kv", ARRAY, SUMS, VOCAB] and len(load(tmp_path)) == 23
+
+
+def test_files_of_an_earlier_step_are_refused_and_then_removed(tmp_path):
+    """A run is exported, drawn, trained on and exported again."""
+    saved_by(1, tmp_path, step=7)
+    export.save(load(tmp_path), tmp_path, ["txt"])
+    assert load_words(tmp_path / "vectors.txt").index_to_key == ROWS
+    for name in ("map.png", "report.html", "scores.json", "README.md", "train.log"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    load(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000012").mkdir()
+    for name in ("", "vectors.txt", "vectors.bin"):
+        with pytest.raises(VectorsError, match="of step 7, but the run is at 12; .*--resume"):
+            load(tmp_path / name)
+    saved_by(1, tmp_path, step=12, formats=["kv"])
+    assert names_in(tmp_path) == ["train.log", "vectors.kv", ARRAY, SUMS, VOCAB]
+    load(tmp_path)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -228,8 +250,10 @@ def test_an_export_keeps_the_checksums_of_other_files(tmp_path):
     damaged[-1] ^= 1
     (tmp_path / "vectors.bin").write_bytes(damaged)
     export.save(load(tmp_path), tmp_path, ["kv", "txt"])
-    lines = (tmp_path / SUMS).read_text().splitlines()
-    assert [line.split()[1] for line in lines] == ["vectors.bin", "vectors.kv", "vectors.txt"]
+    first, *lines = (tmp_path / SUMS).read_text().splitlines()
+    assert first == "# step 7"
+    names = ["vectors.bin", "vectors.kv", ARRAY, "vectors.txt"]
+    assert [line.split()[1] for line in lines] == names
     assert len(load(tmp_path)) == len(load(tmp_path / "vectors.txt")) == 23
     with pytest.raises(VectorsError, match="vectors.bin is damaged"):
         load(tmp_path / "vectors.bin")
@@ -237,7 +261,6 @@ def test_an_export_keeps_the_checksums_of_other_files(tmp_path):
 
 def test_a_full_disk_is_raised_after_all_ranks_have_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "BLOCK_BYTES", 120)
-    monkeypatch.setattr(export, "LARGE", 100)
     full = lambda path, mode: open("/dev/full", mode, 0)  # noqa: E731, SIM115
     monkeypatch.setattr(export, "open", full, raising=False)
     with pytest.raises(OSError, match="No space left"):

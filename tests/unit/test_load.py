@@ -1,5 +1,6 @@
 """Vectors are found; files that are no vectors are refused."""
 
+import os
 import pickle
 
 import numpy as np
@@ -64,6 +65,8 @@ def test_a_whole_model_is_not_keyed_vectors(tmp_path):
         lambda kv: kv.expandos.update(count=np.ones(1)),
         lambda kv: setattr(kv, "vectors", np.ones((2, 3), np.float32)),
         lambda kv: setattr(kv, "vectors", np.ones((2, 2), int)),
+        lambda kv: setattr(kv, "vector_size", 3),
+        lambda kv: setattr(kv, "index_to_key", ["the", "the"]),
     ],
 )
 def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):
@@ -109,3 +112,56 @@ def test_words_for_queries_are_those_of_keyed_vectors(tmp_path, sep_limit):
     (tmp_path / "x.kv").write_bytes(b"damaged")
     with pytest.raises(VectorsError, match="or is damaged"):
         load.load_words(tmp_path / "x.kv")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("apart", [[], ["vectors"]])
+def test_all_that_gensim_saves_is_loaded(tmp_path, protocol, apart):
+    model = Word2Vec([["a", "b", "Zürich"]] * 9, vector_size=4, min_count=1, epochs=1, hs=1)
+    model.wv.fill_norms()
+    path = tmp_path / "x.kv"
+    model.wv.save(str(path), pickle_protocol=protocol, separately=apart)
+    found = load.load(path)
+    assert found.index_to_key == model.wv.index_to_key and found.next_index == 3
+    assert found.key_to_index == model.wv.key_to_index
+    assert np.array_equal(found.vectors, model.wv.vectors) and found.vectors.flags.writeable
+    assert found.most_similar("a") == model.wv.most_similar("a")
+    assert found.expandos.keys() == {"count", "sample_int", "code", "point"}
+    for name, column in model.wv.expandos.items():  # codes of the tree are arrays of objects
+        assert all(map(np.array_equal, found.expandos[name], column))
+    if protocol == 3:  # as with NumPy 1
+        path.write_bytes(path.read_bytes().replace(b"numpy._core.", b"numpy.core."))
+        assert np.array_equal(load.load(path).vectors, model.wv.vectors)
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_floats_of_any_size_and_order_are_loaded(tmp_path, dtype, order):
+    kv = kv_of(["the", "paris", "of"], np.eye(3))
+    expected = np.arange(6).reshape(3, 2)
+    kv.vector_size = 2
+    kv.vectors = np.array(expected, dtype, order=order)
+    kv.save(str(tmp_path / "x.kv"))
+    found = load.load_words(tmp_path / "x.kv").vectors
+    assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["vectors.kv", "vectors.kv.vectors.npy"])
+def test_a_file_that_would_block_is_refused(tmp_path, name):
+    export.save(kv_of(["the", "paris"], np.eye(2)), tmp_path, ["kv"])
+    (tmp_path / "vectors.kv.vectors.npy").unlink()
+    os.mkfifo(tmp_path / "vectors.kv.vectors.npy")
+    (tmp_path / "vectors.sha256").write_text(f"{'0' * 64}  {name}\n")
+    with pytest.raises(VectorsError, match=f"{name} (is damaged|cannot be read)"):
+        load.load(tmp_path)
+    (tmp_path / "vectors.sha256").unlink()
+    with pytest.raises(VectorsError, match="no file vectors.kv.vectors.npy"):
+        load.load(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["x", "# step x", f"{'0' * 64}  vectors.kv./../../fifo"])
+def test_checksums_that_name_no_files_are_refused(tmp_path, line):
+    export.save(kv_of(["the", "paris"], np.eye(2)), tmp_path, ["kv"])
+    (tmp_path / "vectors.sha256").write_text(f"{line}\n")
+    with pytest.raises(VectorsError, match="vectors.sha256 cannot be read .*remove the checksums"):
+        load.load(tmp_path)

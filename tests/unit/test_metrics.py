@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w2v.training import metrics
-from w2v.training.metrics import STACKED, LinkUse, Metrics, Total
+from w2v.training.metrics import STACKED, Curve, LinkUse, Metrics, Total
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_loss_of_an_epoch_is_the_mean_over_its_pairs_wherever_lines_are(path, cl
         {"epoch": 1, "words": 100, "seconds": 0, "loss": 9.0},
         {"epoch": 2, "words": 300, "seconds": 1, "loss": 2.0},
     ]
-    with Metrics(path, total_words=400, log_seconds=math.inf, state=state) as resumed:
+    with Metrics(path, total_words=400, log_seconds=math.inf, saved=state) as resumed:
         assert resumed.epoch_loss == 9.0
         step(resumed, 300, loss=2.0, pairs=2)
         resumed.end_epoch(2, 300)
@@ -174,7 +174,7 @@ def test_curve_goes_on_after_a_resume(path, clock):
         step(metrics, 300, loss=9.0)
         metrics.log(0.1)
     clock.now += 1000
-    with Metrics(path, 400, math.inf, state=saved) as metrics:
+    with Metrics(path, 400, math.inf, saved=saved) as metrics:
         step(metrics, 300, loss=1.0)
         clock.now += 1
         metrics.log(0.1)
@@ -190,7 +190,7 @@ def test_words_that_are_read_again_after_a_resume_keep_rates_positive(path, cloc
         metrics.log(0.1)
         step(metrics, 500)
         saved = metrics.state(0.1)
-    with Metrics(path, 1000, math.inf, state=saved) as metrics:
+    with Metrics(path, 1000, math.inf, saved=saved) as metrics:
         for words in (300, 350):
             step(metrics, words)
         clock.now += 1
@@ -201,7 +201,7 @@ def test_words_that_are_read_again_after_a_resume_keep_rates_positive(path, cloc
 
 
 def test_lost_lines_are_warned_about(path, caplog):
-    with Metrics(path, 400, math.inf, state={"bytes": 100}):
+    with Metrics(path, 400, math.inf, saved=Curve(bytes=100)):
         pass
     assert "metrics.jsonl has lost lines" in caplog.text
 
@@ -210,5 +210,5 @@ def test_nothing_is_written_without_a_path(tmp_path, caplog):
     with Metrics(None, 400, math.inf) as metrics:
         step(metrics, 100, loss=3.0)
         metrics.log(0.1)
-        assert metrics.state(0.1)["mean_loss"] == metrics.loss == 3.0
+        assert metrics.state(0.1).mean_loss == metrics.loss == 3.0
     assert not list(tmp_path.iterdir())

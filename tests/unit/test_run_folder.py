@@ -139,7 +139,7 @@ def test_only_one_process_has_the_lock(tmp_path):
         with pytest.raises(RunError, match=f"is in use by process {os.getpid()}; wait for"):
             run_folder.lock(tmp_path)
         (tmp_path / ".lock").write_text("")  # its user has not written its number yet
-        with pytest.raises(RunError, match="is in use by another process"):
+        with pytest.raises(RunError, match="is in use by process .unknown"):
             run_folder.lock(tmp_path)
     run_folder.lock(tmp_path).close()
 
@@ -162,3 +162,11 @@ def test_rank_that_does_not_see_the_folder_is_named(tmp_path):
 
     for error in raised(together(2, lock)):
         assert f"rank 1 does not see {tmp_path}/1; set run.dir" in str(error)
+
+
+def test_a_resumed_run_removes_its_scores_and_pictures(tmp_path):
+    folder = begun(tmp_path)
+    for name in ("vectors.kv", "scores.json", "README.md", "map.png", "report.html"):
+        (folder / name).touch()
+    run_folder.begin(folder, config_for(tmp_path), "python 3\n")
+    assert sorted(os.listdir(folder)) == ["config.yaml", "env.txt", "vectors.kv"]

@@ -101,7 +101,7 @@ def train_and_score(
         words = len(vocab.words)
         if save:
             blocks = export.in_order(table, SINGLE, words)
-            export.save_rows(vocab.words, vocab.counts, table.dim, blocks, folder, ["kv"])
+            export.save_run(vocab, table.dim, blocks, folder, ["kv"])
         scores = evaluate.scores(vocab.words, table["weight"][:words], *further)
         return evaluate.as_dict(scores) | trainer.results()
     except (Diverged, EvaluationError) as error:

@@ -179,6 +179,8 @@ def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[
 
     Text from standard input is written to a file, which becomes corpus.path.
     """
+    if options.resume == "":  # such as of an empty variable: not a new run
+        raise ConfigError("--resume '' names no run; name its folder, or latest")
     files, assignments = sort_settings(options.settings)
     config = load_config(files, assignments)
     if config.corpus.path == STDIN:

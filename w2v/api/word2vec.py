@@ -155,6 +155,9 @@ class Word2Vec(word2vec.Word2Vec):
     def load(cls, *args, **named):
         """Load a model that this class or gensim's own has saved.
 
+        A saved model is a full pickle, which may run any code: load files that you trust. Vectors
+        of others are safer as .kv files, which `w2v.vectors.load` reads without running anything.
+
         gensim's own trains on as in gensim: with SGD, at its alpha. Models of derived classes
         keep their class, as in gensim.
         """

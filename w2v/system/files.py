@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,42 +61,21 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a large new file, wait until it is on disk, and return its CRC-32."""
-    crc32 = 0
+def write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a large new file, and wait until it is on disk."""
     with open(path, "wb") as file:
         for part in parts:
             file.write(part)
-            crc32 = zlib.crc32(part, crc32)
             start_writeback(file.fileno())
         file.flush()
         os.fsync(file.fileno())
         start_writeback(file.fileno())
-    return crc32
 
 
-def link(file: Path, to: Path) -> None:
-    """Link a file that is on disk, or copy it where that is impossible.
-
-    Nobody may write to it under either name from now on.
-    """
-    file.chmod(file.stat().st_mode & ~0o222)
-    try:
-        os.link(file, to)
-    except OSError:  # such as a file system without links
-        shutil.copyfile(file, to)
-        sync(to)
-
-
-def start_writeback(descriptor: int, last: int = 0) -> None:
-    """Start writing a file's cached pages to disk, and free written ones.
-
-    last: number of bytes before the file's position to start with, 0 for the whole file. They are
-        not written yet, and so are not freed.
-    """
+def start_writeback(descriptor: int) -> None:
+    """Start writing a file's cached pages to disk, and free written ones."""
     # This keeps the disk busy: 6 GiB took 3.5 s instead of 8.
-    start = os.lseek(descriptor, 0, os.SEEK_CUR) - last if last else 0
-    os.posix_fadvise(descriptor, start, last, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:

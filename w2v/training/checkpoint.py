@@ -13,29 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.model.table import Table, host_memory
-from w2v.system.files import link, sealed, sync, unsealed, write_synced
+from w2v.system.files import refused, sealed, sync, unsealed, write_synced
 from w2v.training import checkpoint_files
 
 log = logging.getLogger("w2v")
-FORMAT = 6  # of the manifest; others are not read
+FORMAT = 7  # of the manifest; others are not read
 KEPT = 2
 EPOCH_SECONDS = 60.0  # at the end of an epoch, save if the last checkpoint is older
+MOST_RANKS = 1 << 16
 LONG_SECONDS = 1.0  # training may wait this long for a checkpoint without a message
 MOST_SHARE = 0.1  # of wall time that longer waits may take
-# Path and CRC-32 of the .npy file of the first table's weights, once it is written.
-Weights = Future[tuple[Path, int]] | None
 
 
 class CheckpointError(ValueError):
@@ -54,16 +57,9 @@ class SaveTimer:
         self._last = time.monotonic()
         self._waited = 0.0  # seconds for the last save, if that was long
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time for the next checkpoint."""
-        pause = max(60 * self._minutes, self._waited / MOST_SHARE)
-        return self._minutes > 0 and time.monotonic() - self._last >= pause
-
-    @property
-    def due_after_epoch(self) -> bool:
-        """Whether the last checkpoint is old enough for one between epochs."""
-        pause = max(min(60 * self._minutes, EPOCH_SECONDS), self._waited / MOST_SHARE)
+    def due(self, longest: float = math.inf) -> bool:
+        """Return whether a checkpoint is due; after `longest` seconds it is."""
+        pause = max(min(60 * self._minutes, longest), self._waited / MOST_SHARE)
         return self._minutes > 0 and time.monotonic() - self._last >= pause
 
     def skip(self) -> None:
@@ -79,23 +75,22 @@ class SaveTimer:
         self.saves += 1
         self._last = time.monotonic()
         seconds = self._last - began
-        self._waited = seconds if seconds > LONG_SECONDS else 0.0
-        if self._waited:
-            minutes = seconds / MOST_SHARE / 60
-            later = f"; the next comes {minutes:.1f} minutes later"
-            later = later if minutes > self._minutes else ""
-            log.info(f"saving    training waited {seconds:.1f} s for this checkpoint{later}")
+        self._waited = 0.0
+        if seconds > LONG_SECONDS:
+            self._waited = seconds
+            minutes = max(self._minutes, seconds / MOST_SHARE / 60)
+            waited = f"training waited {seconds:.1f} s for this checkpoint"
+            log.info(f"saving    {waited}; the next comes {minutes:.1f} minutes later")
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, one at a time.
+    """Write the checkpoints of a run, one at a time.
 
-    All ranks make the same calls. `save` returns when the tables may change again. A thread then
-    writes what was copied, while training goes on; what could not be copied is on disk by then, as
-    training changes every row within seconds. An error in the thread, or in that of another rank,
-    is raised by the next call.
+    All ranks make the same calls. `save` returns when the tables may change again: their records
+    are copied, or on disk. A thread writes copies. Its error, on any rank, is raised by the next
+    call.
 
-    copy_bytes: CPU memory for copies; as many of the files are copied as fit.
+    copy_bytes: CPU memory for copies; nothing is copied if the tables are larger.
     """
 
     def __init__(
@@ -105,16 +100,11 @@ class Checkpoints:
         self._tables = tables
         self._ranks = ranks
         folder.mkdir(exist_ok=True)
-        files = self._files()
-        own_bytes = sum(records_nR.nbytes for records_nR in files.values())
+        own_bytes = sum(records_nR.nbytes for records_nR in self._files().values())
         self._bytes = sum(ranks.all_gather(own_bytes))
-        self._copied: list[str] = []  # names of files that are copied
-        for name, records_nR in files.items():
-            if records_nR.nbytes <= copy_bytes:
-                self._copied.append(name)
-                copy_bytes -= records_nR.nbytes
+        self._can_copy = own_bytes <= copy_bytes
+        self._memory: dict[str, Tensor] = {}  # for copies, by file; allocated once
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._memory: Future | None = None  # for copies
         self._writing: Future | None = None
 
     @property
@@ -122,16 +112,11 @@ class Checkpoints:
         """Whether the last checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
 
-    def allocate(self) -> None:
-        """Begin to allocate the memory for copies, which short runs never need."""
-        if self._memory is None:
-            self._memory = self._writer.submit(self._allocate)
-
-    def save(self, state: dict[str, Any], copied: bool = True, weights: Weights = None) -> None:
+    def save(self, state: dict[str, Any], copied: bool = True) -> None:
         """Write the tables and rank 0's state, which JSON can hold.
 
         `copied` is False if the tables stay as they are until `wait`: nothing is copied, and all is
-        written in the background. The file of `weights` is then linked, not written again.
+        written in the background.
         """
         self.wait()
         path = self.folder / f"step-{state['step']:08d}"
@@ -140,20 +125,17 @@ class Checkpoints:
             return
         manifest = {"format": FORMAT, **state, "ranks": self._ranks.size}
         manifest["tables"] = _describe(self._tables, self._ranks)
-        files = self._files(weights_apart=weights is not None)
+        files = self._files()
         entries: checkpoint_files.Entries = {}
         with self._removed_on_failure(path), self._ranks.reraise():
             partial = _partial(path)
             partial.mkdir(exist_ok=True)
-            if copied:
-                self.allocate()
-                # The thread copies some files while this one writes the others.
-                copying = self._writer.submit(
-                    self._copy, {name: files.pop(name) for name in self._copied}
-                )
+            if copied and self._can_copy:
+                files = {name: self._copy(name, files[name]) for name in files}
+            elif copied:
                 entries = checkpoint_files.write(partial, files)
-                files = copying.result()
-        self._writing = self._writer.submit(self._finish, path, manifest, entries, files, weights)
+                files = {}
+        self._writing = self._writer.submit(self._finish, path, manifest, entries, files)
 
     def raise_failure(self) -> None:
         """Raise the error of the last checkpoint, if it has failed by now."""
@@ -167,33 +149,25 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
+        if writing is not None:
             writing.result()
 
-    def _files(self, weights_apart: bool = False) -> dict[str, Tensor]:
-        """Return the records of each file, by its name.
-
-        With `weights_apart`, the weights of the first table are left to another file.
-        """
-        first, *others = self._tables
-        records = _records(first, weights_apart)
-        records.pop(_weights_file(first), None)
-        records |= {table.name: table.saved_VR for table in others}
+    def _files(self) -> dict[str, Tensor]:
+        """Return the records of each file, by its name."""
+        records = {table.name: table.saved_VR for table in self._tables}
         return checkpoint_files.files(records, self._ranks)
 
-    def _allocate(self) -> dict[str, Tensor]:
-        files = self._files()
-        return {name: host_memory(files[name].nbytes) for name in self._copied}
-
-    def _copy(self, files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        memory = self._memory.result()
-        copies = {}
-        for name, records_nR in files.items():
-            copies[name] = copy_nR = memory[name].view(records_nR.dtype).view(records_nR.shape)
-            for to, part in zip(*map(checkpoint_files.chunks, (copy_nR, records_nR)), strict=True):
-                to.copy_(part)
-        return copies
+    def _copy(self, name: str, records_nR: Tensor) -> Tensor:
+        """Copy the records of a file to CPU memory."""
+        if name not in self._memory:
+            self._memory[name] = host_memory(records_nR.nbytes)
+        copy_nR = self._memory[name].view(records_nR.dtype).view(records_nR.shape)
+        parts_nR = checkpoint_files.chunks(records_nR)  # a GPU packs each first
+        for to_nR, part_nR in zip(checkpoint_files.chunks(copy_nR), parts_nR, strict=True):
+            to_nR.copy_(part_nR)
+        return copy_nR
 
     def _finish(
         self,
@@ -201,19 +175,13 @@ class Checkpoints:
         manifest: dict[str, Any],
         entries: checkpoint_files.Entries,
         files: Mapping[str, Tensor],
-        weights: Weights,
     ) -> None:
         """Write the files and, when all ranks are done, the manifest."""
         partial = _partial(path)
         ranks = self._ranks
         with self._removed_on_failure(path):
             with ranks.reraise(group="background"):
-                entries = {**entries, **checkpoint_files.write(partial, files)}
-                if weights:
-                    file, crc32 = weights.result()
-                    name = _weights_file(self._tables[0])
-                    link(file, partial / name)
-                    entries |= {name: {"bytes": file.stat().st_size, "crc32": crc32}}
+                entries |= checkpoint_files.write(partial, files)
                 sync(partial)
             of_ranks = ranks.all_gather(entries, group="background")
             # The manifest is written last: a folder with a manifest is complete.
@@ -228,7 +196,9 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        for old in _saved(self.folder)[:-KEPT] if self._ranks.rank == 0 else []:
+        if self._ranks.rank:
+            return
+        for old in _saved(self.folder)[:-KEPT]:
             # A folder with the name of a checkpoint is complete, even while another is removed.
             removed = Path(f"{old}.old.partial")
             os.replace(old, removed)
@@ -262,20 +232,35 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         file = path / "manifest.json"
-        try:
+        older = [other.name for other in _saved(path.parent) if other != path]
+        rest = "start anew, as there is no older checkpoint"
+        if older:
+            rest = f"go on from {older[-1]}"
+        self._remedy = f"restore it, or remove {path} to {rest}"
+        with self.checked():
+            if not file.is_file():  # a FIFO would block
+                raise ValueError("there is no such file")
             manifest = unsealed(file.read_text(encoding="utf-8"))
-            version = manifest["format"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(self._damaged(file, str(error))) from None
-        # Only an undamaged manifest tells its format.
-        if version != FORMAT:
-            other = f"{file} is of format {version}, and this version reads format {FORMAT}"
-            raise CheckpointError(f"{other}; go on with the version that wrote it")
-        self.ranks: int = manifest.pop("ranks")
-        self._tables = manifest.pop("tables")
-        self._files = manifest.pop("files")
+            # Only an undamaged manifest tells its format.
+            if manifest["format"] != FORMAT:
+                other = f"{file} is of format {manifest['format']}"
+                remedy = "go on with the version that wrote it"
+                raise CheckpointError(f"{other}, and this version reads format {FORMAT}; {remedy}")
+            self.ranks = operator.index(manifest.pop("ranks"))
+            if not 0 < self.ranks <= MOST_RANKS:
+                raise ValueError(f"{self.ranks} ranks")
+            self._tables = manifest.pop("tables")
+            self._files = {
+                name: {key: operator.index(entry[key]) for key in ("bytes", "crc32")}
+                for name, entry in manifest.pop("files").items()
+            }
         del manifest["format"], manifest["checksum"]
         self.state: dict[str, Any] = manifest
+
+    def checked(self) -> AbstractContextManager:
+        """Raise errors of a block that reads the manifest as damage."""
+        file = self.path / "manifest.json"
+        return refused(CheckpointError, f"{file} is damaged", self._remedy)
 
     def load(self, tables: Sequence[Table], ranks: Ranks = SINGLE) -> None:
         """Fill the tables, on any number of ranks.
@@ -286,31 +271,26 @@ class Checkpoint:
         """
         wanted = _describe(tables, ranks)
         with ranks.reraise():
-            for name, here in wanted.items():
-                saved = self._tables.get(name)
-                if saved is None or _layout(saved) != _layout(here):
-                    differs = f"holds the table {saved}, but this run's is {here}"
-                    remedy = "resume with the settings of the run"
-                    raise CheckpointError(f"{self.path} {differs}; {remedy}")
-            records = {
-                name: (wanted[table.name]["rows"], records_VR)
-                for table in tables
-                for name, records_VR in _records(table, _weights_file(table) in self._files).items()
-            }
+            scalars = []  # each with its value
+            with self.checked():
+                for table in tables:
+                    here = wanted[table.name]
+                    saved = self._tables.get(table.name)
+                    if saved is None or _layout(saved) != _layout(here):
+                        differs = f"holds the table {saved}, but this run's is {here}"
+                        remedy = "resume with the settings of the run"
+                        raise CheckpointError(f"{self.path} {differs}; {remedy}")
+                    # Ranks that were not there before take the scalars of one that was.
+                    values = saved["scalars"][ranks.rank % self.ranks]
+                    for name, scalar in table.scalars.items():
+                        scalars.append((scalar, torch.full_like(scalar, values[name])))
+            records = {table.name: (wanted[table.name]["rows"], table.saved_VR) for table in tables}
             try:
                 checkpoint_files.read(self.path, self._files, records, self.ranks, ranks)
             except checkpoint_files.Damaged as error:
-                raise CheckpointError(self._damaged(error.file, error.why)) from None
-        # Ranks that were not there before take the scalars of one that was.
-        for table in tables:
-            of_ranks = self._tables[table.name]["scalars"]
-            for name, value in of_ranks[ranks.rank % self.ranks].items():
-                table.scalars[name].fill_(value)
-
-    def _damaged(self, file: Path, why: str) -> str:
-        older = [path.name for path in _saved(self.path.parent) if path != self.path]
-        rest = f"go on from {older[-1]}" if older else "start anew, as there is no older checkpoint"
-        return f"{file} is damaged ({why}); restore it, or remove {self.path} to {rest}"
+                raise CheckpointError(f"{error}; {self._remedy}") from None
+        for scalar, value in scalars:
+            scalar.copy_(value)
 
 
 def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
@@ -318,11 +298,11 @@ def latest(folder: Path, ranks: Ranks = SINGLE) -> Checkpoint | None:
 
     Raises `CheckpointError` if it cannot be used, and `RanksDiffer` if ranks see different ones.
     """
-    path = next(reversed(_saved(folder)), None)
-    seen = {f"the newest checkpoint in {folder}": path.name if path else None}
+    saved = _saved(folder)
+    seen = {f"the newest checkpoint in {folder}": [path.name for path in saved[-1:]]}
     ranks.require_equal(seen, "put run.dir on storage that all hosts share")
     with ranks.reraise():
-        return Checkpoint(path) if path else None
+        return next((Checkpoint(path) for path in saved[-1:]), None)
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -333,18 +313,6 @@ def _saved(folder: Path) -> list[Path]:
 
 def _partial(path: Path) -> Path:
     return Path(f"{path}.partial")
-
-
-def _weights_file(table: Table) -> str:
-    return f"{table.name}.npy"
-
-
-def _records(table: Table, weights_apart: bool) -> dict[str, Tensor]:
-    """Return the saved records of a table: whole, or weights and states apart."""
-    if not weights_apart:
-        return {table.name: table.saved_VR}
-    parts = {_weights_file(table): table["weight"], table.name: table.saved_VR[:, table.dim :]}
-    return {name: part_VR for name, part_VR in parts.items() if part_VR.shape[1]}
 
 
 def _describe(tables: Sequence[Table], ranks: Ranks) -> dict[str, dict[str, Any]]:

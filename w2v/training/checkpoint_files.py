@@ -2,12 +2,9 @@
 
     input-00000-of-00002.safetensors              "records" [n, R]: n rows, without padding
     input-rank-1-of-4-00000-of-00002.safetensors  rank 1 of 4: row j of its shard is row 1 + 4 j
-    input.npy                                     weights of one rank that vectors.kv shares; the
-                                                  records of its other files are without them
 
-Any number of ranks reads what any other has written. All that is read is checked by CRC-32: it
-finds every flipped bit and misses other damage once in four billion times, at 4 GB/s a core where
-blake2b reaches 0.8.
+Any number of ranks reads the files of any other number. All content is checked by CRC-32, at 4 GB/s
+a core: it finds every flipped bit, and misses other damage once in four billion times.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ CHUNK_BYTES = 4 << 20  # copied from the tables' device, summed and written at a
 THREADS = 8  # files written or read at once
 # Names in safetensors.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-Entries = Mapping[str, Mapping[str, int]]  # of each file: its "bytes" and "crc32"
+Entries = dict[str, dict[str, int]]  # of each file: its "bytes" and "crc32"
 
 
 class Damaged(ValueError):
@@ -39,7 +36,6 @@ class Damaged(ValueError):
 
     def __init__(self, file: Path, why: str):
         super().__init__(f"{file} is damaged ({why})")
-        self.file, self.why = file, why
 
 
 class Part(NamedTuple):
@@ -75,8 +71,8 @@ def read(
 ) -> None:
     """Fill this rank's tables from the files of `saved` ranks.
 
-    Tables are given by name as (rows of all ranks, records of this one). With another number of
-    ranks, each reads through all files that hold a row of its own.
+    Tables are given by name as (rows of all ranks, records of this one). If the number of ranks
+    differs, each reads all files that hold a row of its own.
 
     Raises:
         Damaged: the tables then hold nothing of use.
@@ -119,10 +115,10 @@ def chunks(records_VR: Tensor) -> tuple[Tensor, ...]:
 
 def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> list[Part]:
     """Return the files of a rank's shard of that many rows."""
-    if table.endswith(".npy"):
-        return [Part(table, 0, rows)]
     file_rows = max(1, FILE_BYTES // row_bytes(like_VR))
-    owner = f"-rank-{rank}-of-{ranks}" if ranks > 1 else ""
+    owner = ""
+    if ranks > 1:
+        owner = f"-rank-{rank}-of-{ranks}"
     count = -(-rows // file_rows)
     parts = []
     for number in range(count):
@@ -132,19 +128,29 @@ def _parts(table: str, rows: int, like_VR: Tensor, rank: int, ranks: int) -> lis
 
 
 def _write_file(path: Path, records_nR: Tensor) -> dict[str, int]:
-    def parts() -> Iterator[bytes | memoryview]:
-        yield _header(len(records_nR), records_nR)
-        if records_nR.is_contiguous() and not records_nR.is_cuda:
-            yield from map(_bytes, chunks(records_nR))
-            return
-        # One buffer, as new memory for each chunk takes longer than the copy.
-        first, *_ = parts_nR = chunks(records_nR)
-        buffer_nR = torch.empty(first.shape, dtype=first.dtype)
-        for part_nR in parts_nR:
-            yield _bytes(buffer_nR[: len(part_nR)].copy_(part_nR))
+    crc32 = 0
 
-    crc32 = write_synced(path, parts())
+    def summed() -> Iterator[bytes | memoryview]:
+        nonlocal crc32
+        for part in _contents(records_nR):
+            crc32 = zlib.crc32(part, crc32)
+            yield part
+
+    write_synced(path, summed())
     return {"bytes": path.stat().st_size, "crc32": crc32}
+
+
+def _contents(records_nR: Tensor) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file."""
+    yield _header(len(records_nR), records_nR)
+    if records_nR.is_contiguous() and not records_nR.is_cuda:
+        yield from map(_bytes, chunks(records_nR))
+        return
+    # One buffer, as new memory for each chunk takes longer than the copy.
+    parts_nR = chunks(records_nR)
+    buffer_nR = torch.empty(parts_nR[0].shape, dtype=records_nR.dtype)
+    for part_nR in parts_nR:
+        yield _bytes(buffer_nR[: len(part_nR)].copy_(part_nR))
 
 
 def _read_file(
@@ -153,7 +159,8 @@ def _read_file(
     """Yield the records in chunks; raise `Damaged` at the end if they are."""
     file, rows = folder / part.file, part.last - part.first
     try:
-        size, expected = file.stat().st_size, entry.get("bytes", 0)
+        size = file.stat().st_size
+        expected = entry.get("bytes", 0)
         if size != expected:
             raise Damaged(file, f"{size:,} bytes instead of {expected:,}")
         with open(file, "rb") as opened:

@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,12 @@ class Total:
 
     def read(self) -> float:
         """Return the sum so far; waits for the device."""
-        if waiting := [*self._stacks, *(number[None] for number in self._numbers)]:
+        waiting = self._stacks + [number[None] for number in self._numbers]
+        if waiting:
             for number in torch.cat(waiting).tolist():
                 self._sum += number
-        self._stacks, self._numbers = [], []
+        self._stacks = []
+        self._numbers = []
         return self._sum
 
 
@@ -59,12 +62,41 @@ class LinkUse(NamedTuple):
     wait_seconds: float = 0.0  # for which the computation waited for them
 
 
-class Metrics(contextlib.AbstractContextManager):
-    """Counts steps and, once in a while, reports the mean loss.
+@dataclass
+class Curve:
+    """State of the metrics, for a checkpoint."""
 
-    The loss reported is the mean over the positive pairs since the last line of metrics.jsonl.
-    Words are raw words of the corpus, those outside the vocabulary included. A loss that is not
-    finite is reported like any other: `w2v.training.divergence` stops the run. Once a step:
+    step: int = 0
+    words: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0  # sum since the last line
+    pairs: int = 0
+    mean_loss: float = math.nan
+    last_epoch_loss: float = math.nan
+    epoch_loss: float = 0.0  # sum of the epoch so far
+    epoch_pairs: int = 0
+    logged_words: int = 0
+    logged_seconds: float = 0.0
+    bytes: int = 0  # of metrics.jsonl
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Curve:
+        """Return the curve from JSON; raise an error of any kind if it is damaged."""
+        curve = cls()
+        for name, default in vars(cls()).items():
+            value = values[name]
+            if value is None:
+                value = math.nan  # which JSON does not have
+            if value < 0:
+                raise ValueError(f"{name} is {value}")
+            setattr(curve, name, type(default)(value))
+        return curve
+
+
+class Metrics(contextlib.AbstractContextManager):
+    """Count steps, and log the mean loss of the pairs since the last line.
+
+    Words are raw words of the corpus, those outside the vocabulary included. Once a step:
 
         metrics.update(loss, pairs, words)
         if metrics.due:                 # seldom, as reading the loss waits for the device
@@ -79,27 +111,26 @@ class Metrics(contextlib.AbstractContextManager):
         tensorboard: bool = False,  # whether to write event files beside metrics.jsonl
         link: Callable[[], LinkUse] = LinkUse,  # returns the use of the link so far
         link_rate: float = 0.0,  # bytes/s that it can carry, both ways together; 0 if unknown
-        state: dict[str, float] | None = None,  # of the saved run; later lines are cut off
+        saved: Curve | None = None,  # of the saved run; later lines are cut off
     ):
-        # What is null in the file was NaN.
-        state = {key: math.nan if value is None else value for key, value in (state or {}).items()}
-        self.step = int(state.get("step", 0))
-        self.words = int(state.get("words", 0))
-        self.seconds: float = state.get("seconds", 0.0)  # of training, at the last report
-        self.loss: float = state.get("mean_loss", math.nan)  # mean, at the last report
-        self.epoch_loss: float = state.get("last_epoch_loss", math.nan)  # of the last whole epoch
+        saved = saved or Curve()
+        self.step = saved.step
+        self.words = saved.words
+        self.seconds = saved.seconds  # of training, at the last report
+        self.loss = saved.mean_loss  # at the last report
+        self.epoch_loss = saved.last_epoch_loss  # mean of the last whole epoch
         self._total_words = total_words
         self._log_seconds = log_seconds
 
         # Sums since the last line, and of the epoch so far.
-        self._line_loss = Total(state.get("loss", 0))
-        self._line_pairs = Total(state.get("pairs", 0))
-        self._epoch_loss = Total(state.get("epoch_loss", 0))
-        self._epoch_pairs = Total(state.get("epoch_pairs", 0))
+        self._line_loss = Total(saved.loss)
+        self._line_pairs = Total(saved.pairs)
+        self._epoch_loss = Total(saved.epoch_loss)
+        self._epoch_pairs = Total(saved.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
         # What the next line is measured from.
-        self._logged_words = int(state.get("logged_words", 0))
+        self._logged_words = saved.logged_words
         self._link = link
         self._link_rate = link_rate
         self._logged_link = link()
@@ -107,7 +138,7 @@ class Metrics(contextlib.AbstractContextManager):
 
         # Points in time.
         self._start = time.monotonic() - self.seconds
-        self._logged = self._start + state.get("logged_seconds", 0.0)
+        self._logged = self._start + saved.logged_seconds
         self._board: Any = None
         if path and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -117,10 +148,10 @@ class Metrics(contextlib.AbstractContextManager):
         self._file: Any = tempfile.TemporaryFile("a")  # noqa: SIM115 - closed by __exit__
         if path:
             self._file = path.open("a", encoding="utf-8")
-        size, saved_size = self._file.tell(), int(state.get("bytes", 0))
-        if path and size < saved_size:
+        size = self._file.tell()
+        if path and size < saved.bytes:
             log.warning(f"{path} has lost lines since the checkpoint; its curve has a gap")
-        self._file.truncate(min(size, saved_size))
+        self._file.truncate(min(size, saved.bytes))
         self.bar = tqdm(
             total=total_words,
             unit=" words",
@@ -132,10 +163,10 @@ class Metrics(contextlib.AbstractContextManager):
 
     def update(self, loss: Tensor, pairs: Tensor, words: int) -> None:
         """Count a step, after which `words` raw words are done, without waiting."""
-        for total in (self._line_loss, self._epoch_loss):
-            total.add(loss)
-        for total in (self._line_pairs, self._epoch_pairs):
-            total.add(pairs)
+        self._line_loss.add(loss)
+        self._line_pairs.add(pairs)
+        self._epoch_loss.add(loss)
+        self._epoch_pairs.add(pairs)
         self.step += 1
         # After a resume on another number of ranks, unfinished chunks are read again.
         self._logged_words -= max(0, self.words - words)
@@ -151,7 +182,8 @@ class Metrics(contextlib.AbstractContextManager):
         seconds = round(time.monotonic() - self._start, 3)
         line = {"epoch": epoch, "words": self.words, "seconds": seconds}
         self._ended.append((line, self._epoch_loss, self._epoch_pairs))
-        self._epoch_loss, self._epoch_pairs = Total(), Total()
+        self._epoch_loss = Total()
+        self._epoch_pairs = Total()
 
     @property
     def due(self) -> bool:
@@ -165,64 +197,52 @@ class Metrics(contextlib.AbstractContextManager):
         self._read(lr)
         now = time.monotonic()
         rate = (self.words - self._logged_words) / max(now - self._logged, 1e-9)
-        self.write(
-            step=self.step,
-            words=self.words,
-            seconds=round(self.seconds, 3),
-            words_per_s=round(rate),
-            loss=self.loss,
-            lr=lr,
-            **self._link_values,
-        )
+        line = {"step": self.step, "words": self.words, "seconds": round(self.seconds, 3)}
+        line |= {"words_per_s": round(rate), "loss": self.loss, "lr": lr}
+        self.append(line | self._link_values)
+        self.send(line | self._link_values, "training")
         if self.bar.disable:
             share = self.words / self._total_words
-            left = ""
+            text = f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}"
             if self._logged_words:  # the first step may have waited for compilation
-                left = f"  {(self._total_words - self.words) / rate:.0f} s left"
-            log.info(
-                f"{share:4.0%} of the words  {rate / 1e6:.3f} M words/s  {self._text(lr)}{left}"
-            )
-        self._line_loss, self._line_pairs = Total(), Total()
+                text += f"  {(self._total_words - self.words) / rate:.0f} s left"
+            log.info(text)
+        self._line_loss = Total()
+        self._line_pairs = Total()
         self._logged = now
         self._logged_words = self.words
         self._logged_link = self._link()
 
-    def state(self, lr: float) -> dict[str, float]:
-        """Return where the curve stands, with all lines so far on disk."""
+    def state(self, lr: float) -> Curve:
+        """Flush metrics.jsonl and return the state for a checkpoint."""
         self._read(lr)
         # The checkpoint must not be ahead of the file: on resume, lines after it are cut off.
         self._file.flush()
         os.fsync(self._file.fileno())
-        return {
-            "step": self.step,
-            "words": self.words,
-            "seconds": self.seconds,
-            "loss": self._line_loss.read(),
-            "pairs": int(self._line_pairs.read()),
-            "mean_loss": self.loss,
-            "last_epoch_loss": self.epoch_loss,
-            "epoch_loss": self._epoch_loss.read(),
-            "epoch_pairs": int(self._epoch_pairs.read()),
-            "logged_words": self._logged_words,
-            "logged_seconds": self._logged - self._start,
-            "bytes": os.fstat(self._file.fileno()).st_size,
-        }
+        return Curve(
+            step=self.step,
+            words=self.words,
+            seconds=self.seconds,
+            loss=self._line_loss.read(),
+            pairs=int(self._line_pairs.read()),
+            mean_loss=self.loss,
+            last_epoch_loss=self.epoch_loss,
+            epoch_loss=self._epoch_loss.read(),
+            epoch_pairs=int(self._epoch_pairs.read()),
+            logged_words=self._logged_words,
+            logged_seconds=self._logged - self._start,
+            bytes=os.fstat(self._file.fileno()).st_size,
+        )
 
-    def write(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl, and send it to TensorBoard."""
-        self.append(**values)
-        self.send(**values)
-
-    def append(self, **values: Any) -> None:
-        """Append one JSON object to metrics.jsonl alone."""
-        self._file.write(as_json(values) + "\n")
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append one JSON object to metrics.jsonl."""
+        self._file.write(as_json(line) + "\n")
         self._file.flush()
 
-    def send(self, **values: float | None) -> None:
+    def send(self, values: Mapping[str, float | None], group: str = "scores") -> None:
         """Add a point to TensorBoard's curve of each value that is not None."""
         if self._board is None:
             return
-        group = "training" if "lr" in values else "scores"
         for name, value in values.items():
             if value is not None and name not in AXES:
                 self._board.add_scalar(f"{group}/{name}", value, self.step)
@@ -253,10 +273,11 @@ class Metrics(contextlib.AbstractContextManager):
         for line, epoch_loss, epoch_pairs in self._ended:
             if pairs := epoch_pairs.read():
                 self.epoch_loss = epoch_loss.read() / pairs
-                self.append(**line, loss=self.epoch_loss)
+                self.append(line | {"loss": self.epoch_loss})
         self._ended.clear()
-        loss, pairs = self._line_loss.read(), self._line_pairs.read()
-        self.loss = loss / pairs if pairs else self.loss
+        loss = self._line_loss.read()
+        if pairs := self._line_pairs.read():
+            self.loss = loss / pairs
         self.seconds = time.monotonic() - self._start
         use, before = self._link(), self._logged_link
         rate = (use.bytes - before.bytes) / max(self._start + self.seconds - self._logged, 1e-9)
@@ -271,7 +292,8 @@ class Metrics(contextlib.AbstractContextManager):
     def _text(self, lr: float) -> str:
         text = f"loss {self.loss:.4f}  lr {lr:.4g}"
         if link := self._link_values:
-            share = f" ({link['link_share']:.0%} of its peak)" if self._link_rate else ""
-            text += f"  link {link['link_gb_per_s']:.1f} GB/s{share}"
+            text += f"  link {link['link_gb_per_s']:.1f} GB/s"
+            if self._link_rate:
+                text += f" ({link['link_share']:.0%} of its peak)"
             text += f", waited for {link['link_wait']:.1f} s"
         return text

@@ -27,6 +27,7 @@ from w2v.system.console import log
 from w2v.system.files import atomic_write, remove_partial
 from w2v.text.sources import CorpusError, require_source
 from w2v.training import checkpoint
+from w2v.vectors import manifest
 from w2v.vectors.runs import RunError, find
 
 # Settings that may change on resume: how long and how fast it trains, reports, and paging.
@@ -46,7 +47,9 @@ def create(config: Config, ranks: Ranks = SINGLE) -> Path:
     folder = base = Path(config.run.dir) / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{name}"
     with ranks.reraise():
         base.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2) if ranks.rank == 0 else ():
+        for number in itertools.count(2):
+            if ranks.rank:
+                break
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 break
@@ -58,17 +61,21 @@ def find_to_resume(resume: str | None, runs: str, ranks: Ranks = SINGLE) -> Path
     """Return the folder of --resume, or that of a restarted torchrun job."""
     folder = None
     with ranks.reraise():
-        if ranks.rank == 0:
-            folder = find(resume, "config.yaml", runs) if resume else _find_restarted(runs)
+        if ranks.rank == 0 and resume:
+            folder = find(resume, "config.yaml", runs)
+        elif ranks.rank == 0:
+            folder = _find_restarted(runs)
     return ranks.all_gather(folder)[0]  # that of rank 0
 
 
 def _find_restarted(runs: str) -> Path | None:
-    # begin() has written the name of the job into the folder.
-    files = list(Path(runs).glob(f"*/{JOB}"))
-    files = [file for file in files if file.read_text(encoding="utf-8") == launcher.job()]
+    """Return the folder where `begin` has written this torchrun job."""
+    job = launcher.job().encode()
+    files = [file for file in Path(runs).glob(f"*/{JOB}") if file.is_file()]
+    files = [file for file in files if file.read_bytes() == job]
     if launcher.restarts():
-        return max(files, key=lambda file: file.stat().st_mtime_ns).parent if files else None
+        newest = sorted(files, key=lambda file: file.stat().st_mtime_ns)
+        return next((file.parent for file in reversed(newest)), None)
     for file in files:  # of an earlier job with the same name
         file.unlink()
     return None
@@ -84,7 +91,8 @@ def resume_config(folder: Path, files: Sequence[str], assignments: Sequence[str]
     """
     config = load_config([folder / "config.yaml", *files], assignments)
     if saved := checkpoint.latest(folder / "checkpoints"):
-        changes = config_changes(saved.state["config"], flat_config(config))
+        with saved.checked():
+            changes = config_changes(saved.state["config"], flat_config(config))
         refused = [change for name, change in changes.items() if name not in MAY_CHANGE]
         if refused:
             others = f"{saved.path} has other settings: {'; '.join(refused)}"
@@ -113,7 +121,12 @@ def require_text(folder: Path, config: Config) -> None:
 
 
 def begin(folder: Path, config: Config, environment: str) -> None:
-    """Write settings, versions and hardware, and the torchrun job."""
+    """Write settings, versions and hardware, and the torchrun job.
+
+    Scores and pictures of an earlier step are removed. Its vectors are left until there are new
+    ones, and refused when the run has a later checkpoint.
+    """
+    manifest.remove_derived(folder)
     save_config(config, folder / "config.yaml")
     atomic_write(folder / "env.txt", environment)
     if launcher.job():
@@ -137,11 +150,10 @@ def lock(folder: Path, ranks: Ranks = SINGLE) -> contextlib.AbstractContextManag
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            number = file.read().strip()
-            user = f"process {number}" if number else "another process"
+            user = f"process {file.read().strip() or '(unknown)'}"
             remedy = "wait for it, stop it, or begin a run of its own"
             raise RunError(f"{folder} is in use by {user}; {remedy}") from None
-        # Who finds the folder locked can name this process.
+        # Others can name the process that has the lock.
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -32,9 +32,9 @@ from w2v.system.process import Signals, return_freed_memory
 from w2v.system.timeline import Timeline
 from w2v.text.vocab import Vocab
 from w2v.training import checkpoint
-from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer, Weights
+from w2v.training.checkpoint import CheckpointError, Checkpoints, SaveTimer
 from w2v.training.divergence import FiniteCheck, remedy_of_run
-from w2v.training.metrics import LinkUse, Metrics
+from w2v.training.metrics import Curve, LinkUse, Metrics
 from w2v.training.step import StepResult, TrainingStep
 from w2v.vectors import evaluate, export, query, report
 from w2v.vectors.datasets import RESTRICT_VOCAB
@@ -58,7 +58,7 @@ def deterministic_mode(wanted: bool) -> Iterator[None]:
 
 
 class TrainingLoop:
-    """Trains epoch by epoch; the caller acts between the steps."""
+    """Train epoch by epoch; the caller acts between the steps."""
 
     def __init__(self, config: Config, sampler: Sampler, step: TrainingStep):
         self.config = config
@@ -75,7 +75,8 @@ class TrainingLoop:
     def epoch(self, batches: Iterable[Batch] | None = None) -> Iterator[StepResult]:
         """Train on the rest of the sampler's epoch, or on these batches of it."""
         with deterministic_mode(self.config.train.deterministic):
-            batches = self.sampler.epoch() if batches is None else batches
+            if batches is None:
+                batches = self.sampler.epoch()
             for planned in self.step.plan_pages(batches):
                 lr = self.lr
                 self.check_finite.rates.append(lr)
@@ -123,14 +124,17 @@ class Trainer:
     def __enter__(self) -> Trainer:
         """Resume from the last checkpoint, if there is one, and open the logs."""
         curve = self._resume()
+        file = None
+        if self.ranks.rank == 0:
+            file = self.folder / "metrics.jsonl"
         self.metrics = Metrics(
-            self.folder / "metrics.jsonl" if self.ranks.rank == 0 else None,
+            file,
             self._total_words,
             self.config.run.log_seconds,
             tensorboard=self.config.run.tensorboard,
             link=self._link_use,
             link_rate=self.link_rate,
-            state=curve,
+            saved=curve,
         )
         self._seconds_before = self.metrics.seconds
         return self
@@ -150,7 +154,6 @@ class Trainer:
                     words = round(self.loop.epochs_done * self.raw_words)
                     self.metrics.update(done.loss, done.pairs, words)
                     if self.metrics.due:
-                        self.checkpoints.allocate()  # for copies; a short run never needs them
                         self._check()
                         self.metrics.log(self.loop.lr)
                     # All ranks decide alike: go on, save, or save and stop.
@@ -167,7 +170,7 @@ class Trainer:
                 if epoch + 1 < epochs:
                     self._score_epoch(epoch + 1)
                     # The clock of rank 0 decides for all ranks.
-                    if self.ranks.all_gather(self._save_timer.due_after_epoch)[0]:
+                    if self.ranks.all_gather(self._save_timer.due(checkpoint.EPOCH_SECONDS))[0]:
                         self._save(sampler.position)
             # The end of the run.
             self._step.engine.flush()
@@ -189,14 +192,13 @@ class Trainer:
         self._step.finish()
         del self.loop.sampler  # its draws may be methods of the kernels, whose buffers are large
         return_freed_memory()
-        weights = self._shared_weights()
         if self.config.run.final_checkpoint:
             with self.timeline.phase("saving"):
-                self.checkpoints.save(self._final, copied=False, weights=weights)
+                self.checkpoints.save(self._final, copied=False)
         try:
-            self._write_vectors(results, weights)
+            self._write_vectors(results)
         except BaseException:
-            self._save_without_vectors(weights)
+            self._save_without_vectors()
             raise
         with self.timeline.phase("saving"):
             self.checkpoints.wait()
@@ -210,22 +212,21 @@ class Trainer:
         """
         host = sum(table.bytes for table in self._step.tables if table.storage != "cuda")
         memory = self.ranks.all_gather((host, self._step.peak_gpu_bytes))
-        host_bytes, gpu_bytes = (sum(of_ranks) for of_ranks in zip(*memory, strict=True))
         return {
             "loss": self.metrics.epoch_loss,
             "held_out_loss": self._held_out_loss(),
             "words": self.metrics.words,
             "seconds": self.metrics.seconds,
-            "bytes_host": host_bytes,
-            "bytes_gpu": gpu_bytes,
+            "bytes_host": sum(host for host, _ in memory),
+            "bytes_gpu": sum(gpu for _, gpu in memory),
         }
 
     # Phases of the loop.
 
     def _vote(self) -> Decision:
-        """Return this rank's vote: go on, save, or stop."""
+        """Return this rank's vote: continue, save, or stop."""
         timer = self._save_timer
-        return Decision(self.signals.status, timer.saves + 1 if timer.due else 0)
+        return Decision(self.signals.status, (timer.saves + 1) * timer.due())
 
     def _check(self) -> None:
         """Raise errors of writing and divergence; waits for the device."""
@@ -257,15 +258,16 @@ class Trainer:
             return
         self._step.engine.flush()
         with self.timeline.phase("scoring"), self.metrics.paused():
-            seconds = round(self.metrics.seconds, 3)
-            scores = {"epoch": epoch, "words": self.metrics.words, "seconds": seconds}
+            scores: dict[str, Any] = {"epoch": epoch, "words": self.metrics.words}
+            scores["seconds"] = round(self.metrics.seconds, 3)
             if self.config.run.score_epochs:
                 scores["analogies"] = self._accuracy()
                 log.info(f"epoch {epoch}: analogies {scores['analogies']:.1%}")
             if self.held_out:
                 scores["held_out_loss"] = self._held_out_loss()
                 log.info(f"epoch {epoch}: held-out loss {scores['held_out_loss']:.4f}")
-            self.metrics.write(**scores)
+            self.metrics.append(scores)
+            self.metrics.send(scores)
 
     def _summarize(self) -> None:
         """Log the speed of the run and what was transferred."""
@@ -299,7 +301,9 @@ class Trainer:
     def _untrained_loss(self) -> float:
         """Return the mean loss of a pair where each target has probability 1/2."""
         model = self.config.model
-        targets = 1.0 + model.negative if model.negative else 0.0
+        targets = 0.0
+        if model.negative:
+            targets = 1.0 + model.negative
         if tree := self.loop.sampler.text.tree:
             kept_V = self.vocab.kept_counts(model.sample)
             targets += np.average(tree.begin_V.diff().numpy(), weights=kept_V)
@@ -318,12 +322,13 @@ class Trainer:
     def _row_counts(self) -> list[int]:
         """Return rows used, read, written and updated, resumed runs included."""
         stats = self._step.engine.stats
-        counts = *stats[:3], int(self._step.state.rows_updated)
-        return [a + b for a, b in zip(self._rows_before, counts, strict=True)]
+        counts = [*stats[:3], int(self._step.state.rows_updated)]
+        return [before + count for before, count in zip(self._rows_before, counts, strict=True)]
 
     def _link_use(self) -> LinkUse:
         """Return the bytes that have crossed the link, and the waits."""
-        stats, table = self._step.engine.stats, self._step.inputs
+        stats = self._step.engine.stats
+        table = self._step.inputs
         rows = stats.rows_read + stats.rows_written
         return LinkUse(rows * table.width * table.dtype.itemsize, stats.wait_seconds)
 
@@ -353,20 +358,11 @@ class Trainer:
 
     # Export.
 
-    def _shared_weights(self) -> Weights:
-        """Return a future for the vectors' file, if the checkpoint can link it."""
-        inputs = self._step.inputs
-        words = len(self.vocab.words)
-        is_whole = inputs.rows == words and inputs.dtype == torch.float32
-        return Future() if is_whole and export.has_array(words, inputs.dim) else None
+    def _save_without_vectors(self) -> None:
+        """Write the last checkpoint again if it failed with the vectors.
 
-    def _save_without_vectors(self, weights: Weights) -> None:
-        """Complete the last checkpoint, as the vectors could not be written.
-
-        It needed their file, or the disk was full; what was written of them is removed by now.
+        If the disk was full, there may be room now: the unfinished vectors are removed.
         """
-        if weights and not weights.done():
-            weights.set_exception(OSError(errno.ECANCELED, "the vectors were not written"))
         try:
             self.checkpoints.wait()
         except OSError:
@@ -374,7 +370,7 @@ class Trainer:
                 self.checkpoints.save(self._final, copied=False)
                 self.checkpoints.wait()
 
-    def _write_vectors(self, results: dict[str, Any], weights: Weights) -> None:
+    def _write_vectors(self, results: dict[str, Any]) -> None:
         """Write vectors, words, scores and the model card on rank 0."""
         inputs = self._step.inputs
         weights_ND = self._scored_vectors()
@@ -383,17 +379,14 @@ class Trainer:
             if self.ranks.rank:
                 deque(blocks, 0)  # sends this rank's rows, block by block
                 return
+            words = self.vocab.words
             with ThreadPoolExecutor(2) as threads:
-                words, counts = self.vocab.words, self.vocab.counts
                 scoring = threads.submit(evaluate.scores, words[: len(weights_ND)], weights_ND)
-                formats = self.config.run.formats.split(",")
-                saving = threads.submit(self.vocab.save, self.folder / "vocab.tsv")
                 shown_ND = weights_ND[: query.EXAMPLE_WORDS].float()
                 examples = threads.submit(lambda: query.examples(words, shown_ND.cpu().numpy()))
-                crc32 = export.save_rows(words, counts, inputs.dim, blocks, self.folder, formats)
-                if weights:
-                    weights.set_result((self.folder / export.ARRAY, crc32))
-                saving.result()
+                formats = self.config.run.formats.split(",")
+                step = self._final["step"]
+                export.save_run(self.vocab, inputs.dim, blocks, self.folder, formats, step)
                 with self.timeline.phase("scoring"):
                     scores = scoring.result()
             self._report(scores, examples.result(), results)
@@ -403,23 +396,22 @@ class Trainer:
     ) -> None:
         """Write scores and the model card; log them."""
         folder = self.folder
-        last = {"analogies": scores.analogies.total.accuracy}
-        last |= {similarity.name: similarity.spearman for similarity in scores.similarities}
-        self.metrics.send(held_out_loss=results["held_out_loss"], **last)
+        last = {similarity.name: similarity.spearman for similarity in scores.similarities}
+        last["analogies"] = scores.analogies.total.accuracy
+        last["held_out_loss"] = results["held_out_loss"]
+        self.metrics.send(last)
         content = as_json(evaluate.as_dict(scores) | results, indent=1)
         atomic_write(folder / "scores.json", content)
         report.write_card(folder, self.vocab)
-        held_out = ""
-        if self.held_out:
-            held_out = f"held-out loss  {results['held_out_loss']:.4f}\n\n"
         sections, sums = evaluate.report(scores)
         if sections:
             log.debug(f"{sections}\n")
         log.info("\n".join(examples))
+        if self.held_out:
+            sums += f"\n\nheld-out loss  {results['held_out_loss']:.4f}"
         log.log(
             RESULTS,
             f"\n{sums}\n\n"
-            f"{held_out}"
             f"run folder   {folder}\n"
             f"model card   {folder / 'README.md'}\n"
             f"in gensim    KeyedVectors.load({str(folder / 'vectors.kv')!r})\n"
@@ -430,7 +422,7 @@ class Trainer:
         """Log the seconds of each phase, whose sum is the wall time."""
         seconds = self.timeline.seconds()
         for phase, spent in seconds.items():
-            self.metrics.append(phase=phase, seconds=round(spent, 3))
+            self.metrics.append({"phase": phase, "seconds": round(spent, 3)})
         parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
         log.info(f"time         {sum(seconds.values()):.1f} s: {parts}")
 
@@ -440,50 +432,53 @@ class Trainer:
         """Return what a checkpoint holds besides the tables."""
         self._check()  # what is not finite is not saved
         curve = self.metrics.state(self.loop.lr)
-        parts = self.ranks.all_gather((self.loop.sampler.state_dict(position), self._row_counts()))
-        samplers, rows = zip(*parts, strict=True)
+        rows = self.ranks.all_gather(self._row_counts())
         return {
-            "step": curve["step"],
-            "samplers": samplers,
+            "step": curve.step,
+            "samplers": self.ranks.all_gather(self.loop.sampler.state_dict(position)),
             "epochs_done": self.loop.epochs_done,
-            "metrics": curve,
-            "rows": [sum(counts) for counts in zip(*rows, strict=True)],
+            "metrics": asdict(curve),
+            "rows": np.sum(rows, axis=0).tolist(),  # of all ranks
             "text": self._text_facts,
             "config": flat_config(self.config),
         }
 
-    def _resume(self) -> dict[str, float] | None:
+    def _resume(self) -> Curve | None:
         """Restore the last checkpoint, if any; return the state of the metrics."""
         saved = checkpoint.latest(self.checkpoints.folder, self.ranks)
         if saved is None:
             return None
-        state = saved.state
         epochs = self.config.train.epochs
-        if state["text"] != self._text_facts:
-            raise CheckpointError(
-                f"{saved.path} was trained on another text or vocabulary than "
-                f"corpus.path={self.config.corpus.path} is now; restore that text"
-            )
-        if state["epochs_done"] > epochs:
-            done = f"{state['epochs_done']:.4g} passes are done"
+        with saved.checked():
+            state = saved.state
+            if state["text"] != self._text_facts:
+                raise CheckpointError(
+                    f"{saved.path} was trained on another text or vocabulary than "
+                    f"corpus.path={self.config.corpus.path} is now; restore that text"
+                )
+            step = operator.index(state["step"])
+            rows = [operator.index(count) for count in state["rows"]]
+            epochs_done = float(state["epochs_done"])
+            curve = Curve.of(state["metrics"])
+            self.loop.sampler.load_state_dict(state["samplers"])
+        if epochs_done > epochs:
+            done = f"{epochs_done:.4g} passes are done"
             raise ConfigError(f"train.epochs={epochs}, but {done}; give more")
         saved.load(self._step.tables, self.ranks)
-        self.loop.sampler.load_state_dict(state["samplers"])
-        self.loop.epochs_done = state["epochs_done"]
-        self._step.state.step = state["step"]
+        self.loop.epochs_done = epochs_done
+        self._step.state.step = step
         if self.ranks.rank == 0:  # the sum over ranks was saved; it must be counted once
-            self._rows_before = state["rows"]
-        is_done = state["epochs_done"] >= epochs
-        log.info(
-            f"resuming from {saved.path}, after {state['step']:,} steps and "
-            f"{state['epochs_done']:.3g} passes over the text"
-            + ("; more train.epochs would train on" if is_done else "")
-        )
-        return state["metrics"]
+            self._rows_before = rows
+        more = ""
+        if epochs_done >= epochs:
+            more = "; more train.epochs would train on"
+        done = f"after {step:,} steps and {epochs_done:.3g} passes over the text"
+        log.info(f"resuming from {saved.path}, {done}{more}")
+        return curve
 
 
 class Trial(NamedTuple):
-    """What some seconds of training tell of a whole run."""
+    """Throughput measured by a short trial."""
 
     words: float  # of the whole run
     steps: int  # that were timed
@@ -491,19 +486,21 @@ class Trial(NamedTuple):
 
     @classmethod
     def of(cls, loop: TrainingLoop, raw_words: int, ranks: Ranks = SINGLE) -> Trial:
-        """Train for some seconds. The loop cannot be used afterwards."""
+        """Train for some seconds; the loop cannot be used afterwards."""
         ends = math.inf  # when the time is over
 
         def vote() -> Decision:
             return Decision(int(time.monotonic() > ends), 0)
 
         lockstep = Lockstep(ranks, vote)
-        steps, began, epochs_before = 0, 0.0, 0.0
+        steps = 0
+        began = epochs_before = 0.0
         batches = lockstep.batches(loop.sampler.epoch(), loop.sampler.empty_batch(0))
         for steps, done in enumerate(loop.epoch(batches), start=1):
             if steps == TRIAL_WARMUP:
                 float(done.loss)  # waits for the device
-                began, epochs_before = time.monotonic(), loop.epochs_done
+                began = time.monotonic()
+                epochs_before = loop.epochs_done
                 ends = began + TRIAL_SECONDS
             if lockstep.decision().status:
                 break
@@ -516,6 +513,6 @@ class Trial(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rate:
-            return f"unknown: an epoch has {self.steps} steps, too few to tell"
+            return f"unknown: an epoch has only {self.steps} steps"
         took = f"{self.rate / 1e6:.3g} M words/s in {self.steps} steps"
         return f"about {self.words / self.rate:.0f} s of training: {took}"

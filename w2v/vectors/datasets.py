@@ -51,7 +51,7 @@ def set_name(path: str | Path) -> str:
 
 def title(name: str) -> str:
     """Return the name of a set of word pairs as it is printed."""
-    return PAIR_SETS[name][0] if name in PAIR_SETS else name
+    return PAIR_SETS.get(name, (name, ""))[0]
 
 
 def read_questions(path: str | Path | None) -> list[tuple[str, list[list[str]]]]:
@@ -83,7 +83,9 @@ def judged_pairs(name: str | Path) -> list[tuple[str, str, float]]:
     `name` is one of PAIR_SETS or a file. Its columns are separated by tabs, commas or spaces: two
     words, then the judgement as the first number. Lines without one, such as a header, are skipped.
     """
-    path = in_gensim(PAIR_SETS[str(name)][1]) if str(name) in PAIR_SETS else Path(name)
+    path = Path(name)
+    if str(name) in PAIR_SETS:
+        path = in_gensim(PAIR_SETS[str(name)][1])
     pairs = []
     for line in _read_text(path, "pairs file").upper().splitlines():
         columns = line.split(next((mark for mark in "\t,;" if mark in line), None))
@@ -101,5 +103,6 @@ def _read_text(path: Path, what: str) -> str:
     """Return the text of a file, unpacked if its name ends in .gz."""
     with refused(EvaluationError, f"{what} {path} cannot be read", "name a UTF-8 text file"):
         content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
         return content.decode("utf-8-sig")  # without the mark that Excel writes

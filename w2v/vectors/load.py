@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import pickle
-from collections.abc import Sequence
+import math
+import pickletools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from w2v.system.files import hash_file, refused
-from w2v.vectors import runs
+from w2v.system.files import refused
+from w2v.vectors import manifest, runs
+from w2v.vectors.manifest import VectorsError
 
 if TYPE_CHECKING:
     from gensim.models import KeyedVectors
 
 READABLE = (".kv", ".bin", ".txt", ".vec")  # gensim's KeyedVectors, word2vec's binary and text
-SUMS = "vectors.sha256"  # in the format of `sha256sum -c`
+ARRAY = "vectors.kv.vectors.npy"  # beside vectors.kv, as gensim names it
+VOCAB = "vocab.tsv"
+KEYED_VECTORS = "gensim.models.keyedvectors KeyedVectors"
 PICKLED = {  # all names in a pickle of KeyedVectors
-    ("gensim.models.keyedvectors", "KeyedVectors"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
+    KEYED_VECTORS,
+    "numpy ndarray",
+    "numpy dtype",
+    "numpy.core.multiarray _reconstruct",
+    "numpy._core.multiarray _reconstruct",
+    "_codecs encode",
+    "__builtin__ frozenset",
+    "builtins frozenset",
 }
+PLAIN = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}  # opcodes of values
+PLAIN |= {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+PLAIN |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
+TUPLES = ["EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"]  # of 0 to 3 values
+KINDS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}  # of arrays
 
 log = logging.getLogger("w2v")
-
-
-class VectorsError(ValueError):
-    """Vectors that cannot be saved or loaded; one line with the remedy."""
 
 
 def find(run: str | Path) -> Path:
@@ -56,103 +64,238 @@ def find(run: str | Path) -> Path:
 class Words:
     """Words and vectors as in KeyedVectors, without importing gensim.
 
-    What takes Words takes gensim's KeyedVectors too.
+    Functions that take Words take gensim's KeyedVectors too.
     """
 
-    vectors: np.ndarray
-    index_to_key: list[str]
-    key_to_index: dict[str, int]
-    vector_size: int
-    expandos: dict[str, Any]
-    norms: np.ndarray | None = None
-
-    def __init__(self, words: Sequence[str], vectors: np.ndarray):
+    def __init__(
+        self,
+        words: Sequence[str],
+        vectors: np.ndarray,
+        expandos: Mapping[str, np.ndarray] | None = None,  # further columns, such as "count"
+    ):
         self.vectors = vectors
         self.index_to_key = list(words)
         self.key_to_index = {word: row for row, word in enumerate(words)}
+        self.expandos = dict(expandos or {})
+        self.norms: np.ndarray | None = None  # computed on demand
 
 
 def load(run: str | Path) -> KeyedVectors:
-    """Load the vectors that `run` names, see `find`.
+    """Load the vectors that `run` names, see `find`, as gensim's class.
 
-    gensim's own `load` runs any code that a .kv file, a pickle, names. Here, a pickle that
-    names anything but KeyedVectors and arrays is refused. Checksums are compared if present.
+    gensim's own `load` runs any code that a .kv file, a pickle, names; this does not.
     """
     from gensim.models import KeyedVectors
 
     words = load_words(run)
-    if isinstance(words, KeyedVectors):
-        return words
-    kv = KeyedVectors(words.vector_size)
-    # Large arrays are read into memory, where they can be written.
-    vars(kv).update(vars(words), vectors=np.array(words.vectors))
+    kv = KeyedVectors(words.vectors.shape[1])
+    kv.index_to_key = words.index_to_key
+    kv.key_to_index = words.key_to_index
+    kv.next_index = len(words.index_to_key)
+    kv.expandos = words.expandos
+    kv.vectors = np.array(words.vectors)  # in memory, where it can be written
     return kv
 
 
 def load_words(run: str | Path) -> Words:
-    """Load vectors as `load` does, but those of a .kv file as `Words`."""
+    """Load the vectors that `run` names; compare their checksums, if present.
+
+    Raises `VectorsError` if they are damaged, or older than the run in whose folder they are.
+    """
     path = find(run)
-    _check_sums(path)  # before anything is unpickled
+    folder = path.parent
+    manifest.require_current(folder)
+    _, sums = manifest.read(folder)
+    names = [name for name in sums if name == path.name or name.startswith(f"{path.name}.")]
+    is_run = path.name == "vectors.kv" and VOCAB in sums
+    if is_run:
+        names.append(VOCAB)
+    manifest.check(folder, names, sums)
     problem = f"{path} does not hold vectors in the format of {path.suffix} files, or is damaged"
     with refused(VectorsError, problem, "export it again"):
+        if is_run:
+            return _read_run(folder)
         if path.suffix == ".kv":
-            return _load_kv(path)
-        from gensim.models import KeyedVectors
-
-        kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
-        # gensim keeps the first vector of a repeated word, and then has places without a word.
-        if repeated := len(kv) - kv.next_index:
-            log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
-            del kv.index_to_key[kv.next_index :]
-            kv.vectors = kv.vectors[: len(kv)]
-            kv.expandos = {name: column[: len(kv)] for name, column in kv.expandos.items()}
-        if not kv.vectors.size:
-            raise ValueError(f"{len(kv)} words of {kv.vector_size} dimensions")
-        return kv
+            return _read_kv(path)
+        return _read_word2vec(path)
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PICKLED:
-            return Words if name == "KeyedVectors" else super().find_class(module, name)
-        # A whole model is a common mistake.
-        code = f"it names {module}.{name}, which could run any code; save the .wv of a gensim model"
-        raise pickle.UnpicklingError(code)
+def _read_run(folder: Path) -> Words:
+    """Read the vectors of a run, without any pickle."""
+    text = (folder / VOCAB).read_bytes().decode()
+    _, _, text = text.partition("\n")
+    cells = text.rstrip("\n").replace("\n", "\t").split("\t")
+    counts = np.array(cells[1::2], np.int64)
+    return _checked(cells[::2], _map_rows(folder / ARRAY), {"count": counts})
 
 
-def _load_kv(path: Path) -> Words:
-    """Do what KeyedVectors.load does, with a restricted unpickler."""
-    with open(path, "rb") as file:
-        kv: Any = _Unpickler(file, encoding="latin1").load()
-    if vars(kv).get("__scipys") or vars(kv).get("__recursive_saveloads"):
+def _read_kv(path: Path) -> Words:
+    """Read what KeyedVectors.save has written."""
+    made = decode(path.read_bytes())
+    state = made.state
+    if made.name != KEYED_VECTORS:
+        raise ValueError(f"it holds {made.name}")
+    if state.get("__scipys") or state.get("__recursive_saveloads"):
         raise ValueError("it names other files, which gensim would unpickle")
-    for name in vars(kv).get("__numpys", ()):  # gensim's name for arrays in files of their own
-        # Copied where it is written: torch warns of arrays that cannot be written.
-        setattr(kv, name, np.load(f"{path}.{name}.npy", mmap_mode="c"))
-    kv.norms = None  # computed on demand
-    words = kv.index_to_key
-    matches = np.issubdtype(kv.vectors.dtype, np.floating)
-    matches &= kv.vectors.shape == (len(words), kv.vector_size)
-    matches &= kv.key_to_index == {word: row for row, word in enumerate(words)}
-    if not matches or any(len(column) != len(words) for column in kv.expandos.values()):
+    # gensim lists the arrays that are in files of their own.
+    if "vectors" in state.get("__numpys", ()):
+        vectors_VD = _map_rows(Path(f"{path}.vectors.npy"))
+    else:
+        vectors_VD = _array(state["vectors"])
+    expandos = {name: _array(column) for name, column in state["expandos"].items()}
+    words = _checked(state["index_to_key"], vectors_VD, expandos)
+    if state["key_to_index"] != words.key_to_index or state["vector_size"] != vectors_VD.shape[1]:
+        raise ValueError("words, their numbers and vectors do not match")
+    return words
+
+
+def _read_word2vec(path: Path) -> Words:
+    """Read a file of word2vec; keep the first vector of a repeated word."""
+    from gensim.models import KeyedVectors
+
+    kv = KeyedVectors.load_word2vec_format(str(path), binary=path.suffix == ".bin")
+    known = kv.next_index  # gensim has places without a word behind
+    if repeated := len(kv) - known:
+        log.warning(f"repeated words in {path}: {repeated:,}; the first vector of each is kept")
+    expandos = {name: column[:known] for name, column in kv.expandos.items()}
+    if not kv.vectors.size:
+        raise ValueError(f"{len(kv)} words of {kv.vector_size} dimensions")
+    return _checked(kv.index_to_key[:known], kv.vectors[:known], expandos)
+
+
+def _checked(words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.ndarray]) -> Words:
+    """Return words and columns; raise `ValueError` if they do not match."""
+    if type(words) is not list or set(map(type, words)) - {str}:
+        raise ValueError("a word is not text")
+    matches = vectors.ndim == 2 and vectors.dtype in (np.float16, np.float32, np.float64)
+    matches &= all(len(column) == len(words) for column in [vectors, *expandos.values()])
+    found = Words(words, vectors, expandos)
+    if not matches or len(found.key_to_index) != len(words):
         raise ValueError("words, vectors and counts do not match")
-    "".join(words).encode()  # raises if a word is no valid text
-    return kv
+    return found
 
 
-def _check_sums(path: Path) -> None:
-    """Compare a vectors file and its .npy files with checksums, if any."""
-    sums = path.parent / SUMS
-    if not sums.exists():
+def _map_rows(path: Path) -> np.ndarray:
+    """Return the rows of an .npy file, copied where they are written."""
+    if not path.is_file():  # a FIFO would block
+        raise ValueError(f"there is no file {path.name}")
+    return np.lib.format.open_memmap(path, mode="c")
+
+
+class Made:
+    """An object that a pickle would make: what it would call, and the state."""
+
+    def __init__(self, name: str, arguments: Any = ()):
+        if name not in PICKLED:  # a whole model is a common mistake
+            code = f"it names {name.replace(' ', '.')}, which could run any code"
+            raise ValueError(f"{code}; save the .wv of a gensim model")
+        self.name = name
+        self.arguments = arguments
+        self.state: Any = None
+
+
+def decode(pickled: bytes) -> Any:
+    """Decode a pickle of plain values; each object becomes a `Made`.
+
+    A pickle is a program that may import and call any function. Nothing is called here: opcodes
+    that gensim and NumPy write, in protocols 2 to 4, fill lists and dictionaries. Raises
+    `ValueError` for other opcodes and names, and exceptions of any kind for damage.
+    """
+    stack: list[Any] = []
+    outer: list[list[Any]] = []  # for each mark, the stack below it
+    memo: dict[int, Any] = {}
+    operand: Any
+    for opcode, operand, _ in pickletools.genops(pickled):
+        name = opcode.name
+        # The most frequent ones are first: there are millions of words and of their numbers.
+        if name in ("LONG_BINGET", "BINGET"):
+            stack.append(memo[operand])
+        elif name in PLAIN:
+            stack.append(operand)
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("LONG_BINPUT", "BINPUT"):
+            memo[operand] = stack[-1]
+        elif name == "MARK":
+            outer.append(stack)
+            stack = []
+        elif name in ("APPENDS", "SETITEMS", "TUPLE", "FROZENSET"):
+            items = stack
+            stack = outer.pop()
+            if name in ("TUPLE", "FROZENSET"):  # nothing is hashed
+                stack.append(tuple(items))
+            else:
+                _add(stack[-1], items)
+        elif name in TUPLES:
+            first = len(stack) - TUPLES.index(name)
+            stack[first:] = [tuple(stack[first:])]
+        elif name in EMPTY:
+            stack.append(EMPTY[name]())
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name == "GLOBAL":
+            stack.append(Made(operand))
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            _combine(name, stack)
+    return stack.pop()
+
+
+def _combine(name: str, stack: list[Any]) -> None:
+    """Do the operation of an opcode that takes its operands from the stack."""
+    last = stack.pop()
+    if name == "APPEND":
+        _add(stack[-1], [last])
+    elif name == "SETITEM":
+        key = stack.pop()
+        _add(stack[-1], [key, last])
+    elif name == "STACK_GLOBAL":
+        stack.append(Made(f"{stack.pop()} {last}"))
+    elif name in ("NEWOBJ", "REDUCE"):
+        stack.append(Made(stack.pop().name, last))
+    elif name == "BUILD" and type(stack[-1]) is Made:
+        stack[-1].state = last
+    else:
+        raise ValueError(f"gensim writes no opcode {name} here")
+
+
+def _add(to: Any, items: list[Any]) -> None:
+    """Append items to a list, or set keys and values in turn."""
+    if type(to) is list:
+        to.extend(items)
         return
-    problem = f"{path} cannot be compared with {sums}"
-    with refused(VectorsError, problem, "export the vectors again, or remove the checksums"):
-        for line in sums.read_text(encoding="utf-8").splitlines():
-            expected, name = line.split("  ", 1)
-            # "vectors.kv" stands for "vectors.kv.vectors.npy" too.
-            ours = name == path.name or name.startswith(f"{path.name}.")
-            if ours and hash_file(path.parent / name, hashlib.sha256()) != expected:
-                raise VectorsError(
-                    f"{path.parent / name} is damaged: its SHA-256 is not that in {SUMS}; "
-                    f"export it again, or remove {sums} if you have changed it yourself"
-                )
+    # As a key, a million tuples in each other would exhaust C's stack.
+    if type(to) is not dict or set(map(type, items[::2])) - {str}:
+        raise ValueError("a key is not a word")
+    to.update(zip(items[::2], items[1::2], strict=True))
+
+
+def _array(made: Made) -> np.ndarray:
+    """Return a pickled array: of numbers, or of arrays of numbers."""
+    _, shape, dtype, _, content = made.state
+    if dtype.arguments[0] != "O8":
+        return _numbers(made)
+    column = np.empty(len(content), object)
+    for place, value in enumerate(content):
+        # One level only: of arrays in arrays in arrays, a small file could hold billions.
+        column[place] = value
+        if isinstance(value, Made):
+            column[place] = _numbers(value)
+    return column.reshape(shape)
+
+
+def _numbers(made: Made) -> np.ndarray:
+    """Return a pickled array of numbers; raise unless its parts match."""
+    _, shape, dtype, in_columns, content = made.state
+    kind = dtype.arguments[0]
+    if kind not in KINDS or any(type(length) is not int for length in shape):
+        raise ValueError("an array does not hold numbers")
+    if isinstance(content, Made):  # bytes in protocol 2
+        content = content.arguments[0].encode("latin1")
+    found = np.dtype(kind).newbyteorder(dtype.state[1])
+    if min(shape, default=0) < 0 or len(content) != math.prod(shape) * found.itemsize:
+        raise ValueError(f"an array of {len(content):,} bytes does not have its size")
+    order: Literal["C", "F"] = "C"
+    if in_columns is True:
+        order = "F"
+    # The copy, in this machine's byte order, can be written.
+    return np.ndarray(shape, found, content, order=order).astype(kind)

@@ -12,6 +12,7 @@ from w2v.vectors.load import Words
 
 EXAMPLE_RANKS = (8, 32, 128, 512, 2048)  # by frequency: shown with their neighbors
 EXAMPLE_WORDS = 20_000  # enough for good neighbors, and quick
+SIGNS = {"+": 1, "-": -1}
 SPELLED = 100_000  # frequent words that are compared with an unknown one, in 0.3 s
 
 
@@ -23,17 +24,19 @@ def combination(kv: Words, terms: Sequence[str], topn: int = 10) -> list[tuple[s
     """
     words = terms[::2]
     signs = ["+", *terms[1::2]]
-    if len(terms) % 2 == 0 or set(signs) - {"+", "-"}:
+    if len(terms) % 2 == 0 or set(signs) - SIGNS.keys():
         raise EvaluationError(
             f"{' '.join(terms)!r} is no sum of words; write it as king - man + woman, with spaces"
         )
     for word in words:
         if word not in kv.key_to_index:
             near = ", ".join(nearest_spellings(kv, word))
-            hint = f"nearest spellings: {near}" if near else "vocab.tsv of the run lists all words"
+            hint = "vocab.tsv of the run lists all words"
+            if near:
+                hint = f"nearest spellings: {near}"
             raise EvaluationError(f"{word!r} is not in the vocabulary; {hint}")
     rows = [kv.key_to_index[word] for word in words]
-    sign_T = np.array([1 if sign == "+" else -1 for sign in signs], np.float32)
+    sign_T = np.array([SIGNS[sign] for sign in signs], np.float32)
     if kv.norms is None:
         kv.norms = np.linalg.norm(kv.vectors, axis=1)
     with np.errstate(all="ignore"):  # zero vectors

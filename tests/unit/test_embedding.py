@@ -374,6 +374,66 @@ def test_a_state_dict_has_the_weight_alone():
     assert torch.equal(model[0].weight, other[0].weight)
 
 
+ARGUMENTS = {
+    "Adagrad": {"initial_accumulator_value": 0.5},
+    "ASGD": {"t0": 1.0},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "SGD": {"momentum": 0.5},
+}
+
+
+def exchanged(name, trained_steps):
+    """Return a paged and a dense table with optimizers, after some steps of rows 0 to 2."""
+    args = {"lr": 0.1} | ARGUMENTS.get(name, {})
+    table, dense = PagedEmbedding(ROWS, DIM, seed=1), nn.Embedding(ROWS, DIM)
+    paged = PagedOptimizer(table, name, **args)
+    optimizer = getattr(torch.optim, name)(dense.parameters(), **args)
+    dense.weight.data.copy_(table.weight)
+    for step in range(trained_steps):
+        for module, its_optimizer in ((table, paged), (dense, optimizer)):
+            step_rows(module, its_optimizer, [0, 1, 2], step)
+    return table, paged, dense, optimizer
+
+
+def step_rows(module, optimizer, ids, number):
+    optimizer.zero_grad()
+    targets = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(number))
+    (module(torch.tensor(ids)) * targets).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("trained_steps", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_exchanged_with_torch_gives_the_same_next_steps(name, trained_steps):
+    """Rows 3 and up have made no step when the state is exchanged, in either direction."""
+    for to_torch in (True, False):
+        table, paged, dense, optimizer = exchanged(name, trained_steps)
+        if to_torch:
+            dense.load_state_dict(table.state_dict())
+            optimizer.load_state_dict(paged.state_dict())
+        else:
+            table.load_state_dict(dense.state_dict())
+            paged.load_state_dict(optimizer.state_dict())
+        for step in range(3):
+            for module, its_optimizer in ((table, paged), (dense, optimizer)):
+                step_rows(module, its_optimizer, list(range(ROWS)), 10 + step)
+            torch.testing.assert_close(table.weight, dense.weight.data, rtol=0, atol=0)
+        states = paged.state_dict()["state"], optimizer.state_dict()["state"]
+        assert states[0].get(0, {}).keys() == states[1][0].keys()
+        for key, value in states[1][0].items():
+            torch.testing.assert_close(states[0][0][key], value, rtol=0, atol=0)
+
+
+def test_state_of_a_bfloat16_table_has_the_names_of_torch():
+    table = PagedEmbedding(ROWS, DIM, dtype=torch.bfloat16)
+    optimizer = PagedOptimizer(table, "NAdam", lr=0.1)
+    step_rows(table, optimizer, [0, 1], 0)
+    expected = {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state_dict()["state"][0].keys() == expected
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_first_weights():
     torch.manual_seed(4)
     first, second = PagedEmbedding(300, 50), PagedEmbedding(300, 50)
@@ -492,8 +552,9 @@ def test_a_table_grows(tmp_path, storage, device, step):
         ).backward()
         steps.step()
     assert torch.equal(weights(table), weights(whole))
-    for name, value in optimizer_state(table).items():
-        assert torch.equal(value, optimizer_state(whole)[name])
+    state = whole_optimizer.state_dict()["state"][0]
+    for name, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(value, state[name])
     table.grow(ROWS + 6, init=lambda rows: torch.full((len(rows), DIM), 2.0))
     assert weights(table)[-1].tolist() == [2.0] * DIM
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,15 +49,15 @@ class RowOptimizer:
         self.formula, self._hyper = _fused_formula(found, self._args)
         given = f"optimizer.name={config.name} with optimizer.args={config.args}"
         remedy = f"choose one of {' '.join(OPTIMIZERS)}, or other arguments"
-        # A state that begins as the learning rate is stored as 0 until the first step of its row,
-        # and then set to that step's rate.
+        # A state whose initial value is the learning rate (`lr_states`) is stored as 0 until a
+        # first step sets it to the rate of that step.
         other = self._args | {"lr": 2 * self._args["lr"]}
         with torch.device("cpu"):  # whatever torch.set_default_device says
             with refused(ConfigError, f"{given} is not row-separable", remedy):
                 first = _find_state(self._class, self._args, rowwise=bool(self.formula))
             doubled = first if self.formula else _first_state(self._class, other)
-        self._lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
-        first |= {key: torch.zeros_like(first[key]) for key in self._lr_states}
+        self.lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
+        first |= {key: torch.zeros_like(first[key]) for key in self.lr_states}
         # States as wide as the weight, and scalars; with their first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
         is_read = may_change or not self.formula.startswith("adam") or self._hyper.beta1 > 0
@@ -115,10 +116,8 @@ class RowOptimizer:
         if cap := self.occurrence_cap:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
         weight_UD = records_UR[:, table.columns["weight"]]
-        for key in self._lr_states:
-            found = table.scalars.get(key)
-            rates = records_UR[:, table.columns[key]] if found is None else found
-            rates.masked_fill_(rates == 0, lr)
+        fields = {key: records_UR[:, column] for key, column in table.columns.items()}
+        self.set_rates(fields | table.scalars, lr)
         state = {key: records_UR[:, table.columns[key]] for key in self._wide}
         state |= {key: torch.zeros_like(weight_UD) for key in self._unread}
         if not self._per_row:
@@ -140,6 +139,17 @@ class RowOptimizer:
                 state[key].index_copy_(0, rows, value)
             for key, value in scalars.items():
                 own[key].index_fill_(0, rows, float(value))
+
+    def set_rates(self, state: Mapping[str, Tensor], lr: float) -> None:
+        """Set the states of rows without a step whose initial value is the rate."""
+        for key in self.lr_states:
+            state[key].masked_fill_((state[key] == 0) | (state.get("step", 1) == 0), lr)
+
+    def first_rates(self, table: TableLike) -> list[str]:
+        """Return the states that a table's first step sets to its rate in all rows."""
+        if table.scalars.get("step", 1):
+            return []
+        return [key for key in self.lr_states if key in table.columns]
 
     def _apply(
         self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float

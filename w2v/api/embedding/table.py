@@ -254,6 +254,10 @@ class PagedTable:
                 return
             page, store = self.page, self.store
             rows_U = page.rows_of(store)
+            for name in optimizer.first_rates(store.table):  # as torch: also of other rows
+                store.flush()
+                store.table[name].fill_(lr)
+                store.version += 1
             if page.version != store.version:  # the table has changed since
                 page.records = store.group.read(rows_U)
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
@@ -420,7 +424,18 @@ class PagedTable:
         """Return views of the optimizer state, by their names in torch."""
         table = self.store.table
         self.store.flush()
-        return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
+        states = {name: table[name] for name in table.columns if name != "weight"}
+        return states | {name: table.scalars[name] for name in self._layout.scalars}
+
+    def initial_state(self) -> dict[str, Tensor]:
+        """Return the state before the first step, of the rows of all ranks."""
+        states, scalars = self._layout
+        rows = self.num_embeddings
+        initial = {
+            name: torch.tensor(state.initial, device="cpu").expand(rows, state.width)
+            for name, state in states.items()
+        }
+        return initial | scalars
 
     def gather(self, values: Tensor) -> Tensor | None:
         """Return a copy of weights or a state, of all ranks; None but on rank 0."""

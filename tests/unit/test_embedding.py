@@ -564,6 +564,7 @@ def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     in_memory = trainable(tmp_path, **settings)
     for turn, batch in enumerate(batches(4)):
         if turn in (0, 2):
+            in_file = None  # the file is open once at a time
             in_file = trainable(tmp_path, "mmap", **settings)
         train_step(*in_memory, *batch)
         train_step(*in_file, *batch)

@@ -62,6 +62,8 @@ def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> 
     for look_up, its_tables in by_look_up.items():
         with its_tables[0].store.lock:
             group = its_tables[0].store.group
+            for table in its_tables:
+                table.store.table.begin_step()
             counts = [optimizer.count_step(table.store.table) for table in its_tables]
             seeds = [table.store.table.next_rounding_seed() for table in its_tables]
             is_whole = isinstance(look_up, LookUp) and look_up.has_all(

@@ -25,7 +25,7 @@ from w2v.kernels import cuda
 from w2v.kernels.cuda import Bags
 from w2v.model import table_file
 from w2v.model.optim import RowOptimizer
-from w2v.model.row_file import NPY_TYPES, copy_rows, open_npy, save_npy
+from w2v.model.row_file import NPY_TYPES, copy_rows, lock, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
 from w2v.transfer.cache import CachedLink
 from w2v.transfer.engine import TransferStats
@@ -381,9 +381,15 @@ class Rows:
         """
         with self.lock:
             self.flush()
-            if _suffix(path, self.is_shard) == ".safetensors":
+            suffix = _suffix(path, self.is_shard)
+            if suffix == ".npy" and self.table.is_in(path):
+                return  # the flush has written the file
+            if Path(path).exists():  # another table that has it open would lose it
+                with open(path, "rb") as file:
+                    lock(file, path)
+            if suffix == ".safetensors":
                 table_file.save(self.table, Path(path))
-            elif not self.table.is_in(path):  # otherwise the flush has written the file
+            else:
                 save_npy(path, self.table["weight"])
 
     def load(self, path: str | Path) -> None:

@@ -260,6 +260,7 @@ class PagedTable:
                 store.version += 1
             if page.version != store.version:  # the table has changed since
                 page.records = store.group.read(rows_U)
+            store.table.begin_step()
             page.version = -1  # a step that fails half-way is repeated on the rows of the table
             optimizer.step_rows(store.table, page.records, grad_UD, None, lr)
             store.group.write(store, rows_U, page.records)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding.row_store import RowGroup
+from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.table import PagedTable
 from w2v.kernels import cuda
 from w2v.kernels.cuda import Bags

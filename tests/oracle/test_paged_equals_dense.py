@@ -229,7 +229,7 @@ def test_a_checkpoint_of_sparse_adam_goes_on():
 @pytest.mark.parametrize("step", ["table", "row"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_equals_one_that_went_on(tmp_path, name, step):
-    """State dicts hold all of it in float32; a checkpoint also the seed of bfloat16's rounding."""
+    """Use state dicts for float32; `save` also keeps the seed of bfloat16."""
     settings = {"optimizer": name, "step": step, "dtype": torch.float32}
     if step == "table":
         settings["dtype"] = torch.bfloat16

@@ -26,7 +26,7 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.api.embedding.ids import joined, whole
+from w2v.api.embedding.ids import joined, stacked
 from w2v.api.embedding.look_up import look_up
 from w2v.api.embedding.modules import trained_tables
 from w2v.api.embedding.optimizer import look_up_batch
@@ -383,7 +383,7 @@ ARGUMENTS = {
 
 
 def exchanged(name, trained_steps):
-    """Return a paged and a dense table with optimizers, after some steps of rows 0 to 2."""
+    """Return a paged and a dense table, of which rows 0 to 2 are trained."""
     args = {"lr": 0.1} | ARGUMENTS.get(name, {})
     table, dense = PagedEmbedding(ROWS, DIM, seed=1), nn.Embedding(ROWS, DIM)
     paged = PagedOptimizer(table, name, **args)
@@ -406,7 +406,7 @@ def step_rows(module, optimizer, ids, number):
 @pytest.mark.parametrize("trained_steps", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_exchanged_with_torch_gives_the_same_next_steps(name, trained_steps):
-    """Rows 3 and up have made no step when the state is exchanged, in either direction."""
+    """When state is exchanged, rows from 3 on have made no step."""
     for to_torch in (True, False):
         table, paged, dense, optimizer = exchanged(name, trained_steps)
         if to_torch:
@@ -968,15 +968,15 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         found = look_up_batch(trained_tables(tables), ids, [*range(5)])
         for table, its, given in zip(tables, found, ids, strict=True):
             expected, places = torch.unique(given.long(), return_inverse=True)
-            assert torch.equal(its.rows.cpu() - table.store.first_row, expected)
-            assert torch.equal(its.places_N.cpu(), places)
-            assert its.padding == (0 if len(expected) and expected[0] == 0 else None)
+            assert torch.equal(its.wait().cpu() - table.store.first_row, expected)
+            assert torch.equal(its.places().cpu(), places)
+            assert its.padding() == (0 if len(expected) and expected[0] == 0 else None)
     for table, wrong in ((1, 40), (1, -1), (4, 64)):
         ids = [torch.zeros(3, dtype=dtype) for _ in sizes]
         ids[table][1] = wrong
         message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
         with pytest.raises(IndexError, match=message):
-            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].rows)
+            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].wait())
 
 
 @devices
@@ -1018,12 +1018,12 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
         ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
         found = look_up(store, ids, padding)
         expected, places = torch.unique(ids, return_inverse=True)
-        assert torch.equal(found.rows, expected) and torch.equal(found.places_N, places)
+        assert torch.equal(found.wait(), expected) and torch.equal(found.places(), places)
         place = torch.nonzero(expected == padding) if padding is not None else []
-        assert found.padding == (int(place) if len(place) else None)
+        assert found.padding() == (int(place) if len(place) else None)
     for wrong in (-1, rows, 2**40, -(2**40)):
         with pytest.raises(IndexError, match=f"id {wrong} is not a row"):
-            len(look_up(store, torch.tensor([0, wrong], device="cuda")).rows)
+            len(look_up(store, torch.tensor([0, wrong], device="cuda")).wait())
 
 
 @places("cpu-cpu", "pinned-cuda", "cpu-cuda")
@@ -1058,13 +1058,15 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
     ids = torch.arange(12, dtype=kind).view(3, 4)
-    assert whole(ids.unbind()).data_ptr() == ids.data_ptr()
-    together = joined(ids.unbind(), torch.device(device))
-    assert together.dtype == torch.int64 and together.tolist() == list(range(12))
-    other = ids[1].clone()
-    for apart in ([ids[0], ids[2]], [ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()]):
-        assert whole(apart) is None
-    assert whole([ids[:, 0]]) is None
+    assert stacked(ids.unbind()).data_ptr() == ids.data_ptr()
+    other, column = ids[1].clone(), ids[:, 0]
+    for apart in ([ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()], [ids[0], column]):
+        assert stacked(apart) is None
+    scattered = [[ids[0], ids[2]], [ids[1], ids[0]], [column], [column, ids[1]]]
+    for given in [ids.unbind(), *(scattered if device == "cuda" else ())]:
+        together = joined(given, torch.device(device))
+        assert together.dtype == torch.int64
+        assert together.tolist() == [number for part in given for number in part.tolist()]
 
 
 @everywhere

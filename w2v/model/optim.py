@@ -113,7 +113,7 @@ class RowOptimizer:
         The records are of unique rows, float32 or float64. `pairs_U` counts the pairs that each
         gradient sums, for `occurrence_cap`.
         """
-        if cap := self.occurrence_cap:
+        if (cap := self.occurrence_cap) and pairs_U is not None:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
         weight_UD = records_UR[:, table.columns["weight"]]
         fields = {key: records_UR[:, column] for key, column in table.columns.items()}
@@ -146,7 +146,7 @@ class RowOptimizer:
             state[key].masked_fill_((state[key] == 0) | (state.get("step", 1) == 0), lr)
 
     def first_rates(self, table: TableLike) -> list[str]:
-        """Return the states that a table's first step sets to its rate in all rows."""
+        """Return the states that a table's first step sets in all rows."""
         if table.scalars.get("step", 1):
             return []
         return [key for key in self.lr_states if key in table.columns]

@@ -32,7 +32,7 @@ OLDER = "scalars_are_older"  # mark in the .json of a file
 
 
 class RowFile:
-    """Memory-mapped records [V, R] of a table, locked as long as they are mapped.
+    """Memory-mapped records [V, R] of a table; the mapping holds a lock.
 
     Their layout and the table's scalars are in `<path>.json`. An .npy file has weights [V, D]
     without padding, and no .json. An existing file is continued, and `scalars` are set from it. A
@@ -89,7 +89,7 @@ class RowFile:
             sync(self.path.parent)
 
     def begin_step(self) -> None:
-        """Mark the scalars in the file as older than the rows until the next flush."""
+        """Mark the scalars in the file as older than the rows, until a flush."""
         if self._scalars and self.continued and not self._scalars_are_older:
             self._write_layout(scalars_are_older=True)
 

@@ -85,7 +85,7 @@ class Table:
         if dtype == torch.bfloat16:  # the number of writes seeds the stochastic rounding
             self.scalars["writes"] = torch.zeros((), dtype=torch.int64, device="cpu")
         self._file = None
-        if storage == "mmap":
+        if path is not None:
             self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)
             self.records_VR = self._file.records_VR
         elif memory_VR is not None:

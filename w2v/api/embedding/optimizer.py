@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.api.embedding import sharded
-from w2v.api.embedding.fused import launch_key, step_fused
+from w2v.api.embedding import look_up, sharded
+from w2v.api.embedding.forward import launch_key
+from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.look_up import LookUp, RowsOfIds
 from w2v.api.embedding.modules import trained_tables
-from w2v.api.embedding.row_store import RowGroup
 from w2v.api.embedding.sharded import LookedUpBatch
-from w2v.api.embedding.table import PagedTable, open_together, share_cache
+from w2v.api.embedding.table import PagedTable, open_together, share_cache, step_fused
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import Ranks
 from w2v.model.optim import RowOptimizer, optimizer_name
@@ -183,8 +183,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 if begins_page:
                     _prefetch(window, 0, together)
                 batch, rows = window.popleft()
-                for look_up in _owned(rows):
-                    look_up.group.make_current(look_up)
+                for owned in _owned(rows):
+                    look_up.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
                 _announce(tables, rows)
@@ -219,8 +219,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             optimizer = self._row_optimizer(number, group)
             for parameter in group["params"]:
                 table = self._tables[parameter]
-                state = {name: table.gather(value) for name, value in table.state().items()}
-                if not self._ranks.rank:
+                gathered = [(name, table.gather(value)) for name, value in table.state().items()]
+                if self._ranks.rank == 0:
+                    state = {name: value for name, value in gathered if value is not None}
                     optimizer.set_rates(state, _rate(group["lr"]))
                     states.append(state)
         return found | {"state": {n: state for n, state in enumerate(states) if state}}
@@ -362,13 +363,13 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
         if not window:
             break
         yield window
-    if not isinstance(error, StopIteration):
+    if error is not None and not isinstance(error, StopIteration):
         raise error
 
 
 def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.owned.look_up for found in rows))
+    return list(dict.fromkeys(found.owned().look_up for found in rows))
 
 
 def _forget_vectors(rows: list[RowsOfIds]) -> None:
@@ -381,16 +382,16 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
     for number, (_, rows) in enumerate(itertools.islice(window, first, None)):
-        for look_up in _owned(rows):
-            look_ups, soon = pages.setdefault(look_up.group, ([], []))
+        for owned in _owned(rows):
+            look_ups, soon = pages.setdefault(owned.group, ([], []))
             if number >= count:
-                soon.append(look_up)
+                soon.append(owned)
                 continue
             with contextlib.suppress(IndexError):  # it is raised when it is due
-                if look_up.rows is not None:
-                    look_ups.append(look_up)
-    for group, page in pages.items():
-        group.prefetch(*page)
+                owned.wait()
+                look_ups.append(owned)
+    for group, (look_ups, soon) in pages.items():
+        look_up.prefetch(group, look_ups, soon)
 
 
 def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:

@@ -85,7 +85,8 @@ def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return equally spaced views of one storage as one view [T, ...].
 
-    None if they are anything else."""
+    None if they are anything else.
+    """
     first, last = tensors[0], tensors[-1]
     step = 0
     if len(tensors) > 1:

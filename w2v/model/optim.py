@@ -189,8 +189,7 @@ def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyp
     others = args.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
     if cls not in FUSED_BETAS or any(args[key] for key in others):
         return "", Hyper(args["lr"])
-    betas = [args[key] for key in FUSED_BETAS[cls]]
-    betas = betas[0] if FUSED_BETAS[cls] == ("betas",) else betas
+    betas = np.ravel([args[key] for key in FUSED_BETAS[cls]])
     constants = {key: float(args[key]) for key in Hyper._fields if key in args}
     for number, beta in enumerate(map(float, betas), start=1):
         constants[f"beta{number}"] = beta

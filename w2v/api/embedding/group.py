@@ -196,6 +196,7 @@ class Member:
         table: The records; its fields are "weight" and the states of the optimizer.
         first_rows: In the groups of all ranks, the table's rows are numbered from here on.
         first_row: The same in this process.
+        device: Where rows come to.
         version: Number of changes of the table so far: rows read before one may be out of date.
         cache_bytes: Share of the group's cache, which a `flush` empties.
     """
@@ -218,7 +219,7 @@ class Member:
         self._join(table, group, first_rows)
 
     def _join(self, table: Table, group: RowGroup, first_rows: tuple[int, ...]) -> None:
-        self.table, self.group = table, group
+        self.table, self.group, self.device = table, group, group.device
         self.first_rows, self.first_row = first_rows, first_rows[self._rank]
         group.members.append(self)
         group.make_caches()

@@ -27,30 +27,22 @@ class Identity:
 
     def __init__(self, ids: Any):
         self._ids = ids
-        self._version = _version(ids)
+        self._key = _key(ids)
 
     def matches(self, ids: Any) -> bool:
-        """Whether these are in the same memory, which was not changed since."""
-        mine = self._ids
-        same = ids is mine or (
-            isinstance(ids, Tensor)
-            and isinstance(mine, Tensor)
-            and ids.shape == mine.shape
-            and ids.stride() == mine.stride()
-            and ids.dtype == mine.dtype
-            and ids.device == mine.device
-        )
-        return same and _version(ids) == self._version
+        """Return whether these are the same ids, which were not changed since."""
+        return _key(ids) == self._key
 
 
-def _version(ids: Any) -> Any:
-    """Return the address of a tensor and how often torch changed it in place.
-
-    Of other ids, return the values.
-    """
+def _key(ids: Any) -> Any:
+    """Return a tensor's layout and count of changes in place, or the values of other ids."""
+    if ids is None:
+        return None
     if not isinstance(ids, Tensor):  # it does not count its changes
-        return None if ids is None else np.asarray(ids).tobytes()
-    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
+        values = np.asarray(ids)
+        return values.tobytes(), values.shape, values.dtype
+    changes = 0 if ids.is_inference() else ids._version
+    return ids.data_ptr(), changes, ids.shape, ids.stride(), ids.dtype, ids.device
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -7,22 +7,24 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from w2v.api.embedding.group import Member, RowGroup, outside_inference
 from w2v.api.embedding.ids import Ids, as_tensor, to_device
 from w2v.api.embedding.look_up import LookUp, RowsOfIds, look_up
 from w2v.kernels import cuda
-from w2v.model import table_file
 from w2v.model.row_file import NPY_TYPES, copy_rows, lock, open_npy, save_npy
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table
+from w2v.system.files import apply_umask, atomic_path, one_line
 from w2v.transfer.engine import TransferStats
 
 
@@ -31,16 +33,7 @@ class Rows(Member):
 
     is_shard = False  # whether other processes have the other rows of the table
 
-    def __init__(
-        self,
-        table: Table,
-        group: RowGroup,
-        cache_bytes: int = 0,
-        first_rows: tuple[int, ...] = (0,),
-        rank: int = 0,
-    ):
-        super().__init__(table, group, cache_bytes, first_rows, rank)
-        self._unchecked: deque[LookUp] = deque()
+    _unchecked: list[LookUp] | None = None  # whose ids may be no rows
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: pinned memory can be in neither."""
@@ -50,36 +43,33 @@ class Rows(Member):
             raise ValueError(f"storage='mmap': rows in a file are not copied or pickled; {remedy}")
         with self.lock:
             self.flush()
-            fields = {name: table[name].clone() for name in table.columns}
-            scalars = {name: value.clone() for name, value in table.scalars.items()}
+            tensors = {name: value.clone() for name, value in self._tensors().items()}
         # The initial values of states do not matter, as all are copied.
-        states = {name: RowState(value.shape[1], 0.0) for name, value in fields.items()}
+        states = {name: RowState(table[name].shape[1], 0.0) for name in table.columns}
         del states["weight"]
         shape = table.rows, table.dim
-        layout = (table.name, *shape, states, scalars, table.storage, table.dtype)
-        split = [table.states.storage] if isinstance(table, SplitTable) else []
-        made_by = type(table), (*layout, *split)
-        opened = self.group.device, self.cache_bytes
-        return {"table": made_by, "fields": fields, "scalars": scalars, "opened": opened}
+        settings: tuple = table.name, *shape, states, table.scalars, table.storage, table.dtype
+        if isinstance(table, SplitTable):
+            settings = *settings, table.states.storage
+        opened = self.device, self.cache_bytes
+        return {"table": (type(table), settings), "tensors": tensors, "opened": opened}
 
     @outside_inference  # the copy is trained later
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kind, layout = state["table"]
-        table = kind(*layout)
-        for name, values in state["fields"].items():
-            table[name].copy_(values)
-        for name, value in state["scalars"].items():
-            table.scalars[name].copy_(value)
+        kind, settings = state["table"]
+        table = kind(*settings)
         device, cache_bytes = state["opened"]
         group = RowGroup(table, open_device(device, table.storage))
         Rows.__init__(self, table, group, cache_bytes)
+        for name, value in self._tensors().items():
+            value.copy_(state["tensors"][name])
 
     def __len__(self) -> int:
         return self.table.rows
 
     def __repr__(self) -> str:
         sizes = f"{len(self)}, {self.table.dim}"
-        places = f"storage={self.table.storage!r}, device={str(self.group.device)!r}"
+        places = f"storage={self.table.storage!r}, device={str(self.device)!r}"
         return f"{type(self).__name__}({sizes}, {places})"
 
     @property
@@ -176,40 +166,59 @@ class Rows(Member):
             suffix = _suffix(path, self.is_shard)
             if suffix == ".npy" and self.table.is_in(path):
                 return  # the flush has written the file
-            if Path(path).exists():  # another table that has it open would lose it
-                with open(path, "rb") as file:
-                    lock(file, path)
-            if suffix == ".safetensors":
-                table_file.save(self.table, Path(path))
-            else:
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                lock(file, path)  # another table that has it open would lose it
+            if suffix == ".npy":
                 save_npy(path, self.table["weight"])
+                return
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: value.cpu().contiguous() for name, value in self._tensors().items()}
+            with atomic_path(path) as temporary:
+                save_file(tensors, temporary)
+                apply_umask(temporary)  # safetensors allows only the owner to read
 
     def load(self, path: str | Path) -> None:
         """Read a file of `save`; .npy leaves the optimizer state as it is."""
         with self.lock:
             self.flush()
             self.version += 1
-            if _suffix(path, self.is_shard) == ".safetensors":
-                table_file.load(self.table, Path(path))
+            if _suffix(path, self.is_shard) == ".npy":
+                dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
+                rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
+                self.table.initialise(copy_rows(rows_VD))
                 return
-            dtype = NPY_TYPES.get(self.table.dtype, np.dtype("float32"))
-            rows_VD = open_npy(path, "r", (len(self), self.table.dim), dtype)
-            self.table.initialise(copy_rows(rows_VD))
+            try:
+                found = load_file(path)
+            except SafetensorError as error:
+                reason = one_line(error)
+                raise ValueError(f"{path} is not a safetensors file of a table: {reason}") from None
+            holds, expected = _layout_of(found), _layout_of(self._tensors())
+            if holds != expected:
+                differs = f"holds {holds}, but the table has {expected}"
+                raise ValueError(f"{path} {differs}; make one like the file")
+            for name, value in self._tensors().items():
+                value.copy_(found[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return views of all fields and scalars, by their names in a .safetensors file."""
+        fields = {name: self.table[name] for name in self.table.columns}
+        scalars = {f"scalar.{name}": value for name, value in self.table.scalars.items()}
+        return fields | scalars
 
     def flush(self) -> None:
         """Return when all writes are in the table, and with "mmap" on disk."""
         with self.lock:
             self.group.empty_caches()
-            if self.group.device.type == "cuda":
-                torch.cuda.synchronize(self.group.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.table.flush()
             self._check(waits=True)
 
     def _check(self, *found: LookUp, waits: bool) -> None:
         """Raise `IndexError` for ids that are no rows, now or at a later call."""
-        self._unchecked.extend(found)
+        self._unchecked = [*(self._unchecked or ()), *found]
         while self._unchecked and (waits or self._unchecked[0].is_known):
-            self._unchecked.popleft().wait()
+            self._unchecked.pop(0).wait()
 
 
 class RowStore(Rows):
@@ -255,6 +264,11 @@ class RowStore(Rows):
         dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
         content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
         return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
+
+
+def _layout_of(tensors: dict[str, Tensor]) -> dict[str, list]:
+    """Return the shape and dtype of each tensor."""
+    return {name: [*tensors[name].shape, str(tensors[name].dtype)] for name in sorted(tensors)}
 
 
 def _last_ids(found: RowsOfIds, rows: int) -> Tensor:

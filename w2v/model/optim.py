@@ -51,26 +51,30 @@ class RowOptimizer:
         remedy = f"choose one of {' '.join(OPTIMIZERS)}, or other arguments"
         # A state whose initial value is the learning rate (`lr_states`) is stored as 0 until a
         # first step sets it to the rate of that step.
-        other = self._args | {"lr": 2 * self._args["lr"]}
+        self.lr_states: list[str] = []
         with torch.device("cpu"):  # whatever torch.set_default_device says
             with refused(ConfigError, f"{given} is not row-separable", remedy):
                 first = _find_state(self._class, self._args, rowwise=bool(self.formula))
-            doubled = first if self.formula else _first_state(self._class, other)
-        self.lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
-        first |= {key: torch.zeros_like(first[key]) for key in self.lr_states}
+            if not self.formula:
+                other = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
+                self.lr_states = [key for key in first if not torch.equal(first[key], other[key])]
+        for key in self.lr_states:
+            first[key] = torch.zeros_like(first[key])
         # States as wide as the weight, and scalars; with their first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
-        is_read = may_change or not self.formula.startswith("adam") or self._hyper.beta1 > 0
-        self._unread = [] if is_read else ["exp_avg"]
-        for key in self._unread:
-            del self._wide[key]
+        self._unread = set()
+        if self.formula.startswith("adam") and self._hyper.beta1 == 0 and not may_change:
+            self._unread.add("exp_avg")
+            del self._wide["exp_avg"]
         self._scalars = {key: value for key, value in first.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
         self._instances: dict[torch.device, Optimizer] = {}
         # The constructor's arguments, with defaults, that are not None.
         self.arguments = {key: value for key, value in self._args.items() if value is not None}
-        self.scalars = {} if self._per_row else self._scalars  # that a table holds once
+        self.scalars: dict[str, Tensor] = {}  # that a table holds once
+        if not self._per_row:
+            self.scalars = self._scalars
         self.state_count = len(self._wide)
         # Whether a step is w -= lr * gradient and no more, which needs no batch.
         is_scaled = self._hyper.weight_decay or self.occurrence_cap
@@ -86,7 +90,7 @@ class RowOptimizer:
 
     def hyper(self, lr: float) -> Hyper:
         """Return the constants of the formula for a step."""
-        return Hyper(float(lr), *self._hyper[1:])
+        return self._hyper._replace(lr=float(lr))
 
     def count_step(self, table: TableLike) -> tuple[float, int]:
         """Count a step; return the table's number of steps, and a column.
@@ -97,8 +101,7 @@ class RowOptimizer:
         if (step := table.scalars.get("step")) is not None:
             number = float(step) + 1
             step.fill_(number)  # takes half the time of adding
-        own = table.columns.get("step")
-        return number, own.start if own else -1
+        return number, table.columns.get("step", slice(-1, 0)).start
 
     def step_rows(
         self,
@@ -115,19 +118,17 @@ class RowOptimizer:
         """
         if (cap := self.occurrence_cap) and pairs_U is not None:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
-        weight_UD = records_UR[:, table.columns["weight"]]
         fields = {key: records_UR[:, column] for key, column in table.columns.items()}
         self.set_rates(fields | table.scalars, lr)
-        state = {key: records_UR[:, table.columns[key]] for key in self._wide}
+        weight_UD = fields["weight"]
+        state = {key: fields[key] for key in self._wide}
         state |= {key: torch.zeros_like(weight_UD) for key in self._unread}
         if not self._per_row:
             self._apply(weight_UD, grad_UD, state | table.scalars, lr)
             return
         # torch keeps one step a parameter: rows with equally many steps are stepped together.
-        own = {key: records_UR[:, table.columns[key]] for key in self._scalars}
-        values_GS, group_U = torch.unique(
-            torch.cat(list(own.values()), dim=1), dim=0, return_inverse=True
-        )
+        scalars_US = torch.cat([fields[key] for key in self._scalars], dim=1)
+        values_GS, group_U = torch.unique(scalars_US, dim=0, return_inverse=True)
         for group, values_S in enumerate(values_GS.cpu()):
             rows = torch.nonzero(group_U == group).flatten()
             scalars = dict(zip(self._scalars, values_S.unbind(), strict=True))
@@ -138,7 +139,7 @@ class RowOptimizer:
             for key, value in part.items():
                 state[key].index_copy_(0, rows, value)
             for key, value in scalars.items():
-                own[key].index_fill_(0, rows, float(value))
+                fields[key].index_fill_(0, rows, float(value))
 
     def set_rates(self, state: Mapping[str, Tensor], lr: float) -> None:
         """Set the states of rows without a step whose initial value is the rate."""
@@ -147,7 +148,7 @@ class RowOptimizer:
 
     def first_rates(self, table: TableLike) -> list[str]:
         """Return the states that a table's first step sets in all rows."""
-        if table.scalars.get("step", 1):
+        if not self.lr_states or table.scalars.get("step", 1):
             return []
         return [key for key in self.lr_states if key in table.columns]
 
@@ -296,7 +297,7 @@ def _find_class(name: str) -> type[Optimizer]:
 
 
 def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class without what imports torch's compiler and profiler."""
+    """Return the class, with methods that do not import torch's compiler."""
     # The compiler takes 70 MiB and a second, the profiler some milliseconds.
     methods = "step", "add_param_group"
     plain = {name: torch.no_grad()(inspect.unwrap(getattr(cls, name))) for name in methods}

@@ -148,7 +148,8 @@ class RowOptimizer:
 
     def first_rates(self, table: TableLike) -> list[str]:
         """Return the states that a table's first step sets in all rows."""
-        if not self.lr_states or table.scalars.get("step", 1):
+        step = table.scalars.get("step")
+        if not self.lr_states or step is None or step > 0:
             return []
         return [key for key in self.lr_states if key in table.columns]
 

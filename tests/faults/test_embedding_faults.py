@@ -26,6 +26,7 @@ from tests.support.embeddings import (
     weights,
 )
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
+from w2v.api.embedding.forward import find
 from w2v.model.table import normal
 from w2v.training.checkpoint import Checkpoints
 from w2v.transfer.cache import TorchCache
@@ -280,7 +281,7 @@ def test_ids_that_change_after_they_were_read_ahead_are_looked_up_anew(kind):
 def test_the_ids_of_one_table_need_no_list(key):
     _, (table, optimizer) = cached_pair()
     for batch in optimizer.pages(ids_of([1, 2, 3], [4, 5, 6]), key):
-        assert table._table.find(batch["ids"]) is table._table.announced
+        assert find(table._table, batch["ids"]) is table._table.announced
 
 
 def test_bad_arguments_of_pages_are_refused():
@@ -393,7 +394,7 @@ def test_what_the_table_cannot_become_is_refused(tmp_path):
 def test_gradients_of_gradients_are_refused(tmp_path):
     table, optimizer = trainable(tmp_path, optimizer="SGD", lr=1.0)
     before = weights(table)
-    with pytest.raises(RuntimeError, match="create_graph=True: gradients of rows have no gradient"):
+    with pytest.raises(RuntimeError, match="create_graph=True"):
         table([1]).square().sum().backward(create_graph=True)
     optimizer.step()
     assert torch.equal(weights(table), before)

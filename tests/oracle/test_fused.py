@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.pairwise import pairwise
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
-from w2v.api.embedding.row_store import RowGroup
+from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.table import PagedTable
 from w2v.kernels import cuda
 from w2v.kernels.cuda import Bags

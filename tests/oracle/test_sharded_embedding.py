@@ -7,7 +7,10 @@ says otherwise.
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -446,3 +449,26 @@ def test_state_dicts_load_into_torch(pool, tmp_path):
     dense = nn.Embedding(ROWS, DIM)
     dense.load_state_dict(torch.load(tmp_path / "x.pt")[0])
     assert torch.equal(dense.weight, weights["weight"])
+
+
+WITHOUT_ASSERTS = """
+from contextlib import closing
+from functools import partial
+import torch
+from tests.oracle.test_sharded_embedding import SINGLE, trained
+from tests.support.rank_processes import Pool
+assert False, "python -O leaves asserts out"
+torch.set_num_threads(1)
+with closing(Pool(2)) as pool:
+    for how in ("plain", "pages"):
+        (_, several), _ = pool.run(partial(trained, how=how))
+        _, expected = trained(SINGLE, how=how)
+        print(all(torch.equal(several[name], value) for name, value in expected.items()))
+"""
+
+
+def test_ranks_train_alike_without_asserts():
+    command = [sys.executable, "-O", "-c", WITHOUT_ASSERTS]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True"] * 2, done.stderr

@@ -28,7 +28,7 @@ from tests.support.embeddings import (
 )
 from tests.support.pairwise import pairwise
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer, RowStore
-from w2v.api.embedding.ids import joined, whole
+from w2v.api.embedding.ids import joined, stacked
 from w2v.api.embedding.look_up import look_up
 from w2v.api.embedding.modules import trained_tables
 from w2v.api.embedding.optimizer import look_up_batch
@@ -376,6 +376,66 @@ def test_a_state_dict_has_the_weight_alone():
     assert torch.equal(model[0].weight, other[0].weight)
 
 
+ARGUMENTS = {
+    "Adagrad": {"initial_accumulator_value": 0.5},
+    "ASGD": {"t0": 1.0},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "SGD": {"momentum": 0.5},
+}
+
+
+def exchanged(name, trained_steps):
+    """Return a paged and a dense table, of which rows 0 to 2 are trained."""
+    args = {"lr": 0.1} | ARGUMENTS.get(name, {})
+    table, dense = PagedEmbedding(ROWS, DIM, seed=1), nn.Embedding(ROWS, DIM)
+    paged = PagedOptimizer(table, name, **args)
+    optimizer = getattr(torch.optim, name)(dense.parameters(), **args)
+    dense.weight.data.copy_(table.weight)
+    for step in range(trained_steps):
+        for module, its_optimizer in ((table, paged), (dense, optimizer)):
+            step_rows(module, its_optimizer, [0, 1, 2], step)
+    return table, paged, dense, optimizer
+
+
+def step_rows(module, optimizer, ids, number):
+    optimizer.zero_grad()
+    targets = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(number))
+    (module(torch.tensor(ids)) * targets).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("trained_steps", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_exchanged_with_torch_gives_the_same_next_steps(name, trained_steps):
+    """When state is exchanged, rows from 3 on have made no step."""
+    for to_torch in (True, False):
+        table, paged, dense, optimizer = exchanged(name, trained_steps)
+        if to_torch:
+            dense.load_state_dict(table.state_dict())
+            optimizer.load_state_dict(paged.state_dict())
+        else:
+            table.load_state_dict(dense.state_dict())
+            paged.load_state_dict(optimizer.state_dict())
+        for step in range(3):
+            for module, its_optimizer in ((table, paged), (dense, optimizer)):
+                step_rows(module, its_optimizer, list(range(ROWS)), 10 + step)
+            torch.testing.assert_close(table.weight, dense.weight.data, rtol=0, atol=0)
+        states = paged.state_dict()["state"], optimizer.state_dict()["state"]
+        assert states[0].get(0, {}).keys() == states[1][0].keys()
+        for key, value in states[1][0].items():
+            torch.testing.assert_close(states[0][0][key], value, rtol=0, atol=0)
+
+
+def test_state_of_a_bfloat16_table_has_the_names_of_torch():
+    table = PagedEmbedding(ROWS, DIM, dtype=torch.bfloat16)
+    optimizer = PagedOptimizer(table, "NAdam", lr=0.1)
+    step_rows(table, optimizer, [0, 1], 0)
+    expected = {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state_dict()["state"][0].keys() == expected
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_first_weights():
     torch.manual_seed(4)
     first, second = PagedEmbedding(300, 50), PagedEmbedding(300, 50)
@@ -494,8 +554,9 @@ def test_a_table_grows(tmp_path, storage, device, step):
         ).backward()
         steps.step()
     assert torch.equal(weights(table), weights(whole))
-    for name, value in optimizer_state(table).items():
-        assert torch.equal(value, optimizer_state(whole)[name])
+    state = whole_optimizer.state_dict()["state"][0]
+    for name, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(value, state[name])
     table.grow(ROWS + 6, init=lambda rows: torch.full((len(rows), DIM), 2.0))
     assert weights(table)[-1].tolist() == [2.0] * DIM
 
@@ -505,6 +566,7 @@ def test_two_runs_on_one_file_train_as_one_run_in_memory(tmp_path):
     in_memory = trainable(tmp_path, **settings)
     for turn, batch in enumerate(batches(4)):
         if turn in (0, 2):
+            in_file = None  # the file is open once at a time
             in_file = trainable(tmp_path, "mmap", **settings)
         train_step(*in_memory, *batch)
         train_step(*in_file, *batch)
@@ -913,15 +975,15 @@ def test_tables_that_are_looked_up_together_get_their_own_rows(device, dtype):
         found = look_up_batch(trained_tables(tables), ids, [*range(5)])
         for table, its, given in zip(tables, found, ids, strict=True):
             expected, places = torch.unique(given.long(), return_inverse=True)
-            assert torch.equal(its.rows.cpu() - table.store.first_row, expected)
-            assert torch.equal(its.places_N.cpu(), places)
-            assert its.padding == (0 if len(expected) and expected[0] == 0 else None)
+            assert torch.equal(its.wait().cpu() - table.store.first_row, expected)
+            assert torch.equal(its.places().cpu(), places)
+            assert its.padding() == (0 if len(expected) and expected[0] == 0 else None)
     for table, wrong in ((1, 40), (1, -1), (4, 64)):
         ids = [torch.zeros(3, dtype=dtype) for _ in sizes]
         ids[table][1] = wrong
         message = f"id {wrong} is not a row; rows are 0 to {sizes[table] - 1}"
         with pytest.raises(IndexError, match=message):
-            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].rows)
+            len(look_up_batch(trained_tables(tables), ids, [*range(5)])[0].wait())
 
 
 @devices
@@ -963,12 +1025,12 @@ def test_unique_rows_of_a_gpu_are_those_of_torch(rows, count):
         ids = (torch.rand(count, device="cuda") ** 3 * rows).long()
         found = look_up(store, ids, padding)
         expected, places = torch.unique(ids, return_inverse=True)
-        assert torch.equal(found.rows, expected) and torch.equal(found.places_N, places)
+        assert torch.equal(found.wait(), expected) and torch.equal(found.places(), places)
         place = torch.nonzero(expected == padding) if padding is not None else []
-        assert found.padding == (int(place) if len(place) else None)
+        assert found.padding() == (int(place) if len(place) else None)
     for wrong in (-1, rows, 2**40, -(2**40)):
         with pytest.raises(IndexError, match=f"id {wrong} is not a row"):
-            len(look_up(store, torch.tensor([0, wrong], device="cuda")).rows)
+            len(look_up(store, torch.tensor([0, wrong], device="cuda")).wait())
 
 
 @pairwise(
@@ -1008,13 +1070,15 @@ def test_moves_beside_long_and_short_steps_lose_no_row(storage, device, ahead, f
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_ids_of_all_tables_in_one_tensor_are_copied_at_once(kind, device):
     ids = torch.arange(12, dtype=kind).view(3, 4)
-    assert whole(ids.unbind()).data_ptr() == ids.data_ptr()
-    together = joined(ids.unbind(), torch.device(device))
-    assert together.dtype == torch.int64 and together.tolist() == list(range(12))
-    other = ids[1].clone()
-    for apart in ([ids[0], ids[2]], [ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()]):
-        assert whole(apart) is None
-    assert whole([ids[:, 0]]) is None
+    assert stacked(ids.unbind()).data_ptr() == ids.data_ptr()
+    other, column = ids[1].clone(), ids[:, 0]
+    for apart in ([ids[1], ids[0]], [ids[0], other], [ids[0], ids[1].short()], [ids[0], column]):
+        assert stacked(apart) is None
+    scattered = [[ids[0], ids[2]], [ids[1], ids[0]], [column], [column, ids[1]]]
+    for given in [ids.unbind(), *(scattered if device == "cuda" else ())]:
+        together = joined(given, torch.device(device))
+        assert together.dtype == torch.int64
+        assert together.tolist() == [number for part in given for number in part.tolist()]
 
 
 @somewhere

@@ -1,6 +1,7 @@
-"""Import order, size of folders, length of lines and docstrings."""
+"""Imports, effects of asserts and properties, sizes of folders and lines."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 from tests.support.each_case import each_case
@@ -12,6 +13,8 @@ PROGRAMS = {"w2v/__init__.py", "train.py", "evaluate.py"}  # may import every pa
 MAX_ENTRIES = 11
 MAX_COLUMNS = 100
 MAX_SUMMARY = 72
+# Calls in an assert, which `python -O` leaves out.
+WITHOUT_EFFECT = {"all", "any", "isinstance", "len", "min", "is_contiguous", "stride"}
 
 
 def files(folder, *suffixes):
@@ -47,6 +50,38 @@ def wrong_imports(source, path):
     names = [module.split(".") for module in imported_modules(source, path)]
     ours = [name for name in names if name[0] == "w2v" and len(name) > 1]
     return sorted(".".join(name) for name in ours if name[1] not in allowed)
+
+
+def imported_files(source, path, paths):
+    """Return the files that a file imports."""
+    found = set()
+    for module in imported_modules(source, path):
+        name = Path(*module.split("."))
+        for file in (name, name.parent):  # a module, or a name in one
+            files = {f"{file}.py", f"{file}/__init__.py"}.intersection(paths)
+            if files:
+                found |= files
+                break
+    return sorted(found - {path})
+
+
+def effects(source):
+    """Return lines of asserts with effects, and of properties that assign."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            parts = list(ast.walk(node.test))
+            calls = [part.func for part in parts if isinstance(part, ast.Call)]
+            called = {getattr(call, "attr", getattr(call, "id", None)) for call in calls}
+            is_changed = any(isinstance(part, ast.NamedExpr) for part in parts)
+            if is_changed or not called <= WITHOUT_EFFECT:
+                lines.append(node.lineno)
+        if isinstance(node, ast.FunctionDef):
+            kinds = {ast.unparse(kind) for kind in node.decorator_list}
+            if kinds & {"property", "functools.cached_property"}:
+                stores = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+                lines += [part.lineno for part in stores if not isinstance(part.ctx, ast.Load)]
+    return lines
 
 
 def imported_tests(source, path):
@@ -89,6 +124,15 @@ def test_imports_go_one_way():
     assert offenders(MODULES, lambda path: wrong_imports(read(path), path)) == {}
 
 
+def test_no_files_import_each_other():
+    imports = {path: imported_files(read(path), path, MODULES) for path in MODULES}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+
+
+def test_asserts_and_properties_have_no_effect():
+    assert offenders(MODULES, lambda path: effects(read(path))) == {}
+
+
 def test_folders_have_few_entries():
     crowded = {folder: entries(ROOT / folder) for folder in FOLDERS}
     assert {folder: names for folder, names in crowded.items() if len(names) > MAX_ENTRIES} == {}
@@ -129,6 +173,28 @@ def test_check_allows_imports_of_the_same_and_earlier_packages():
     source = "import torch, w2v\nfrom w2v import __version__\nfrom w2v.config import Config\n"
     source += "from w2v.model import optim\nfrom . import sampler\nfrom ..kernels import cpu\n"
     assert wrong_imports(source, "w2v/model/table.py") == []
+
+
+def test_check_finds_files_that_a_file_imports():
+    source = "if TYPE_CHECKING:\n    from w2v.model.table import Table\nimport torch"
+    paths = ["w2v/model/optim.py", "w2v/model/table.py"]
+    assert imported_files(source, "w2v/model/optim.py", paths) == ["w2v/model/table.py"]
+    assert imported_files("from . import table", "w2v/model/table.py", paths) == []
+    assert imported_files("from w2v.model import table", "w2v/model/optim.py", paths)
+
+
+@each_case(
+    "source",
+    [
+        "assert wait() is not None",
+        "assert (rows := read)",
+        "@property\ndef rows(self):\n    self.begins = 1\n    return 2",
+        "@functools.cached_property\ndef rows(self):\n    self.count += 1",
+    ],
+)
+def test_check_finds_effects(source):
+    assert effects(source)
+    assert not effects("assert len(rows) == 2 and all(rows)")
 
 
 @each_case("module", ["tests.unit.test_plan", "test_plan", ".test_plan"])

@@ -73,6 +73,7 @@ class HeldOut:
             rows = kernels.unique_rows(batch)
             views = []
             for vectors_VD, touched in ((input_VD, rows.inputs), (output_VD, rows.outputs)):
+                assert touched.rows_U is not None, "no rows are borrowed here"
                 fetched_UD = ranks.fetch_rows(vectors_VD, touched.rows_U.long())
                 views.append(View(fetched_UD.to(self._device), touched.index_V))
             grads = kernels.gradients(batch, Page(*views), rows, lr=0.0)

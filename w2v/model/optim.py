@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,28 +49,32 @@ class RowOptimizer:
         self.formula, self._hyper = _fused_formula(found, self._args)
         given = f"optimizer.name={config.name} with optimizer.args={config.args}"
         remedy = f"choose one of {' '.join(OPTIMIZERS)}, or other arguments"
-        # A state that begins as the learning rate is stored as 0 until the first step of its row,
-        # and then set to that step's rate.
-        other = self._args | {"lr": 2 * self._args["lr"]}
+        # A state whose initial value is the learning rate (`lr_states`) is stored as 0 until a
+        # first step sets it to the rate of that step.
+        self.lr_states: list[str] = []
         with torch.device("cpu"):  # whatever torch.set_default_device says
             with refused(ConfigError, f"{given} is not row-separable", remedy):
                 first = _find_state(self._class, self._args, rowwise=bool(self.formula))
-            doubled = first if self.formula else _first_state(self._class, other)
-        self._lr_states = [key for key in first if not torch.equal(first[key], doubled[key])]
-        first |= {key: torch.zeros_like(first[key]) for key in self._lr_states}
+            if not self.formula:
+                other = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
+                self.lr_states = [key for key in first if not torch.equal(first[key], other[key])]
+        for key in self.lr_states:
+            first[key] = torch.zeros_like(first[key])
         # States as wide as the weight, and scalars; with their first values.
         self._wide = {key: float(value.flatten()[0]) for key, value in first.items() if value.dim()}
-        is_read = may_change or not self.formula.startswith("adam") or self._hyper.beta1 > 0
-        self._unread = [] if is_read else ["exp_avg"]
-        for key in self._unread:
-            del self._wide[key]
+        self._unread = set()
+        if self.formula.startswith("adam") and self._hyper.beta1 == 0 and not may_change:
+            self._unread.add("exp_avg")
+            del self._wide["exp_avg"]
         self._scalars = {key: value for key, value in first.items() if not value.dim()}
         self._per_row = config.step == "row" and bool(self._scalars)
         self.occurrence_cap = max(0, config.occurrence_cap)  # none while it is auto
         self._instances: dict[torch.device, Optimizer] = {}
         # The constructor's arguments, with defaults, that are not None.
         self.arguments = {key: value for key, value in self._args.items() if value is not None}
-        self.scalars = {} if self._per_row else self._scalars  # that a table holds once
+        self.scalars: dict[str, Tensor] = {}  # that a table holds once
+        if not self._per_row:
+            self.scalars = self._scalars
         self.state_count = len(self._wide)
         # Whether a step is w -= lr * gradient and no more, which needs no batch.
         is_scaled = self._hyper.weight_decay or self.occurrence_cap
@@ -85,7 +90,7 @@ class RowOptimizer:
 
     def hyper(self, lr: float) -> Hyper:
         """Return the constants of the formula for a step."""
-        return Hyper(float(lr), *self._hyper[1:])
+        return self._hyper._replace(lr=float(lr))
 
     def count_step(self, table: TableLike) -> tuple[float, int]:
         """Count a step; return the table's number of steps, and a column.
@@ -96,8 +101,7 @@ class RowOptimizer:
         if (step := table.scalars.get("step")) is not None:
             number = float(step) + 1
             step.fill_(number)  # takes half the time of adding
-        own = table.columns.get("step")
-        return number, own.start if own else -1
+        return number, table.columns.get("step", slice(-1, 0)).start
 
     def step_rows(
         self,
@@ -112,23 +116,19 @@ class RowOptimizer:
         The records are of unique rows, float32 or float64. `pairs_U` counts the pairs that each
         gradient sums, for `occurrence_cap`.
         """
-        if cap := self.occurrence_cap:
+        if (cap := self.occurrence_cap) and pairs_U is not None:
             grad_UD = grad_UD * (cap / pairs_U.clamp(min=cap))[:, None]
-        weight_UD = records_UR[:, table.columns["weight"]]
-        for key in self._lr_states:
-            found = table.scalars.get(key)
-            rates = records_UR[:, table.columns[key]] if found is None else found
-            rates.masked_fill_(rates == 0, lr)
-        state = {key: records_UR[:, table.columns[key]] for key in self._wide}
+        fields = {key: records_UR[:, column] for key, column in table.columns.items()}
+        self.set_rates(fields | table.scalars, lr)
+        weight_UD = fields["weight"]
+        state = {key: fields[key] for key in self._wide}
         state |= {key: torch.zeros_like(weight_UD) for key in self._unread}
         if not self._per_row:
             self._apply(weight_UD, grad_UD, state | table.scalars, lr)
             return
         # torch keeps one step a parameter: rows with equally many steps are stepped together.
-        own = {key: records_UR[:, table.columns[key]] for key in self._scalars}
-        values_GS, group_U = torch.unique(
-            torch.cat(list(own.values()), dim=1), dim=0, return_inverse=True
-        )
+        scalars_US = torch.cat([fields[key] for key in self._scalars], dim=1)
+        values_GS, group_U = torch.unique(scalars_US, dim=0, return_inverse=True)
         for group, values_S in enumerate(values_GS.cpu()):
             rows = torch.nonzero(group_U == group).flatten()
             scalars = dict(zip(self._scalars, values_S.unbind(), strict=True))
@@ -139,7 +139,19 @@ class RowOptimizer:
             for key, value in part.items():
                 state[key].index_copy_(0, rows, value)
             for key, value in scalars.items():
-                own[key].index_fill_(0, rows, float(value))
+                fields[key].index_fill_(0, rows, float(value))
+
+    def set_rates(self, state: Mapping[str, Tensor], lr: float) -> None:
+        """Set the states of rows without a step whose initial value is the rate."""
+        for key in self.lr_states:
+            state[key].masked_fill_((state[key] == 0) | (state.get("step", 1) == 0), lr)
+
+    def first_rates(self, table: TableLike) -> list[str]:
+        """Return the states that a table's first step sets in all rows."""
+        step = table.scalars.get("step")
+        if not self.lr_states or step is None or step > 0:
+            return []
+        return [key for key in self.lr_states if key in table.columns]
 
     def _apply(
         self, weight_UD: Tensor, grad_UD: Tensor, state: dict[str, Tensor], lr: float
@@ -179,8 +191,7 @@ def _fused_formula(cls: type[Optimizer], args: dict[str, Any]) -> tuple[str, Hyp
     others = args.keys() - FUSED_ARGUMENTS - IGNORED_ARGUMENTS
     if cls not in FUSED_BETAS or any(args[key] for key in others):
         return "", Hyper(args["lr"])
-    betas = [args[key] for key in FUSED_BETAS[cls]]
-    betas = betas[0] if FUSED_BETAS[cls] == ("betas",) else betas
+    betas = np.ravel([args[key] for key in FUSED_BETAS[cls]])
     constants = {key: float(args[key]) for key in Hyper._fields if key in args}
     for number, beta in enumerate(map(float, betas), start=1):
         constants[f"beta{number}"] = beta
@@ -287,7 +298,7 @@ def _find_class(name: str) -> type[Optimizer]:
 
 
 def _without_compiler(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class without what imports torch's compiler and profiler."""
+    """Return the class, with methods that do not import torch's compiler."""
     # The compiler takes 70 MiB and a second, the profiler some milliseconds.
     methods = "step", "add_param_group"
     plain = {name: torch.no_grad()(inspect.unwrap(getattr(cls, name))) for name in methods}

@@ -5,13 +5,16 @@ Shapes: V rows, D dimensions, R elements of a record.
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -25,15 +28,19 @@ NPY_TYPES: dict[torch.dtype, np.dtype] = {
     torch.float32: np.dtype("float32"),
     torch.float16: np.dtype("float16"),
 }
+OLDER = "scalars_are_older"  # mark in the .json of a file
 
 
 class RowFile:
-    """Memory-mapped records [V, R] of a table.
+    """Memory-mapped records [V, R] of a table; the mapping holds a lock.
 
     Their layout and the table's scalars are in `<path>.json`. An .npy file has weights [V, D]
     without padding, and no .json. An existing file is continued, and `scalars` are set from it. A
-    new file has a temporary name until the first `flush`, and is removed if there is none. Raises
-    `ValueError` for an existing file of another layout, `OSError` if the disk has no room.
+    new file has a temporary name until the first `flush`, and is removed if there is none.
+
+    Raises:
+        ValueError: The file is open elsewhere, or has another layout.
+        OSError: The disk has no room.
     """
 
     def __init__(
@@ -46,35 +53,34 @@ class RowFile:
         scalars: Mapping[str, Tensor],
     ):
         self.path = path
-        self.continued = path.exists()
         self._is_npy = path.suffix == ".npy"
         self._layout_path = Path(f"{path}.json")
         self._temporary = Path(f"{path}.part")
         self._scalars = scalars
         fields = {name: part.stop - part.start for name, part in columns.items()}
         self._layout = {"rows": rows, "dtype": str(dtype), "fields": fields}
-        shape = rows, fields["weight"]
-        if self._is_npy and self.continued:
-            self._mapped = open_npy(path, "r+", shape, NPY_TYPES[dtype])
-        elif self._is_npy:
-            open_new = np.lib.format.open_memmap
-            self._mapped = open_new(self._temporary, "w+", NPY_TYPES[dtype], shape)
-        else:
-            # As bytes, because NumPy has no bfloat16.
-            self._mapped = self._map_records((rows, width * dtype.itemsize))
+        self._scalars_are_older = False
+        # As bytes, because NumPy has no bfloat16.
+        shape = rows, (fields["weight"] if self._is_npy else width) * dtype.itemsize
+        file, self.continued = _open_locked(path, self._temporary)
+        with file:
+            if not self.continued:
+                self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
+                offset = self._allocate(file, shape, dtype)
+            elif self._is_npy:
+                offset = open_npy(path, "r", (rows, fields["weight"]), NPY_TYPES[dtype]).offset
+            else:
+                offset = 0
+                self._check_layout(shape)
+            # The mapping keeps the file open, and with it the lock.
+            self._mapped = np.memmap(file, np.uint8, "r+", offset, shape)
         self.records_VR = torch.from_numpy(self._mapped).view(dtype)
-        if not self.continued:
-            self._discard = weakref.finalize(self, self._temporary.unlink, missing_ok=True)
-            # Later, a write to mapped memory on a full disk would kill the process.
-            with open(self._temporary, "r+b") as file, naming_file(self.path):
-                os.posix_fallocate(file.fileno(), 0, self._temporary.stat().st_size)
 
     def flush(self) -> None:
         """Return when rows and scalars are on disk."""
         self._mapped.flush()
-        if not self._is_npy:
-            scalars = {name: value.item() for name, value in self._scalars.items()}
-            atomic_write(self._layout_path, json.dumps(self._layout | {"scalars": scalars}))
+        self._flushed = {name: value.item() for name, value in self._scalars.items()}
+        self._write_layout(scalars_are_older=False)
         if not self.continued:
             # The records get their name last, so that they are never there without a layout.
             os.replace(self._temporary, self.path)
@@ -82,14 +88,39 @@ class RowFile:
             self.continued = True
             sync(self.path.parent)
 
-    def _map_records(self, shape: tuple[int, int]) -> np.memmap:
-        """Map a file of records as bytes; check its layout if it exists."""
-        if not self.continued:
-            return np.memmap(self._temporary, np.uint8, "w+", shape=shape)
+    def begin_step(self) -> None:
+        """Mark the scalars in the file as older than the rows, until a flush."""
+        if self._scalars and self.continued and not self._scalars_are_older:
+            self._write_layout(scalars_are_older=True)
+
+    def _write_layout(self, scalars_are_older: bool) -> None:
+        self._scalars_are_older = scalars_are_older
+        if not self._is_npy:
+            content = self._layout | {"scalars": self._flushed}
+            if scalars_are_older:
+                content[OLDER] = True
+            atomic_write(self._layout_path, json.dumps(content))
+
+    def _allocate(self, file: BinaryIO, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """Allocate a new file on the disk; return where its records begin."""
+        file.seek(0)
+        file.truncate()  # a killed process may have left it
+        if self._is_npy:
+            _write_npy_header(file, (shape[0], shape[1] // dtype.itemsize), NPY_TYPES[dtype])
+            file.flush()
+        offset = file.tell()
+        # Later, a write to mapped memory on a full disk would kill the process.
+        with naming_file(self.path):
+            os.posix_fallocate(file.fileno(), 0, offset + shape[0] * shape[1])
+        return offset
+
+    def _check_layout(self, shape: tuple[int, int]) -> None:
+        """Check the layout of an existing file, and read its scalars."""
         try:
             found = json.loads(self._layout_path.read_text(encoding="utf-8"))
             scalars = found["scalars"]
             found["scalars"] = sorted(scalars)  # their names belong to the layout
+            self._scalars_are_older = found.pop(OLDER, False)
         except (OSError, ValueError, KeyError, TypeError):
             unknown = f"{self.path} exists, but {self._layout_path} does not say what it holds"
             raise ValueError(f"{unknown}; remove it or take another path") from None
@@ -102,9 +133,48 @@ class RowFile:
             damage = f"has {size:,} bytes instead of {nbytes:,}"
             raise ValueError(f"{self.path} {damage}; it is damaged: restore it from a copy")
         # The file is accepted, so the table continues it.
+        self._flushed = scalars
         for name, value in scalars.items():
             self._scalars[name].fill_(value)
-        return np.memmap(self.path, np.uint8, "r+", shape=shape)
+        if self._scalars_are_older:
+            ended = f"{self.path} was not flushed before its process ended: rows are newer than"
+            state = " ".join(sorted(scalars))
+            warnings.warn(f"{ended} {state}; train on, or restore it from a copy", stacklevel=2)
+
+
+def _open_locked(path: Path, temporary: Path) -> tuple[BinaryIO, bool]:
+    """Open and lock a table's file; return it, and whether it existed.
+
+    A new file has the temporary name. Only one table can have a file open.
+    """
+    while True:
+        continued = path.exists()
+        place = path if continued else temporary
+        file = open(place, "r+b" if continued else "a+b")  # noqa: SIM115 - closed by the caller
+        try:
+            lock(file, path)
+            # Before it was locked, the file may have been renamed or removed.
+            is_current = place.exists() and os.path.samestat(os.fstat(file.fileno()), place.stat())
+        except BaseException:
+            file.close()
+            raise
+        if is_current and continued == path.exists():
+            return file, continued
+        file.close()
+
+
+def lock(file: BinaryIO, path: str | Path) -> None:
+    """Lock an open file until it is closed; refuse one that a table has open."""
+    with naming_file(path):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            gc.collect()  # a table that was deleted may still be there
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                remedy = "delete that table, end that process, or take another path"
+                raise ValueError(f"{path} is open in another table or process; {remedy}") from None
 
 
 def nameless_records(folder: str | Path, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -145,13 +215,17 @@ def open_npy(
 def save_npy(path: str | Path, rows_VD: Tensor) -> None:
     """Write rows [V, D] to an .npy file; bfloat16 becomes float32."""
     dtype = NPY_TYPES.get(rows_VD.dtype, np.dtype("float32"))
-    header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(rows_VD.shape)}
     with atomic_path(Path(path)) as temporary, open(temporary, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
+        _write_npy_header(file, tuple(rows_VD.shape), dtype)
         # In chunks, because a copy of all rows might not fit into memory.
         for chunk in rows_VD.split(CHUNK_ROWS):
             chunk = chunk if chunk.dtype in NPY_TYPES else chunk.float()
             file.write(chunk.cpu().contiguous().numpy().data)
+
+
+def _write_npy_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def copy_rows(rows_VD: np.ndarray) -> Callable[[Tensor], Tensor]:

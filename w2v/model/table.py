@@ -49,9 +49,10 @@ class Table:
     With storage="mmap" the records are in the file `path`, and their layout and the scalars in
     `<path>.json`; a table without state may also be an .npy file [V, D]. An existing file of the
     same layout is continued. A new file gets its name at the first `flush`, so it is never
-    incomplete. Only one process may open it. After `flush` everything is on disk. If the process is
-    killed later, each row is as of the last flush or a later write, and the scalars are as of the
-    last flush. If the machine crashes, rows written since the flush may be damaged.
+    incomplete. A file is locked: a second table or process is refused. After `flush` everything is
+    on disk. If the process is killed later, each row is as of the last flush or a later write, and
+    the scalars are as of the last flush, of which the next opener is warned. If the machine
+    crashes, rows written since the flush may be damaged.
 
     float16 cannot hold squared gradients below 6e-8: optimizers that keep them need bfloat16.
 
@@ -84,7 +85,7 @@ class Table:
         if dtype == torch.bfloat16:  # the number of writes seeds the stochastic rounding
             self.scalars["writes"] = torch.zeros((), dtype=torch.int64, device="cpu")
         self._file = None
-        if storage == "mmap":
+        if path is not None:
             self._file = RowFile(Path(path), rows, self.width, self.columns, dtype, self.scalars)
             self.records_VR = self._file.records_VR
         elif memory_VR is not None:
@@ -190,6 +191,11 @@ class Table:
     def is_in(self, path: str | Path) -> bool:
         """Return whether this file holds the records."""
         return self._file is not None and self._file.path.resolve() == Path(path).resolve()
+
+    def begin_step(self) -> None:
+        """Mark in a table's file that its scalars are older than its rows."""
+        if self._file:
+            self._file.begin_step()
 
     def flush(self) -> None:
         """Return when a table in a file is on disk."""

@@ -1,4 +1,4 @@
-"""Ids on their way to the GPU, and numbers on their way back.
+"""Copy ids to the GPU, and small results back, without synchronizing.
 
 Shape: N ids.
 """
@@ -27,30 +27,22 @@ class Identity:
 
     def __init__(self, ids: Any):
         self._ids = ids
-        self._version = _version(ids)
+        self._key = _key(ids)
 
     def matches(self, ids: Any) -> bool:
-        """Whether these are in the same memory, which was not changed since."""
-        mine = self._ids
-        same = ids is mine or (
-            isinstance(ids, Tensor)
-            and isinstance(mine, Tensor)
-            and ids.shape == mine.shape
-            and ids.stride() == mine.stride()
-            and ids.dtype == mine.dtype
-            and ids.device == mine.device
-        )
-        return same and _version(ids) == self._version
+        """Return whether these are the same ids, which were not changed since."""
+        return _key(ids) == self._key
 
 
-def _version(ids: Any) -> Any:
-    """Return the address of a tensor and how often torch changed it in place.
-
-    Of other ids, return the values.
-    """
+def _key(ids: Any) -> Any:
+    """Return a tensor's layout and count of changes in place, or the values of other ids."""
+    if ids is None:
+        return None
     if not isinstance(ids, Tensor):  # it does not count its changes
-        return None if ids is None else np.asarray(ids).tobytes()
-    return ids.data_ptr(), 0 if ids.is_inference() else ids._version
+        values = np.asarray(ids)
+        return values.tobytes(), values.shape, values.dtype
+    changes = 0 if ids.is_inference() else ids._version
+    return ids.data_ptr(), changes, ids.shape, ids.stride(), ids.dtype, ids.device
 
 
 def as_tensor(values: Any) -> Tensor:
@@ -68,8 +60,9 @@ def as_tensor(values: Any) -> Tensor:
 def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all ids on the GPU: int64 [N]."""
     flat = [values.flatten() for values in ids]
-    if (values := whole(flat)) is not None:
-        return to_device(values, device).long()
+    values = stacked(flat)
+    if values is not None and values.is_contiguous():
+        return to_device(values, device).long().flatten()
     if all(values.is_cuda for values in flat):
         return torch.cat(flat).long()
     # The others are most likely as the first: the query is slow, and a wrong guess only waits.
@@ -81,22 +74,28 @@ def joined(ids: Sequence[Tensor], device: torch.device) -> Tensor:
     return ids_N
 
 
-def whole(flat: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie side by side, such as rows, as one; or None."""
-    first, last = flat[0], flat[-1]
-    if len(flat) == 1:
-        return first if first.is_contiguous() else None
-    end = first.data_ptr()
-    for values in flat:
-        # A column of a batch is flat, but its numbers are apart.
-        is_next = values.data_ptr() == end and values.is_contiguous()
-        if not is_next or values.dtype is not first.dtype:
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return equally spaced views of one storage as one view [T, ...].
+
+    None if they are anything else.
+    """
+    first, last = tensors[0], tensors[-1]
+    step = 0
+    if len(tensors) > 1:
+        step = tensors[1].data_ptr() - first.data_ptr()
+    if step % first.element_size() or (step <= 0 and len(tensors) > 1):
+        return None
+    address = first.data_ptr()
+    for tensor in tensors:
+        is_next = tensor.data_ptr() == address and tensor.shape == first.shape
+        if not is_next or tensor.stride() != first.stride() or tensor.dtype is not first.dtype:
             return None
-        end += values.nbytes
-    # Side by side by chance, they would not be in one memory.
+        address += step
+    # Tensors may be equally spaced by chance.
     if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None
-    return first.as_strided((sum(map(len, flat)),), (1,))
+    strides = step // first.element_size(), *first.stride()
+    return first.as_strided((len(tensors), *first.shape), strides)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -7,29 +7,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from w2v.api.embedding.group import Member, RowGroup, outside_inference
 from w2v.api.embedding.ids import Identity, Ids, Readback, as_tensor, joined
 from w2v.kernels import cuda, cuda_cache
 from w2v.kernels.cuda import Bags
-
-if TYPE_CHECKING:
-    from w2v.api.embedding.row_store import RowGroup, Rows
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class SpanNumbers(NamedTuple):
-    """What `cuda_cache.find_rows` finds about the ids of one span."""
-
-    begin: int  # rows before those of the span
-    least: int  # the least id that is no row, or 0
-    greatest: int  # the greatest id that is no row, or 0
-    padding: int  # 1 + the place of the padding row, or 0
 
 
 class ComputedVectors(NamedTuple):
@@ -43,8 +30,8 @@ class ComputedVectors(NamedTuple):
 class LookUp:
     """Unique rows of ids, looked up in all tables of a group at once.
 
-    On a GPU the CPU waits for them only when it reads `rows`. They are sorted by table; with
-    several ranks each table has a span for each rank, and they are sorted by rank, then by table.
+    They are sorted by table; with several ranks each table has a span for each rank, and they are
+    sorted by rank, then by table.
 
     Attributes:
         places_N: The place of each id's row among the unique rows.
@@ -52,9 +39,8 @@ class LookUp:
         narrow_N: The same buffer in 32 bits, on a GPU.
         known: On a GPU, as in `cuda_cache.FoundRows`: the first is the number of rows.
         last_N: The last id of each row, on a GPU if rows were to be filled.
-        begins: Where the rows of each span begin, and where the last ones end; set with `rows`.
-        paddings: The place of each table's padding row; set with `rows`.
-        owned: With several ranks, the rows of each table that are requested from this rank.
+        begins: Where the rows of each span begin, and where the last ones end; set by `wait`.
+        paddings: The place of each table's padding row; set by `wait`.
         is_computed: Whether the vectors of all tables were computed together.
         computed: Those vectors that have not been used yet, by index of their table.
         sums: Sums of gradients, by index of the tables that have some.
@@ -65,7 +51,9 @@ class LookUp:
     last_N: Tensor | None = None
     begins: list[int]
     paddings: list[int | None]
-    owned: list[UniqueRows] | None = None
+    _sums_UD: Tensor  # of all tables, once there are some; U rows or more
+    _unique: Tensor | None = None  # the rows, once they are known
+    _wrong: tuple[int, int] | None = None  # an id that is not a row, and the number of rows
 
     # It holds no reference to its tables' UniqueRows, which refer to it: the memory of cycles is
     # freed late.
@@ -82,17 +70,16 @@ class LookUp:
         self.is_computed = False
         self.computed: dict[int, ComputedVectors] = {}
         self._readback: Readback | None = None  # numbers by span, until the CPU has read them
-        self._buffer_UD: Tensor | None = None  # sums of gradients; U rows or more
-        self._parts: Sequence[Tensor] = ()  # of these sums, by table
+        self._parts: Sequence[Tensor] = ()  # of the sums of gradients, by table
         self.sums: dict[int, Tensor] = {}
         counts = [given.numel() for given in ids]
         self._ends = list(itertools.accumulate(counts))  # of ids
-        ranks = len(spans[0].first_rows)
         self.layout = group.layout  # the group has another one once a table has left it
         if group.device.type == "cuda" and any(counts):
             # Equal counts are in no key of `_spans_of`: they differ from batch to batch.
             each = counts[0] if counts.count(counts[0]) == len(counts) else 0
-            self._readback = Readback(cuda_cache.numbers_of(len(spans) * ranks))
+            parts = len(spans) * len(spans[0].first_rows)
+            self._readback = Readback(cuda_cache.numbers_of(parts))
             found = cuda_cache.find_rows(
                 joined(ids, group.device),
                 _spans_of(tuple(spans), () if each else tuple(counts), group.device),
@@ -116,7 +103,6 @@ class LookUp:
         spans, device = self.spans, ids[0].device
         tables, ranks = len(spans), len(spans[0].first_rows)
         firsts_S = torch.tensor([span.first_rows for span in spans], device=device).T.flatten()
-        limits = [(0, 0)] * tables  # the least and the greatest id that is no row, or 0
 
         def key(table: int, row: Any) -> Any:
             return (row % ranks * tables + table << 32) + row // ranks
@@ -125,57 +111,62 @@ class LookUp:
             span_N = torch.bucketize(ids[0], firsts_S, right=True) - 1
             keys_N = (span_N << 32) + ids[0] - firsts_S[span_N]
         else:
-            for table, (ids_n, span) in enumerate(zip(ids, spans, strict=True)):
+            for ids_n, span in zip(ids, spans, strict=True):
                 least, greatest = map(int, ids_n.aminmax()) if ids_n.numel() else (0, 0)
-                limits[table] = min(0, least), greatest if greatest >= span.rows else 0
+                if not self._wrong and (least < 0 or greatest >= span.rows):
+                    self._wrong = min(0, least) or greatest, span.rows
             keys_N = torch.cat([key(table, ids_n) for table, ids_n in enumerate(ids)])
-        self._is_wrong = any(least or greatest for least, greatest in limits)
-        keys_N = keys_N[:0] if self._is_wrong else keys_N
+        if self._wrong:
+            keys_N = keys_N[:0]
         keys_U, self.places_N = torch.unique(keys_N, return_inverse=True)
-        self._row_count = len(keys_U)
         self.rows_N = firsts_S[keys_U >> 32] + (keys_U & 0xFFFFFFFF)
-        begins = torch.searchsorted(keys_U, torch.arange(tables * ranks, device=device) << 32)
+        edges = torch.arange(tables * ranks + 1, device=device) << 32
+        self.begins = torch.searchsorted(keys_U, edges).tolist()
         rows = (span.padding for span in spans)
         padding_keys = [-1 if row is None else key(table, row) for table, row in enumerate(rows)]
         padding_T = keys_U.new_tensor(padding_keys)
+        begin_T = torch.searchsorted(keys_U, padding_T)
         end_T = torch.searchsorted(keys_U, padding_T, right=True)
-        is_there_T = end_T > torch.searchsorted(keys_U, padding_T)
-        paddings = (end_T * is_there_T).tolist() * ranks
-        self._by_span = [
-            SpanNumbers(begin, *limit, padding)
-            for begin, limit, padding in zip(begins.tolist(), limits * ranks, paddings, strict=True)
-        ]
+        places = zip(begin_T.tolist(), end_T.tolist(), strict=True)
+        self.paddings = [begin if begin < end else None for begin, end in places]
 
     @property
     def is_known(self) -> bool:
-        """Whether `rows` need not wait."""
+        """Whether `wait` would not wait."""
         return self._readback is None or self._readback.is_known
 
-    @functools.cached_property
-    def rows(self) -> Tensor:
-        """The unique rows of all tables, sorted: int64 [U].
+    def wait(self) -> Tensor:
+        """Wait for the unique rows of all tables; return them, sorted: int64 [U].
 
         Raises:
             IndexError: An id is not a row.
         """
         if self._readback:
-            self._row_count, is_wrong, *numbers = self._readback.read()
-            self._is_wrong = bool(is_wrong)
-            starts = range(0, len(numbers), len(SpanNumbers._fields))
-            self._by_span = [SpanNumbers(*numbers[i : i + 4]) for i in starts]
+            self._read_numbers(self._readback.read())
             self._readback = None
-        if self._is_wrong:
-            # With several ranks, the spans of the first one have the limits of all ids.
-            for span, found in zip(self.spans, self._by_span, strict=False):
-                if wrong := found.least or found.greatest:
-                    last = span.rows - 1
-                    raise IndexError(f"id {wrong} is not a row; rows are 0 to {last}")
-        self.begins = [*(found.begin for found in self._by_span), self._row_count]
+        if self._wrong:
+            wrong, rows = self._wrong
+            raise IndexError(f"id {wrong} is not a row; rows are 0 to {rows - 1}")
+        if self._unique is None:
+            self._unique = self.rows_N[: self.begins[-1]]
+        return self._unique
+
+    def _read_numbers(self, numbers: list[int]) -> None:
+        """Take what `cuda_cache.find_rows` reports."""
+        count, is_wrong, *of_spans = numbers
+        begins, leasts, greatests, places = (of_spans[number::4] for number in range(4))
+        self.begins = [*begins, count]
         tables = len(self.spans)
-        by_table = [self._by_span[table::tables] for table in range(tables)]  # a span for each rank
-        places = [max(found.padding for found in spans) for spans in by_table]
-        self.paddings = [place - 1 if place else None for place in places]
-        return self.rows_N[: self._row_count]
+        ends = [max(places[table::tables]) for table in range(tables)]  # a span for each rank
+        self.paddings = [end - 1 if end else None for end in ends]
+        if is_wrong:
+            # With several ranks, the spans of the first one have the limits of all ids.
+            limits = zip(self.spans, leasts, greatests, strict=False)
+            self._wrong = next(
+                (least or greatest, span.rows)
+                for span, least, greatest in limits
+                if least or greatest
+            )
 
     def places_of(self, index: int | None) -> Tensor:
         """Return the places of a table's ids; None: of all."""
@@ -183,14 +174,14 @@ class LookUp:
             return self.places_N
         return self.places_N[self._ends[index - 1] if index else 0 : self._ends[index]]
 
-    def page_of(self, rows: RowsOfIds) -> RowPage:
+    def page_of(self, rows: UniqueRows) -> RowPage:
         """Return a table's rows as a page, before `vectors` reads them."""
         return RowPage(rows.store, rows)
 
     def vectors(self, index: int | None, bags: Bags | None = None) -> Tensor:
         """Return vectors of a table's ids or bags; None: of the ids of all tables."""
         return self.group.read_weights(
-            self.rows, self.narrow_N, self.places_of(index), bags, self.left_out(index, bags)
+            self.wait(), self.narrow_N, self.places_of(index), bags, self.left_out(index, bags)
         )
 
     def left_out(self, index: int | None, bags: Bags | None) -> int | None:
@@ -212,10 +203,10 @@ class LookUp:
 
     def sums_for(self, pending: dict[int, Tensor | None]) -> Tensor:
         """Return the sums of all tables, which are 0 where nothing is pending."""
-        if self._buffer_UD is None:
-            self._buffer_UD = self.new_sums()
+        if not self._parts:
+            self._sums_UD = self.new_sums()
             self._parts = self.split_sums()
-        sums_UD = self.sums_UD
+        sums_UD = self._sums_UD[: self.begins[-1]]
         for table, sum_UD in pending.items():
             if table not in self.sums:
                 self.sums[table] = self._parts[table]
@@ -228,18 +219,14 @@ class LookUp:
         """Return where a table's rows begin and end, for each of several ranks."""
         return list(itertools.pairwise(self.begins))[index :: len(self.spans)]
 
-    @property
-    def sums_UD(self) -> Tensor:
-        """The sums of gradients of all tables, once there are some."""
-        return self._buffer_UD[: self.rows.shape[0]]
-
     def new_sums(self) -> Tensor:
         """Return zeros, at least as many rows as are looked up."""
-        return self.group.zeros(self.rows.shape[0])
+        return self.group.zeros(self.begins[-1])
 
     def split_sums(self) -> Sequence[Tensor]:
         """Return the sums of each table."""
-        return self.sums_UD.split([end - begin for begin, end in itertools.pairwise(self.begins)])
+        sizes = [end - begin for begin, end in itertools.pairwise(self.begins)]
+        return self._sums_UD[: self.begins[-1]].split(sizes)
 
     def has_all(self, grads: dict[int, Tensor]) -> bool:
         """Whether these gradients, by table, are the sums of all tables."""
@@ -247,12 +234,17 @@ class LookUp:
         tables = range(len(self.spans))
         return all(grads.get(index) is self.sums.get(index, self) for index in tables)
 
-    def take_sums(self) -> Tensor:
-        """Return the memory of the sums, and begin anew."""
-        buffer_UD, self._buffer_UD = self._buffer_UD, None
+    def take_sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sums and their memory, and begin anew."""
+        memory_UD = self._sums_UD
+        del self._sums_UD
         self._parts = ()
         self.sums.clear()
-        return buffer_UD
+        return memory_UD[: self.begins[-1]], memory_UD
+
+    def owned_by(self, rows: UniqueRows) -> UniqueRows:
+        """Return the rows that this process reads and steps."""
+        return rows
 
 
 class UniqueRows:
@@ -261,60 +253,47 @@ class UniqueRows:
     Tables that share memory number their rows one after another, from `store.first_row` on.
     """
 
-    look_up: LookUp
-    index: int
+    def __init__(self, store: Member, look_up: LookUp, index: int):
+        self.store, self.look_up, self.index = store, look_up, index
+        self._own: Tensor | None = None
 
-    def __init__(self, store: Rows, look_up: LookUp | None = None, index: int = 0):
-        self.store = store
-        if look_up:  # else `look_up_together` sets both
-            self.look_up, self.index = look_up, index
-
-    @functools.cached_property
-    def rows(self) -> Tensor:
-        """The unique rows, sorted: int64 [U].
+    def wait(self) -> Tensor:
+        """Wait for the unique rows; return them, sorted: int64 [U].
 
         Raises:
             IndexError: An id is not a row, of this table or one that was looked up with it.
         """
-        rows_U, begins = self.look_up.rows, self.look_up.begins
-        return rows_U[begins[self.index] : begins[self.index + 1]]
+        if self._own is None:
+            rows_U, begins = self.look_up.wait(), self.look_up.begins
+            self._own = rows_U[begins[self.index] : begins[self.index + 1]]
+        return self._own
 
 
 class RowPage:
     """Rows on the compute device.
 
     Attributes:
-        requested: The look-up of the ids: with several ranks, among the rows of all of them.
+        owned: The look-up of the rows; None if they are from several.
+        records: Decoded, [U, R]; None for a fused step, made in the table.
         version: Version of the table when the rows were read.
     """
 
-    def __init__(
-        self,
-        store: Rows,
-        owned: UniqueRows | None,  # the look-up of the rows; None if they are from several
-        rows: Tensor | None = None,  # sorted unique row ids, int64 [U]; by default the look-up's
-        records: Tensor | None = None,  # decoded, [U, R]; None for a fused step, made in the table
-    ):
-        self.requested: Any = owned
-        self.owned = owned
+    def __init__(self, store: Member, rows: UniqueRows | Tensor, records: Tensor | None = None):
+        self.owned = rows if isinstance(rows, UniqueRows) else None
         self.records = records
         self.version = store.version
+        self._store = store
         self._rows = rows
         self._first_row = store.first_row
 
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether the ids were requested from the ranks that own the rows."""
-        return self.requested is not self.owned
-
-    def rows_of(self, store: Rows) -> Tensor:
+    def rows(self) -> Tensor:
         """Return the rows as numbered now: the table may have left its group."""
-        if self._rows is None:
-            self._rows = self.owned.rows
-        if self._first_row != store.first_row:
-            self._rows = self._rows + (store.first_row - self._first_row)
-            self._first_row = store.first_row
-        return self._rows
+        rows_U = self._rows.wait() if isinstance(self._rows, UniqueRows) else self._rows
+        if self._first_row != self._store.first_row:
+            rows_U = rows_U + (self._store.first_row - self._first_row)
+            self._first_row = self._store.first_row
+        self._rows = rows_U
+        return rows_U
 
 
 class RowsOfIds(UniqueRows):
@@ -324,16 +303,18 @@ class RowsOfIds(UniqueRows):
         shape: Shape of the ids.
     """
 
-    look_up: Any  # a LookUp
+    look_up: LookUp
+    index: int
 
     def __init__(
         self,
-        store: Rows,
+        store: Member,
         given: Ids,
         padding: int | None = None,  # a row whose place is wanted
         rows: int | None = None,  # of all ranks; by default those of the store
     ):
-        super().__init__(store)
+        self.store = store
+        self._own = None
         self.ids = as_tensor(given)
         self._identity = Identity(given)
         if not self.ids.numel():
@@ -341,16 +322,14 @@ class RowsOfIds(UniqueRows):
         if self.ids.dtype not in (torch.int32, torch.int64) or self.ids.is_meta:
             raise ValueError(f"ids are {self.ids.dtype} on {self.ids.device}; give int32 or int64")
         self.shape = self.ids.shape
-        rows = len(store) if rows is None else rows
-        self.span = cuda_cache.Span(rows, padding, store.first_rows)
+        self.span = cuda_cache.Span(rows or store.table.rows, padding, store.first_rows)
 
-    @property
     def owned(self) -> UniqueRows:
-        """The rows that this process reads and steps."""
-        return self if self.look_up.owned is None else self.look_up.owned[self.index]
+        """Return the rows that this process reads and steps."""
+        return self.look_up.owned_by(self)
 
     def is_of(self, ids: Ids) -> bool:
-        """Whether these are the ids, and rows are numbered as they were."""
+        """Return whether this look-up is still valid for these ids."""
         return self.look_up.layout is self.store.group.layout and self._identity.matches(ids)
 
     def in_shape(self, vectors_ND: Tensor, bags: Bags | None) -> Tensor:
@@ -371,39 +350,22 @@ class RowsOfIds(UniqueRows):
         self.store.group.bags_differ = True
         return None
 
-    @property
-    def places_N(self) -> Tensor:
-        """The place of each id among the table's rows."""
+    def places(self) -> Tensor:
+        """Return the place of each id among the table's rows."""
         places_N = self.look_up.places_of(self.index)
-        # The first table's need not wait for the rows.
-        begin = self.look_up.begins[self.index] if self.index and len(self.rows) else 0
-        return places_N - begin if begin else places_N
+        if self.index and len(self.wait()):  # the first table's need not wait for the rows
+            places_N = places_N - self.look_up.begins[self.index]
+        return places_N
 
-    @property
     def padding(self) -> int | None:
-        """The place of the padding row among the table's, if it is there."""
-        place = self.look_up.paddings[self.index] if len(self.rows) else None
+        """Return the place of the padding row among the table's, if it is there."""
+        self.wait()
+        place = self.look_up.paddings[self.index]
         return None if place is None else place - self.look_up.begins[self.index]
 
 
-def outside_inference(function: Function) -> Function:
-    """Return the function, which leaves torch.inference_mode if that is on.
-
-    torch's own decorator takes as long as a kernel's launch where it is off.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **settings: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **settings)
-        with torch.inference_mode(False):
-            return function(*args, **settings)
-
-    return call  # type: ignore[return-value]
-
-
 def look_up(
-    store: Rows, ids: Ids, padding: int | None = None, is_filled: bool = False
+    store: Member, ids: Ids, padding: int | None = None, is_filled: bool = False
 ) -> RowsOfIds:
     """Begin to find the rows of ids."""
     found = RowsOfIds(store, ids, padding)
@@ -425,6 +387,32 @@ def look_up_together(
             look_up = kind(group, spans, ids, is_filled)
         for index, of_table in enumerate(members):
             of_table.look_up, of_table.index = look_up, index
+
+
+@outside_inference
+def prefetch(
+    group: RowGroup,
+    look_ups: Sequence[LookUp],
+    soon: Sequence[LookUp] = (),
+    part: int | None = None,
+) -> None:
+    """Begin to bring the rows of a page, as `CachedLink.prefetch`."""
+    with group.lock:
+        lists = [look_up.wait() for look_up in look_ups if look_up.layout is group.layout]
+        later = [(its.rows_N, its.known) for its in soon if its.layout is group.layout]
+        for cache in group.caches:
+            cache.prefetch(lists, later, part)
+
+
+@outside_inference
+def make_current(look_up: LookUp) -> None:
+    """Make rows those of the current page of their group's cache."""
+    group = look_up.group
+    with group.lock:
+        rows_U = look_up.wait()
+        if look_up.layout is group.layout:
+            for cache in group.caches:
+                cache.make_current(rows_U)
 
 
 _spans_of = functools.lru_cache(maxsize=64)(cuda_cache.Spans.of)

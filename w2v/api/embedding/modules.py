@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from w2v.api.embedding import sharded
-from w2v.api.embedding.fused import fused_vectors
+from w2v.api.embedding.forward import fetch, fused_vectors
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.row_store import Rows, open_device
 from w2v.api.embedding.table import PagedTable
@@ -165,7 +165,7 @@ class PagedEmbedding(nn.Module):
     @property
     def store(self) -> Rows:
         """The rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
-        return self._table.store
+        return self._table.opened()
 
     @property
     def weight(self) -> Tensor:
@@ -174,7 +174,7 @@ class PagedEmbedding(nn.Module):
         Write into it, as by `weight.copy_(values)`: other data or another parameter is refused. Of
         several ranks, each has its own rows: row j is row j * N + rank of the whole table.
         """
-        return self._table.weight
+        return self._table.view_weight()
 
     @weight.setter
     def weight(self, value: Any) -> None:
@@ -190,7 +190,7 @@ class PagedEmbedding(nn.Module):
         table = self._table
         if table.uses_kernels:
             return fused_vectors(table, input)
-        weight_UD, places, padding = table.fetch(input)
+        weight_UD, places, padding = fetch(table, input)
         return F.embedding(places, weight_UD, padding, scale_grad_by_freq=table.scale_grad_by_freq)
 
     def reset_parameters(self) -> None:
@@ -343,7 +343,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:
             return fused_vectors(table, input, offsets)
-        weight_UD, places, padding = table.fetch(input)
+        weight_UD, places, padding = fetch(table, input)
         if offsets is not None:
             offsets = offsets.to(places)
         if per_sample_weights is not None:
@@ -353,7 +353,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             weight_UD.contiguous(),  # the kernels of bags do not take the stride of records
             offsets,
             scale_grad_by_freq=table.scale_grad_by_freq,
-            mode=table.mode,
+            mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=table.include_last_offset,
             padding_idx=padding,

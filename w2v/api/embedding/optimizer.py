@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.api.embedding import sharded
-from w2v.api.embedding.fused import launch_key, step_fused
+from w2v.api.embedding import look_up, sharded
+from w2v.api.embedding.forward import launch_key
+from w2v.api.embedding.group import RowGroup
 from w2v.api.embedding.ids import Ids, as_tensor
 from w2v.api.embedding.look_up import LookUp, RowsOfIds
 from w2v.api.embedding.modules import trained_tables
-from w2v.api.embedding.row_store import RowGroup
 from w2v.api.embedding.sharded import LookedUpBatch
-from w2v.api.embedding.table import PagedTable, open_together, share_cache
+from w2v.api.embedding.table import PagedTable, open_together, share_cache, step_fused
 from w2v.config import OptimizerConfig
 from w2v.distributed.ranks import Ranks
 from w2v.model.optim import RowOptimizer, optimizer_name
@@ -183,8 +183,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 if begins_page:
                     _prefetch(window, 0, together)
                 batch, rows = window.popleft()
-                for look_up in _owned(rows):
-                    look_up.group.make_current(look_up)
+                for owned in _owned(rows):
+                    look_up.make_current(owned)
                 if begins_page:  # the rows after this page's
                     _prefetch(window, together - 1, together)
                 _announce(tables, rows)
@@ -209,19 +209,27 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of torch's optimizer of dense tables.
 
-        State is copied, which takes as much memory again. Of several ranks, rank 0 has it. The step
-        sizes of ASGD and Rprop are 0 for rows that have made no step.
+        State is copied, which takes as much memory again. With several ranks, only rank 0 returns
+        it. Rows without a step have the initial state that torch would give them now: the step
+        sizes of Rprop and ASGD are the learning rate.
         """
         found = super().state_dict()
-        states = [
-            {name: table.gather(value) for name, value in table.state().items()}
-            for table in self._tables.values()
-        ]
-        kept = {number: state for number, state in enumerate(states) if state}
-        return found | {"state": {} if self._ranks.rank else kept}
+        states = []
+        for number, group in enumerate(self.param_groups):
+            optimizer = self._row_optimizer(number, group)
+            for parameter in group["params"]:
+                table = self._tables[parameter]
+                gathered = [(name, table.gather(value)) for name, value in table.state().items()]
+                if self._ranks.rank == 0:
+                    state = {name: value for name, value in gathered if value is not None}
+                    optimizer.set_rates(state, _rate(group["lr"]))
+                    states.append(state)
+        return found | {"state": {n: state for n, state in enumerate(states) if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch's optimizer of dense tables.
+
+        A table without an entry in "state" gets the initial state, as in torch.
 
         Raises:
             ValueError: It is for other tables or another optimizer; nothing has changed.
@@ -236,10 +244,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             given = state_dict["state"].get(number, {})
             # Some classes of torch count steps by an int, and keep None for an unused state.
             given = {name: as_tensor(value) for name, value in given.items() if value is not None}
-            # Only a bfloat16 table counts its writes, and torch does not.
-            needed = [name for name in state if name in given or name != "writes"]
+            given = given or table.initial_state()
             rows = table.num_embeddings
-            shapes = {name: (rows, *state[name].shape[1:])[: state[name].dim()] for name in needed}
+            shapes = {name: (rows, *own.shape[1:])[: own.dim()] for name, own in state.items()}
             if {name: value.shape for name, value in given.items()} != shapes:
                 raise ValueError(f"the state of table {number} is of another optimizer or shape")
             loaded.append((table, state, given))
@@ -356,13 +363,13 @@ def _windows(batches: Iterator[LookedUpBatch], ahead: int) -> Iterator[deque[Loo
         if not window:
             break
         yield window
-    if not isinstance(error, StopIteration):
+    if error is not None and not isinstance(error, StopIteration):
         raise error
 
 
 def _owned(rows: list[RowsOfIds]) -> list[LookUp]:
     """Return the look-ups of rows of this process."""
-    return list(dict.fromkeys(found.owned.look_up for found in rows))
+    return list(dict.fromkeys(found.owned().look_up for found in rows))
 
 
 def _forget_vectors(rows: list[RowsOfIds]) -> None:
@@ -374,17 +381,17 @@ def _forget_vectors(rows: list[RowsOfIds]) -> None:
 def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
     """Begin to bring the rows of some batches of a window as one page."""
     pages: dict[RowGroup, tuple[list[LookUp], list[LookUp]]] = {}
-    for number, (_, rows) in enumerate(islice(window, first, None)):
-        for look_up in _owned(rows):
-            look_ups, soon = pages.setdefault(look_up.group, ([], []))
+    for number, (_, rows) in enumerate(itertools.islice(window, first, None)):
+        for owned in _owned(rows):
+            look_ups, soon = pages.setdefault(owned.group, ([], []))
             if number >= count:
-                soon.append(look_up)
+                soon.append(owned)
                 continue
             with contextlib.suppress(IndexError):  # it is raised when it is due
-                if look_up.rows is not None:
-                    look_ups.append(look_up)
-    for group, page in pages.items():
-        group.prefetch(*page)
+                owned.wait()
+                look_ups.append(owned)
+    for group, (look_ups, soon) in pages.items():
+        look_up.prefetch(group, look_ups, soon)
 
 
 def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:

@@ -18,11 +18,10 @@ these, D dimensions, N ranks, T tables.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,15 +29,12 @@ from torch import Tensor
 
 from w2v.api.embedding.ids import Ids, Readback
 from w2v.api.embedding.look_up import LookUp, RowPage, RowsOfIds, UniqueRows, look_up_together
+from w2v.api.embedding.table import PagedTable
 from w2v.distributed.ranks import SINGLE, JoinedGroup, Ranks
 from w2v.kernels import cuda_cache
 from w2v.kernels.cuda import Bags, gather_bags
 from w2v.system.files import one_line
 
-if TYPE_CHECKING:
-    from w2v.api.embedding.table import PagedTable
-
-GATHER_ROWS = 1 << 16  # of each rank, at a time
 ENDED, FAILED = 1, 2  # status of a rank that has no batch; 0 with one
 
 
@@ -55,24 +51,25 @@ class RoutedLookUp(LookUp):
 
     Attributes:
         tables: The tables.
-        sent: Number of the rows by owner.
         received: Number of rows that each rank requests of this one.
+        owned: The rows of each table that ranks request of this one.
         batch: The look-ups whose weights are borrowed with these, itself among them.
         pages: The pages of `owned` whose weights have been borrowed and not used.
     """
 
     received: list[int]
+    owned: list[UniqueRows]
+    _weights_UD: Tensor  # borrowed
 
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.tables: list[PagedTable] = []
         self.batch: list[RoutedLookUp] = []
         self.pages: dict[int, RowPage] = {}
-        self._weights_UD: Tensor | None = None  # borrowed
 
-    @functools.cached_property
     def sent(self) -> list[int]:
-        assert self.rows is not None  # waits for them
+        """Wait for the rows; return how many of them each rank owns."""
+        self.wait()
         of_ranks = self.begins[:: len(self.spans)]
         return [end - begin for begin, end in itertools.pairwise(of_ranks)]
 
@@ -89,28 +86,29 @@ class RoutedLookUp(LookUp):
             UniqueRows(table.store, found, index) for index, table in enumerate(self.tables)
         ]
 
+    def owned_by(self, rows: UniqueRows) -> UniqueRows:
+        return self.owned[rows.index]
+
     def read(self) -> Tensor:
         """Return the weights that ranks request of this one: [M, D]."""
         found = self.owned[0].look_up
         if all(table.uses_kernels for table in self.tables):
-            self.pages = {rows.index: RowPage(rows.store, rows) for rows in self.owned}
+            self.pages = {rows.index: found.page_of(rows) for rows in self.owned}
             return found.vectors(None)
         weights = []
         for table, rows in zip(self.tables, self.owned, strict=True):
             if table.store.group is self.group:
                 self.pages[rows.index], weight_LD = table.read(rows)
             else:  # it has left the others, and its ids are looked up anew
-                weight_LD = table.parameter.new_zeros(len(rows.rows), table.embedding_dim)
+                weight_LD = table.parameter.new_zeros(len(rows.wait()), table.embedding_dim)
             weights.append(weight_LD)
         return torch.cat(weights).index_select(0, found.places_N)
 
-    def page_of(self, rows: RowsOfIds) -> RowPage:
+    def page_of(self, rows: UniqueRows) -> RowPage:
         """Return a table's page of `owned`, with weights from all ranks at hand."""
         if rows.index not in self.pages:  # other uses of the same ids borrow anew
             borrow(self.batch or [self])
-        page = self.pages.pop(rows.index)
-        page.requested = rows
-        return page
+        return self.pages.pop(rows.index)
 
     def keep_borrowed(self, weight_UD: Tensor) -> None:
         """Keep weights that `borrow` got from their owners."""
@@ -146,15 +144,15 @@ class RoutedLookUp(LookUp):
 
     def split_sums(self) -> list[Tensor]:
         # They are sent as one: `sums` shows only which tables have some.
-        return [self.sums_UD] * len(self.spans)
+        return [self._sums_UD] * len(self.spans)
 
     def sum_by_row(self, grad_MD: Tensor, indices: Sequence[int]) -> Iterable[Tensor]:
         """Return the means over ranks of the gradients of these tables' rows."""
         ranks, found = self.tables[0].ranks.size, self.owned[0].look_up
         if self.tables[0].fused:  # the sums lie side by side, for one step
-            pending = {index: self.tables[index].grad for index in indices}
+            pending = {index: self.tables[index].grad() for index in indices}
             return found.add_gradients(None, grad_MD.div_(ranks), None, pending)
-        sum_LD = grad_MD.new_zeros(len(found.rows), grad_MD.shape[1])
+        sum_LD = grad_MD.new_zeros(len(found.wait()), grad_MD.shape[1])
         # Rows of one rank differ: rank after rank, the order of sums is fixed on a GPU too.
         places_of_ranks = found.places_N.split(self.received)
         for places_m, grad_mD in zip(places_of_ranks, grad_MD.split(self.received), strict=True):
@@ -197,8 +195,9 @@ class Requests:
         sent_NC = [[0] * (1 + self._groups) for _ in range(self._ranks.size)]
         try:
             if self._error is None:
-                self._look_ups = list(dict.fromkeys(rows.look_up for rows in self.found.rows))
-                counts = zip(*(look_up.sent for look_up in self._look_ups), strict=True)
+                look_ups = dict.fromkeys(rows.look_up for rows in self.found.rows)
+                self._look_ups = [each for each in look_ups if isinstance(each, RoutedLookUp)]
+                counts = zip(*(look_up.sent() for look_up in self._look_ups), strict=True)
                 sent_NC = [[0, *of_rank] for of_rank in counts]
         except IndexError as error:
             self._error = error
@@ -239,8 +238,8 @@ class Requests:
             raise copied(f"{message} (rank {failed})")
         if ENDED in status_N:
             return False
-        rows = [look_up.rows for look_up in self._look_ups]
-        counts = [look_up.sent for look_up in self._look_ups], received.copy()
+        rows = [look_up.wait() for look_up in self._look_ups]
+        counts = [look_up.sent() for look_up in self._look_ups], received.copy()
         if following:  # one more tensor, with a row for each rank
             rows.append(following._counts_to_send())
             for numbers in counts:
@@ -260,12 +259,11 @@ def look_up_tables(tables: Sequence[PagedTable], ids: Sequence[Ids]) -> list[Row
         RowsOfIds(table.store, given, table.padding_idx, table.num_embeddings)
         for table, given in zip(tables, ids, strict=True)
     ]
-    if tables[0].ranks.size == 1:
-        look_up_together(found)
-        return found
-    look_up_together(found, kind=RoutedLookUp)
+    kind = RoutedLookUp if tables[0].ranks.size > 1 else LookUp
+    look_up_together(found, kind=kind)
     for table, rows in zip(tables, found, strict=True):
-        rows.look_up.tables.append(table)
+        if isinstance(rows.look_up, RoutedLookUp):
+            rows.look_up.tables.append(table)
     return found
 
 
@@ -298,7 +296,7 @@ def borrow(look_ups: Sequence[RoutedLookUp]) -> None:
     """Get the weights of rows from their owners."""
     read = [look_up.read() for look_up in look_ups]
     # Weights go where ids came from, so that sent and received change places.
-    counts = [look_up.received for look_up in look_ups], [look_up.sent for look_up in look_ups]
+    counts = [look_up.received for look_up in look_ups], [look_up.sent() for look_up in look_ups]
     weights = look_ups[0].tables[0].ranks.all_to_all_tensors(read, *counts)
     for look_up, weight_UD in zip(look_ups, weights, strict=True):
         look_up.keep_borrowed(weight_UD)
@@ -309,36 +307,17 @@ def reduce(tables: Sequence[PagedTable]) -> None:
     pages: dict[RoutedLookUp, dict[int, RowPage]] = {}
     for table in tables:
         for look_up, (page, _) in table.unsent.items():
-            pages.setdefault(look_up, {})[page.requested.index] = page
+            if isinstance(look_up, RoutedLookUp):
+                pages.setdefault(look_up, {})[look_up.tables.index(table)] = page
         table.unsent.clear()
-        if table.announced:
+        if table.announced and isinstance(table.announced.look_up, RoutedLookUp):
             table.announced.look_up.pages.clear()  # as the step changes the weights
     if not pages:
         return
-    sums = [look_up.take_sums() for look_up in pages]
-    counts = [look_up.sent for look_up in pages], [look_up.received for look_up in pages]
+    sums = [look_up.take_sums()[0] for look_up in pages]
+    counts = [look_up.sent() for look_up in pages], [look_up.received for look_up in pages]
     grads = tables[0].ranks.all_to_all_tensors(sums, *counts)
     for (look_up, its_pages), grad_MD in zip(pages.items(), grads, strict=True):
         sums_by_row = look_up.sum_by_row(grad_MD, list(its_pages))
         for (index, page), sum_LD in zip(its_pages.items(), sums_by_row, strict=True):
-            look_up.tables[index].add_grad(page, sum_LD, is_owned=True)
-
-
-def gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:
-    """Return the rows of all ranks on rank 0, in CPU memory; else None.
-
-    They are sent by way of `device`.
-    """
-    shape = 0 if ranks.rank else rows, *shard_vX.shape[1:]
-    whole_VX = torch.empty(shape, dtype=shard_vX.dtype, device="cpu")
-    counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
-    for first in range(0, counts[0], GATHER_ROWS):
-        part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()
-        sent = [len(part)] + [0] * (ranks.size - 1)
-        received = [
-            0 if ranks.rank else len(range(count)[first:][:GATHER_ROWS]) for count in counts
-        ]
-        parts = ranks.all_to_all(part, sent, received).split(received)
-        for rank, part in enumerate(parts):
-            whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)
-    return None if ranks.rank else whole_VX
+            look_up.tables[index].add_grad(page, sum_LD, is_exchanged=True)

@@ -9,7 +9,6 @@ Shapes: V rows, D dimensions, U unique rows, R elements of a record.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.api.embedding import sharded
-from w2v.api.embedding.ids import Ids
-from w2v.api.embedding.look_up import RowPage, RowsOfIds, UniqueRows, look_up, outside_inference
-from w2v.api.embedding.row_store import RowGroup, Rows, open_device, replace_table
+from w2v.api.embedding.group import RowGroup, outside_inference
+from w2v.api.embedding.look_up import LookUp, RowPage, RowsOfIds, UniqueRows
+from w2v.api.embedding.row_store import Rows, open_device
 from w2v.config import TransferConfig
 from w2v.distributed.ranks import Ranks
 from w2v.model.optim import RowOptimizer
 from w2v.model.table import Init, RowState, SplitTable, Storage, Table, normal
 
 MOST_ROWS = 1 << 31  # of a cache and of fused steps: they are numbered in 32 bits
+GATHER_ROWS = 1 << 16  # of each rank, at a time
 
 
 class Layout(NamedTuple):
-    """What a table keeps for its optimizer: states of each row, and scalars."""
+    """States of each row that a table keeps for its optimizer, and scalars."""
 
     states: dict[str, RowState]
     scalars: dict[str, Tensor]
@@ -65,7 +64,7 @@ class PagedTable:
     is_reset: bool = False  # also where a file would be continued
 
     def __post_init__(self) -> None:
-        self._layout: Layout | None = None
+        self._layout: Layout | None = None  # of the optimizer, once there is one
         self._store: Rows | None = None
         self.checked: RowOptimizer | None = None  # whose state the table was found to have
         # What optimizers and gradient clipping see: the rows that have gradients. It is in no
@@ -77,7 +76,7 @@ class PagedTable:
         self.page: RowPage | None = None  # rows whose gradients wait for the step
         self.sums: Tensor | None = None  # their gradients, once ranks have exchanged them
         # Pages with gradients that are to be sent to the ranks that own the rows.
-        self.unsent: dict[sharded.RoutedLookUp, tuple[RowPage, Tensor]] = {}
+        self.unsent: dict[LookUp, tuple[RowPage, Tensor]] = {}
         self.announced: RowsOfIds | None = None  # of the current batch of `PagedOptimizer.pages`
         # All tables of that look-up and their rows, if kernels compute all vectors in one launch.
         self.together: list[tuple[PagedTable, RowsOfIds]] = []
@@ -86,29 +85,34 @@ class PagedTable:
         """Return what copies and pickles hold: the table, without gradients."""
         if self.ranks.size > 1:
             raise ValueError("a table of several ranks is not copied or pickled; use state_dict()")
-        self._check_view()
+        self.check_view()
         # Once it is open, no function for initial weights is left, which may not be picklable.
         gone = dict.fromkeys(("init", "checked", "page", "sums", "announced"))
-        return dict(vars(self), _store=self.store, unsent={}, together=[], **gone)
+        return vars(self) | {"_store": self.opened(), "unsent": {}, "together": []} | gone
 
     @property
     def store(self) -> Rows:
-        """The rows; a table without an optimizer is opened at its first use."""
-        if self._store is None:
-            self.open(None)  # a PagedOptimizer may come later
+        """The rows of an open table."""
+        assert self._store is not None, "a table is opened at its first use"
         return self._store
 
-    @property
-    def weight(self) -> Tensor:
-        """View [V, D] of this rank's weights, which may be written."""
-        self._check_view()
-        self.store.flush()
-        self.store.version += 1  # rows read before may be out of date when this is written
-        view_VD = self.store.table["weight"]
+    def opened(self) -> Rows:
+        """Return the rows; open a table that no optimizer has opened."""
+        if self._store is None:
+            self.open(None)  # a PagedOptimizer may come later
+        return self.store
+
+    def view_weight(self) -> Tensor:
+        """Return a view [V, D] of this rank's weights, which may be written."""
+        self.check_view()
+        store = self.opened()
+        store.flush()
+        store.version += 1  # rows read before may be out of date when this is written
+        view_VD = store.table["weight"]
         self._view = view_VD, view_VD.data_ptr()
         return view_VD
 
-    def _check_view(self) -> None:
+    def check_view(self) -> None:
         """Raise `ValueError` if `weight.data` was replaced: that writes nothing."""
         if self._view is not None:
             (view_VD, address), self._view = self._view, None
@@ -116,7 +120,9 @@ class PagedTable:
                 remedy = "write into the weights: table.weight.copy_(values)"
                 raise ValueError(f"weight.data was replaced, and the table was not; {remedy}")
 
-    # Forward pass: look up ids, fetch their rows.
+    @property
+    def has_optimizer(self) -> bool:
+        return self._layout is not None
 
     @property
     def trains(self) -> bool:
@@ -128,46 +134,10 @@ class PagedTable:
         """Whether kernels read the vectors of ids and sum their gradients."""
         return self.fused and self.max_norm is None and not self.scale_grad_by_freq
 
-    def find(self, ids: Ids) -> RowsOfIds:
-        """Look up ids, and begin to bring their rows."""
-        self._check_view()
-        if self.trains and self.ranks.size == 1:
-            _refuse_ranks()
-        found = self.announced  # whose rows are there, unless other uses have evicted them
-        if found is None or not found.is_of(ids):
-            if self.ranks.size > 1:
-                found = sharded.look_up_alone(self, ids)
-            else:
-                found = look_up(self.store, ids, self.padding_idx)
-            # Beside rows of other tables of the group, as only this one has been looked up.
-            self.store.group.prefetch([found.owned.look_up], part=self.store.first_row)
-        return found
-
-    def fetch(self, ids: Ids) -> tuple[Tensor, Tensor, int | None]:
-        """Fetch the rows of ids.
-
-        Returns:
-            Their weights [U, D], which send their gradient to the page; the place of each id in
-            them; and the place of the padding row, None where no id is padding.
-        """
-        with self.store.lock:
-            found = self.find(ids)
-            if self.ranks.size > 1:
-                page = found.look_up.page_of(found)
-                weight_UD, places_N, padding = found.look_up.part(found.index)
-            else:
-                page, weight_UD = self.read(found)
-                places_N, padding = found.places_N, found.padding
-        if self.trains:
-            weight_UD = nn.Parameter(weight_UD)
-            # The graph keeps the page; without a backward pass it goes, and nothing has changed.
-            weight_UD.register_post_accumulate_grad_hook(functools.partial(self._collect, page))
-        return weight_UD, places_N.view(found.shape), padding
-
     @torch.no_grad()
     def read(self, found: UniqueRows) -> tuple[RowPage, Tensor]:
         """Read rows; return the page and its weights [U, D]."""
-        store, rows_U = self.store, found.rows
+        store, rows_U = self.store, found.wait()
         records_UR = store.group.read(rows_U)
         weight_UD = records_UR[:, store.table.columns["weight"]]
         if self.max_norm is not None:
@@ -180,54 +150,31 @@ class PagedTable:
                 torch.embedding_renorm_(whole_UD, every_U, self.max_norm, self.norm_type)
                 weight_UD.copy_(whole_UD)
             store.group.write(store, rows_U, records_UR)
-        return RowPage(store, found, rows_U, None if self.fused else records_UR), weight_UD
+        return RowPage(store, found, None if self.fused else records_UR), weight_UD
 
     # Gradients, and the step by torch.
 
-    def _collect(self, page: RowPage, weight_UD: Tensor) -> None:
-        """Take the gradient from the weights of a page."""
-        grad_UD = weight_UD.grad.detach()
-        weight_UD.grad = None
-        with self.store.lock:
-            if page.is_borrowed:
-                requested, pending = page.requested, self.pending_of(page)
-                grad_UD = requested.look_up.add_rows(requested.index, grad_UD, pending)
-            self.add_grad(page, grad_UD)
-
-    def pending_of(self, page: RowPage) -> Tensor | None:
-        """Return gradients that wait for the step, or to be sent."""
-        if not page.is_borrowed:
-            return self.parameter.grad
-        _, grad_UD = self.unsent.get(page.requested.look_up, (None, None))
-        return grad_UD
-
-    @property
     def grad(self) -> Tensor | None:
-        """The gradients that wait for the step."""
+        """Return the gradients that wait for the step."""
         return self.parameter.grad if self.sums is None else self.sums
 
-    def add_grad(self, page: RowPage, grad_UD: Tensor, is_owned: bool = False) -> None:
-        """Add the gradient of a page to those that wait for the step.
+    def waiting(self) -> tuple[RowPage, Tensor] | None:
+        """Return the rows that wait for the step, and their gradients."""
+        grad_UD = self.grad()
+        if self.page is None or grad_UD is None:
+            return None
+        return self.page, grad_UD
 
-        Of several ranks, those of rows of other ranks wait to be sent.
-        """
-        if torch.is_grad_enabled():
-            remedy = "leave it out, or take torch.autograd.grad of the other parameters"
-            raise RuntimeError(f"create_graph=True: gradients of rows have no gradient; {remedy}")
-        if self._layout is None:
-            unused = "gradients of a PagedEmbedding have no effect until a PagedOptimizer steps it"
-            warnings.warn(unused, stacklevel=2)
-        if page.is_borrowed and not is_owned:
-            self.unsent[page.requested.look_up] = page, grad_UD
+    def add_grad(self, page: RowPage, grad_UD: Tensor, is_exchanged: bool = False) -> None:
+        """Add the gradient of a page to those that wait for the step."""
+        if grad_UD is self.grad():  # it was added up in place
             return
-        if grad_UD is self.grad:  # it was added up in place
-            return
-        if self.grad is not None:
+        if (waiting := self.waiting()) is not None:
             # A row of several pages has one gradient, their sum, as it is stepped once.
             with torch.no_grad():
-                page, grad_UD = self._merged(page, grad_UD)
+                page, grad_UD = self._merged(waiting, (page, grad_UD))
         self.page = page
-        if is_owned:  # inside a step: nobody sees it
+        if is_exchanged:  # inside a step: nobody sees it
             self.sums = grad_UD
             return
         self.parameter.grad = None  # its shape may change only without a gradient
@@ -237,28 +184,35 @@ class PagedTable:
             self.parameter.data = page.records[:, : self.embedding_dim]
         self.parameter.grad = grad_UD
 
-    def _merged(self, page: RowPage, grad_UD: Tensor) -> tuple[RowPage, Tensor]:
-        """Return the rows and gradients of this page and the pending one."""
-        rows = [each.rows_of(self.store) for each in (self.page, page)]
-        rows_U = torch.unique(torch.cat(rows))
-        sum_UD = grad_UD.new_zeros(len(rows_U), self.embedding_dim)
-        for rows_u, grad_uD in zip(rows, (self.grad, grad_UD), strict=True):
-            sum_UD.index_add_(0, torch.searchsorted(rows_U, rows_u), grad_uD)
+    def _merged(self, *parts: tuple[RowPage, Tensor]) -> tuple[RowPage, Tensor]:
+        """Return the rows and summed gradients of some pages as one."""
+        rows_U = torch.unique(torch.cat([page.rows() for page, _ in parts]))
+        shape = len(rows_U), self.embedding_dim
+        sum_UD = torch.zeros(shape, dtype=self.parameter.dtype, device=rows_U.device)
+        for page, grad_uD in parts:
+            sum_UD.index_add_(0, torch.searchsorted(rows_U, page.rows()), grad_uD)
         records_UR = None if self.fused else self.store.group.read(rows_U)
-        return RowPage(self.store, None, rows_U, records_UR), sum_UD
+        return RowPage(self.store, rows_U, records_UR), sum_UD
 
     def step(self, optimizer: RowOptimizer, lr: float) -> None:
         """Step the rows that have gradients by torch, and write them back."""
-        with self.store.lock:
-            if (grad_UD := self.grad) is None:
+        store = self.opened()
+        with store.lock:
+            if (waiting := self.waiting()) is None:
                 return
-            page, store = self.page, self.store
-            rows_U = page.rows_of(store)
-            if page.version != store.version:  # the table has changed since
-                page.records = store.group.read(rows_U)
-            page.version = -1  # a step that fails half-way is repeated on the rows of the table
-            optimizer.step_rows(store.table, page.records, grad_UD, None, lr)
-            store.group.write(store, rows_U, page.records)
+            page, grad_UD = waiting
+            rows_U = page.rows()
+            for name in optimizer.first_rates(store.table):  # as torch: also of other rows
+                store.flush()
+                store.table[name].fill_(lr)
+                store.version += 1
+            records_UR = page.records
+            if records_UR is None or page.version != store.version:  # the table has changed since
+                records_UR = store.group.read(rows_U)
+            page.records = None  # a step that fails half-way is repeated on the rows of the table
+            store.table.begin_step()
+            optimizer.step_rows(store.table, records_UR, grad_UD, None, lr)
+            store.group.write(store, rows_U, records_UR)
             self.drop_page()
 
     def drop_page(self) -> None:
@@ -289,7 +243,7 @@ class PagedTable:
             rows = self.ranks.shard_rows(self.num_embeddings)
             memory_VR = group.table.records_VR[first_rows[rank] :][:rows]
         table = self._new_table(self.num_embeddings, layout, memory_VR)
-        store = Rows(table, self.device, group=group, first_rows=first_rows, rank=rank)
+        store = Rows(table, group or RowGroup(table, self.device), 0, first_rows, rank)
         if self.is_reset or not table.continued:
             self._draw(store)
         self._store, self._layout, self.init = store, layout, None
@@ -312,8 +266,10 @@ class PagedTable:
     def _draw(self, store: Rows) -> None:
         """Set the first weights."""
         self._initialise(store.table, self.init)
-        if self.has_zero_padding and self.padding_idx % self.ranks.size == self.ranks.rank:
-            store.table["weight"][self.padding_idx // self.ranks.size] = 0
+        if self.has_zero_padding and self.padding_idx is not None:
+            row, owner = divmod(self.padding_idx, self.ranks.size)
+            if owner == self.ranks.rank:
+                store.table["weight"][row] = 0
         store.flush()
 
     @outside_inference
@@ -329,7 +285,7 @@ class PagedTable:
         elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
-                replace_table(self._store, new)
+                self._store.move(new, self.device)
         self._layout = layout
 
     def check(self, optimizer: RowOptimizer) -> None:
@@ -360,27 +316,26 @@ class PagedTable:
     @outside_inference
     def grow(self, num_embeddings: int, init: Init | None) -> None:
         """Append rows."""
-        old = self.store.table
+        old = self.opened().table
         with self.store.lock:
             new = self._copy_table(num_embeddings, self._layout, list(old.columns))
             for name, value in old.scalars.items():
                 new.scalars[name].copy_(value)
             self._initialise(new, init, first_row=old.rows)
-            replace_table(self.store, new)
+            self.store.move(new, self.device)
             self.num_embeddings = num_embeddings
 
     @outside_inference
     def move(self, empty: Tensor) -> None:
         """Bring rows to the device of an empty tensor from now on."""
-        if self.grad is not None or self.unsent:
+        if self.grad() is not None or self.unsent:
             raise ValueError("rows wait for a step; call step() or zero_grad(), then move")
         self.device = open_device(empty.device, self.storage)
         self.checked = None
         self.parameter.data = empty
         if self._store is not None:
             self._store.flush()
-            self._store.device = self.device
-            replace_table(self._store, self._store.table)
+            self._store.move(self._store.table, self.device)
 
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
         whole = init or normal(self.embedding_dim, 1.0, self.seed)
@@ -392,9 +347,9 @@ class PagedTable:
 
     def _copy_table(self, rows: int, layout: Layout | None, fields: Iterable[str]) -> Table:
         """Return a table with these fields of the present rows."""
-        self._check_view()
-        self._store.flush()
-        old = self._store.table
+        self.check_view()
+        self.store.flush()
+        old = self.store.table
         new = self._new_table(rows, layout)
         for name in fields:
             new[name][: old.rows].copy_(old[name])
@@ -418,19 +373,65 @@ class PagedTable:
 
     def state(self) -> dict[str, Tensor]:
         """Return views of the optimizer state, by their names in torch."""
-        table = self.store.table
-        self.store.flush()
-        return {name: table[name] for name in table.columns if name != "weight"} | table.scalars
+        store = self.opened()
+        store.flush()
+        table = store.table
+        states, scalars = self._layout or Layout({}, {})
+        own = {name: table[name] for name in states}
+        return own | {name: table.scalars[name] for name in scalars}
+
+    def initial_state(self) -> dict[str, Tensor]:
+        """Return the state before the first step, of the rows of all ranks."""
+        states, scalars = self._layout or Layout({}, {})
+        rows = self.num_embeddings
+        initial = {
+            name: torch.tensor(state.initial, device="cpu").expand(rows, state.width)
+            for name, state in states.items()
+        }
+        return initial | scalars
 
     def gather(self, values: Tensor) -> Tensor | None:
         """Return a copy of weights or a state, of all ranks; None but on rank 0."""
         if self.ranks.size == 1 or not values.dim():
             return values.clone()
-        return sharded.gather(self.ranks, values, self.num_embeddings, self.device)
+        return _gather(self.ranks, values, self.num_embeddings, self.device)
 
     def own_rows(self, values: Tensor) -> Tensor:
         """Return this rank's part of a state of all ranks."""
         return values[self.ranks.rank :: self.ranks.size] if values.dim() else values
+
+
+def step_fused(tables: list[PagedTable], optimizer: RowOptimizer, lr: float) -> None:
+    """Step rows by fused kernels: one launch for the tables of a look-up."""
+    by_look_up: dict[LookUp | PagedTable, list[tuple[PagedTable, RowPage, Tensor]]] = {}
+    for table in tables:
+        if (waiting := table.waiting()) is not None:
+            page, grad_UD = waiting
+            key: LookUp | PagedTable = table
+            if page.owned and page.owned.look_up.group is table.store.group:
+                key = page.owned.look_up
+            by_look_up.setdefault(key, []).append((table, page, grad_UD))
+    for key, its_tables in by_look_up.items():
+        stores = [table.store for table, _, _ in its_tables]
+        group = stores[0].group
+        with group.lock:
+            for store in stores:
+                store.table.begin_step()
+            counts = [optimizer.count_step(store.table) for store in stores]
+            seeds = [store.table.next_rounding_seed() for store in stores]
+            grads = {page.owned.index: grad for _, page, grad in its_tables if page.owned}
+            if isinstance(key, LookUp) and key.has_all(grads) and len(set(counts)) == 1:
+                sums_UD, memory_UD = key.take_sums()
+                rows = key.wait(), key.narrow_N, key.known
+                group.step(optimizer, counts[0], seeds[0], sums_UD, lr, *rows)
+                group.keep_zeros(memory_UD)  # the step has made the sums 0
+            else:
+                parts = zip(its_tables, counts, seeds, strict=True)
+                for (_, page, grad_UD), counted, seed in parts:
+                    group.step(optimizer, counted, seed, grad_UD, lr, page.rows())
+            for table, _, _ in its_tables:
+                table.store.version += 1
+                table.drop_page()
 
 
 @outside_inference
@@ -491,12 +492,21 @@ def _names(layout: Layout | None) -> list[str]:
     return [*(f"{name} x {state.width}" for name, state in states.items()), *scalars]
 
 
-def _refuse_ranks() -> None:
-    """Raise `RuntimeError` in one of several processes that train together."""
-    distributed = torch.distributed
-    is_started = distributed.is_available() and distributed.is_initialized()
-    if is_started and (ranks := distributed.get_world_size()) > 1:
-        raise RuntimeError(
-            f"this PagedEmbedding cannot train in {ranks} processes: each would have a table of "
-            "its own; make it with process_group=torch.distributed.group.WORLD"
-        )
+def _gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> Tensor | None:
+    """Return the rows of all ranks on rank 0, in CPU memory; else None.
+
+    They are sent by way of `device`.
+    """
+    shape = 0 if ranks.rank else rows, *shard_vX.shape[1:]
+    whole_VX = torch.empty(shape, dtype=shard_vX.dtype, device="cpu")
+    counts = [len(range(rank, rows, ranks.size)) for rank in range(ranks.size)]
+    for first in range(0, counts[0], GATHER_ROWS):
+        part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()
+        sent = [len(part)] + [0] * (ranks.size - 1)
+        received = [
+            0 if ranks.rank else len(range(count)[first:][:GATHER_ROWS]) for count in counts
+        ]
+        parts = ranks.all_to_all(part, sent, received).split(received)
+        for rank, part in enumerate(parts):
+            whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)
+    return None if ranks.rank else whole_VX

@@ -1,0 +1,234 @@
+"""Groups of tables whose rows move together.
+
+Shapes: V rows, D dimensions, N ids, U unique rows, R elements of a record.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from w2v.kernels import cuda
+from w2v.kernels.cuda import Bags
+from w2v.model.optim import RowOptimizer
+from w2v.model.table import SplitTable, Table
+from w2v.transfer.cache import CachedLink
+from w2v.transfer.links import Link, MappedLink, Records, link_between
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_inference(function: Function) -> Function:
+    """Return the function, which leaves torch.inference_mode if that is on.
+
+    torch's own decorator takes as long as a kernel's launch where it is off.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **settings: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **settings)
+        with torch.inference_mode(False):
+            return function(*args, **settings)
+
+    return call  # type: ignore[return-value]
+
+
+class RowGroup:
+    """Tables side by side in one memory, which share row numbers and a cache.
+
+    Attributes:
+        lock: Buffers and records serve one thread at a time.
+        parts: The tables that have the records, weights first, and their links.
+        layout: Replaced when rows are renumbered or caches are made: older look-ups are invalid.
+        bags_differ: Whether tables were found to differ in the offsets of their bags.
+        weights: Weight columns, padded to 16 bytes where the GPU reads them in place.
+        is_exact: Whether `weights` has no part of the optimizer state.
+    """
+
+    parts: list[tuple[Table, Link]]
+    caches: list[CachedLink]
+    layout: object
+    bags_differ = False
+
+    def __init__(self, table: Table, device: torch.device, lock: threading.RLock | None = None):
+        self.table, self.device = table, device
+        self.lock = lock or threading.RLock()
+        self.members: list[Member] = []
+        self._zeros_UD: Tensor | None = None
+        self.link = link_between(table, device)
+        self.is_mapped = isinstance(self.link, MappedLink)
+        unit = 16 // table.dtype.itemsize if self.is_mapped else 1
+        width = -(-table.dim // unit) * unit
+        self.weights = SimpleNamespace(records_VR=table.records_VR[:, :width])
+        has_states = len(table.columns) > 1 and not isinstance(table, SplitTable)
+        self.is_exact = width == table.dim or not has_states
+
+    @property
+    def paged_bytes(self) -> int:
+        """Size of what a cache may hold: all but what is in the memory of the GPU."""
+        return sum(part.records_VR.nbytes for part in self.table.parts if part.storage != "cuda")
+
+    def make_caches(self) -> None:
+        """Make empty caches, of the size of all members' `cache_bytes` together."""
+        cache_bytes = sum(member.cache_bytes for member in self.members)
+        # The records of a split table are those of both its tables, joined.
+        slots = min(self.table.rows, cache_bytes * self.table.rows // max(1, self.paged_bytes))
+        self.layout = object()
+        self.parts, self.caches = [], []
+        for part in self.table.parts:
+            link = link_between(part, self.device)
+            if slots and part.storage != "cuda":
+                link = CachedLink(link, part, slots, self.device)
+                self.caches.append(link)
+            self.parts.append((part, link))
+
+    def empty_caches(self) -> None:
+        """Write all cached rows back."""
+        for cache in self.caches:
+            cache.flush()
+
+    def in_place(self, rows_U: Tensor, narrow_U: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return records on the compute device and the slots of rows.
+
+        None if rows are moved to the device and back.
+        """
+        (part, link), *others = self.parts
+        if isinstance(link, CachedLink) and not others:
+            return link.locate(rows_U)
+        if type(link) is Link and not others:
+            return part.records_VR, rows_U.int() if narrow_U is None else narrow_U
+        return None
+
+    @outside_inference
+    def read_weights(
+        self,
+        rows_U: Tensor,
+        narrow_U: Tensor | None,
+        places_N: Tensor,
+        bags: Bags | None = None,
+        padding: int | None = None,
+    ) -> Tensor:
+        """Return weights of the unique rows at these places, or of bags of them.
+
+        They are float32 [N, D], on the GPU.
+        """
+        slots_U: Tensor | None = None
+        if (located := self.in_place(rows_U, narrow_U)) is not None:
+            records_SR, slots_U = located
+        else:
+            records_SR = self.read_stored(self.link, self.weights, rows_U)
+        return cuda.gather_bags(records_SR, slots_U, places_N, self.table.dim, bags, padding)
+
+    def read_stored(
+        self, link: Link, records: Records, rows_U: Tensor, slots_U: Tensor | None = None
+    ) -> Tensor:
+        """Return records as they are stored, on the compute device."""
+        stored_VR = records.records_VR
+        shape = rows_U.shape[0], stored_VR.shape[1]
+        read_UR = torch.empty(shape, dtype=stored_VR.dtype, device=self.device)
+        link.read(records, rows_U, read_UR, slots_U)
+        return read_UR
+
+    def zeros(self, rows: int) -> Tensor:
+        """Return zeros, at least [rows, D]: the kept ones if there are enough."""
+        kept_UD, self._zeros_UD = self._zeros_UD, None
+        if kept_UD is None or kept_UD.shape[0] < rows:
+            kept_UD = torch.zeros(rows + rows // 8, self.table.dim, device=self.device)
+        return kept_UD
+
+    def keep_zeros(self, zeros_UD: Tensor) -> None:
+        """Keep memory from `zeros`, which is 0 again, for the next call."""
+        self._zeros_UD = zeros_UD
+
+    @outside_inference
+    def step(
+        self,
+        optimizer: RowOptimizer,
+        counted: tuple[float, int],  # by `optimizer.count_step`
+        seed: int,  # of the rounding to bfloat16
+        grad_UD: Tensor,
+        lr: float,
+        rows_U: Tensor,
+        narrow_U: Tensor | None = None,  # the rows in 32 bits, if they are at hand
+        count: Tensor | None = None,  # their number, if the GPU knows it
+    ) -> None:
+        """Step unique rows by the fused kernel, in place if they are on the GPU."""
+        grad_UD = grad_UD.contiguous()
+        if (located := self.in_place(rows_U, narrow_U)) is not None:
+            records_SR, slots_U = located
+            cuda.step_rows(optimizer, counted, seed, records_SR, slots_U, count, grad_UD, lr)
+            return
+        ((part, link),) = self.parts
+        stored_UR = self.read_stored(link, part, rows_U)
+        cuda.step_rows(optimizer, counted, seed, stored_UR, None, count, grad_UD, lr)
+        link.write(part, rows_U, stored_UR)
+
+    @outside_inference
+    def read(self, rows_U: Tensor) -> Tensor:
+        """Return the decoded records [U, R] of unique rows, on the compute device."""
+        parts = [part.decode(self.read_stored(link, part, rows_U)) for part, link in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    @outside_inference
+    def write(self, member: Member, rows_U: Tensor, records_UR: Tensor) -> None:
+        """Write decoded records [U, R] of a member's unique rows."""
+        member.version += 1
+        own_U = rows_U - member.first_row if member.first_row else rows_U
+        start = 0
+        for (part, link), own in zip(self.parts, member.table.parts, strict=True):
+            # Contiguous, as the kernels that copy records to pinned memory need them.
+            part_UR = records_UR[:, start : start + part.width].contiguous()
+            link.write(part, rows_U, own.encode(own_U, part_UR))
+            start += part.width
+
+
+class Member:
+    """A table of a group.
+
+    Attributes:
+        table: The records; its fields are "weight" and the states of the optimizer.
+        first_rows: In the groups of all ranks, the table's rows are numbered from here on.
+        first_row: The same in this process.
+        device: Where rows come to.
+        version: Number of changes of the table so far: rows read before one may be out of date.
+        cache_bytes: Share of the group's cache, which a `flush` empties.
+    """
+
+    table: Table
+    group: RowGroup
+
+    def __init__(
+        self,
+        table: Table,
+        group: RowGroup,
+        cache_bytes: int = 0,
+        first_rows: tuple[int, ...] = (0,),
+        rank: int = 0,
+    ):
+        self.lock = group.lock
+        self.version = 0
+        self.cache_bytes = cache_bytes
+        self._rank = rank
+        self._join(table, group, first_rows)
+
+    def _join(self, table: Table, group: RowGroup, first_rows: tuple[int, ...]) -> None:
+        self.table, self.group, self.device = table, group, group.device
+        self.first_rows, self.first_row = first_rows, first_rows[self._rank]
+        group.members.append(self)
+        group.make_caches()
+        self.version += 1
+
+    def move(self, table: Table, device: torch.device) -> None:
+        """Use another table or device from now on, in a group of its own."""
+        self.group.empty_caches()
+        self.group.members.remove(self)
+        self.group.make_caches()
+        alone = (0,) * len(self.first_rows)
+        self._join(table, RowGroup(table, device, self.lock), alone)

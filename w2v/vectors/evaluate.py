@@ -80,7 +80,7 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """The most frequent words with their vectors, where these are: on CPU or GPU.
+    """Score vectors where they are, on a CPU or a GPU.
 
     Words are compared in upper case. A word in a question stands for its most frequent case
     variant; any variant of the right answer is right.
@@ -160,9 +160,9 @@ class Scorer:
         return int((answer_Q > other_Q).sum())
 
     def similarity(self, name: str | Path) -> SimilarityScore:
-        """Correlate cosines with human judgement, as gensim's `evaluate_word_pairs`.
+        """Correlate cosines with human judgement.
 
-        `name` is "wordsim353", "simlex999" or a file.
+        This is gensim's `evaluate_word_pairs`. `name` is "wordsim353", "simlex999" or a file.
         """
         judged = datasets.judged_pairs(name)
         known = [pair for pair in judged if pair[0] in self.rows and pair[1] in self.rows]

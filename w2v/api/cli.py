@@ -180,9 +180,11 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command."""
     if name not in COMMANDS:
         near = FOREIGN_COMMANDS.get(name) or nearest(name, [*COMMANDS, "--help", "--version"])
-        hint = f"did you mean w2v {near}?" if near else f"one of {', '.join(COMMANDS)}"
+        hint = f"one of {', '.join(COMMANDS)}"
         if Path(name).exists() or "." in name:
-            hint = f"did you mean w2v train {name}?"
+            near = f"train {name}"
+        if near:
+            hint = f"did you mean w2v {near}?"
         raise ValueError(f"{name!r} is not a command of w2v; {hint}")
     parser = make_parser(name)
     refuse_unknown_options(parser, name, arguments)
@@ -214,7 +216,9 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         elif near:
             hints.append(f"did you mean {near}?")
     if unknown:
-        are = "is not an option" if len(unknown) == 1 else "are not options"
+        are = "is not an option"
+        if len(unknown) > 1:
+            are = "are not options"
         if settings:
             hints.insert(0, f"write {' '.join(settings)}")
         remedy = "; ".join(hints) or f"see {parser.prog} --help"
@@ -223,7 +227,9 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name, *rest = arguments or ["--help"]
     escape_warnings()
     try:
         if name == "help" and rest:
@@ -243,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, MemoryError, OSError) as error:
         # User errors are one line. Anything else is a bug and keeps its traceback.
         launcher.report_error(error, error_message(error))
-        return 3 if isinstance(error, MemoryError) else 2
+        if isinstance(error, MemoryError):
+            return 3
+        return 2
 
 
 def start(*command: str) -> NoReturn:

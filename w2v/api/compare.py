@@ -71,7 +71,9 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
     opened = open_once(config.corpus, config.vocab)
     _, corpus = opened
     # Of a short text, a tenth is held out.
-    words = min(HELD_OUT_WORDS, len(corpus.ids) // 10) if len(corpus.offsets) > 10 else 0
+    words = 0
+    if len(corpus.offsets) > 10:
+        words = min(HELD_OUT_WORDS, len(corpus.ids) // 10)
     own = [f"train.held_out_words={words}", f"run.name={name}", *SETTINGS]
     return plan.make_plan(load_config(files, [*own, *given]), opened).config
 
@@ -256,10 +258,9 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     columns = runs.table(compared)
     atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
     # The legend needs all settings in which rows differ, or two rows would be one line.
-    distinguishing = (*runs.SHOWN.values(), runs.OTHERS)
-    labels = zip(*(columns[name] for name in distinguishing if name in columns), strict=True)
+    shown = [columns[name] for name in (*runs.SHOWN.values(), runs.OTHERS) if name in columns]
     try:
-        groups = {" ".join(label): row.runs for label, row in zip(labels, compared, strict=True)}
+        groups = {" ".join(cells[n] for cells in shown): row.runs for n, row in enumerate(compared)}
         plots.curves(groups, folder / "curves.png")
     except plots.PlotError as error:  # no run has a point
         log.warning(f"no curves.png: {error}")

@@ -115,8 +115,9 @@ def sweep(
         if len(points[best]) == len(chosen) * len(seeds):
             break
         trained += compare.train(chosen, seeds[1:], folder, further, save=False)
-    is_finite = math.isfinite(runs.quality(points[best])[0])
-    return next(iter(chosen.values())) if is_finite else None
+    if math.isinf(runs.quality(points[best])[0]):
+        return None
+    return next(iter(chosen.values()))
 
 
 def as_yaml(config: Config, given: Iterable[str]) -> str:

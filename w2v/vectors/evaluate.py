@@ -185,7 +185,9 @@ def _correlation(values: Sequence[float] | np.ndarray, others: Sequence[float]) 
     # SciPy does the same, but its import takes 1 s and 55 MiB at the end of each run.
     with np.errstate(all="ignore"):
         found = float(np.corrcoef(_ranks(values), _ranks(others))[0, 1])
-    return None if math.isnan(found) else found
+    if math.isnan(found):
+        return None
+    return found
 
 
 def _ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -219,7 +221,9 @@ def report(scores: Scores) -> tuple[str, str]:
     def table(parts: Iterable[tuple[str, Section]]) -> list[str]:
         lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
         for name, part in parts:
-            share = f"{100 * part.accuracy:.1f} %" if part.counted else "-"
+            share = "-"
+            if part.counted:
+                share = f"{100 * part.accuracy:.1f} %"
             counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
             lines.append(f"{name:<{width}}  {share:>8}  {counts}")
         return lines
@@ -234,7 +238,9 @@ def report(scores: Scores) -> tuple[str, str]:
     width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
     lines = [*table(sums), "", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for title, pairs in zip(titles, similarities, strict=True):
-        rho = "-" if pairs.spearman is None else f"{pairs.spearman:.3f}"
+        rho = "-"
+        if pairs.spearman is not None:
+            rho = f"{pairs.spearman:.3f}"
         lines.append(f"{title:<{width}}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
     return "\n".join(table(sections)), "\n".join(lines)
 
@@ -246,5 +252,6 @@ def as_dict(scores: Scores) -> dict[str, Any]:
     """
     by_name = {pairs.name: asdict(pairs) for pairs in scores.similarities}
     plain = {"analogies": asdict(scores.analogies), "similarity": by_name}
-    others = {name: asdict(other) for name, other in scores.further.items()}
-    return plain | {"questions": others} if others else plain
+    if scores.further:
+        plain["questions"] = {name: asdict(other) for name, other in scores.further.items()}
+    return plain

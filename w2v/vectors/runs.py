@@ -104,8 +104,9 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     folder = Path(run)
     if not folder.exists():
         near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
-        hint = f"did you mean {folder.parent / near}?" if near else "name a run, such as latest"
-        raise RunError(f"{run} does not exist; {hint}")
+        if near:
+            raise RunError(f"{run} does not exist; did you mean {folder.parent / near}?")
+        raise RunError(f"{run} does not exist; name a run, such as latest")
     if (folder / file).is_file():
         return folder
     # To name the parent of the run folders is a common mistake.
@@ -143,9 +144,13 @@ def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = Non
     several runs in the folder "pictures" beside the first.
     """
     if to is None:
-        to = folders[0] if len(folders) == 1 else folders[0].parent / "pictures"
+        to = folders[0]
+        if len(folders) > 1:
+            to = to.parent / "pictures"
         return to / name
-    return Path(to) / name if Path(to).is_dir() else Path(to)
+    if Path(to).is_dir():
+        return Path(to) / name
+    return Path(to)
 
 
 def read(folder: Path) -> Run:
@@ -212,11 +217,10 @@ def _fitted(value: Any, shape: Any) -> Any:
         if not isinstance(value, list):
             value = []
         return [_fitted(item, shape[0]) for item in value]
-    if isinstance(shape, str):
-        fits = isinstance(value, str)
-    else:
-        fits = type(value) in (int, float) and abs(value) < LARGEST  # not if it is NaN
-    return value if fits else shape
+    is_number = type(value) in (int, float) and abs(value) < LARGEST  # not if it is NaN
+    if isinstance(value, str) == isinstance(shape, str) and (is_number or isinstance(value, str)):
+        return value
+    return shape
 
 
 def environment(folder: Path) -> str:
@@ -228,8 +232,9 @@ def environment(folder: Path) -> str:
 
 def read_all(folders: Sequence[Path]) -> dict[str, Run]:
     """Read runs by the names of folders, or by paths if names are equal."""
-    names = [folder.absolute().name for folder in folders]
-    labels = names if len(set(names)) == len(names) else map(str, folders)
+    labels = [folder.absolute().name for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = [str(folder) for folder in folders]
     return {label: read(folder) for label, folder in zip(labels, folders, strict=True)}
 
 
@@ -321,7 +326,9 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     several = len({run.settings["corpus.path"] for run in runs}) > 1
 
     def rank(row: Row) -> tuple[float, float]:
-        return quality(by_name[_name(row.runs[0])] if several else row.runs)
+        if several:
+            return quality(by_name[_name(row.runs[0])])
+        return quality(row.runs)
 
     return sorted(groups.values(), key=rank, reverse=True)
 
@@ -399,11 +406,14 @@ def in_120_columns(columns: Columns) -> str:
         del columns[name]
     aligned = []
     for name, cells in columns.items():
-        parts = [cell.split(" +- ") for cell in cells]
-        shown = [name, *("±".join(part[:1] if name in WITHOUT_SPREAD else part) for part in parts)]
+        shown = [name, *(cell.replace(" +- ", "±") for cell in cells)]
+        if name in WITHOUT_SPREAD:
+            shown = [cell.partition("±")[0] for cell in shown]
+        align = str.ljust
+        if any(cell[:1].isdigit() for cell in cells):
+            align = str.rjust
         width = max(map(len, shown))
-        is_number = any(cell[:1].isdigit() for cell in cells)
-        aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in shown])
+        aligned.append([align(cell, width) for cell in shown])
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     notes = [textwrap.fill(note, 120, subsequent_indent="  ") for note in notes]
     return "\n".join([*lines, *notes])
@@ -427,13 +437,11 @@ def as_csv(runs: Sequence[Run]) -> str:
     for run in runs:
         line: dict[str, Any] = {}
         for key, value in run.settings.items():
-            cell = _text(value)
+            line[key] = _text(value)
             if isinstance(value, str):
-                cell = _unformula(value)
-            line[_unformula(key)] = cell
-        for key, figure in figures(run).items():
-            line[_unformula(key)] = figure
-        lines.append(line)
+                line[key] = _unformula(value)
+        line |= figures(run)
+        lines.append({_unformula(key): value for key, value in line.items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()

@@ -130,14 +130,14 @@ def ours(corpus: Path, epochs: int, seed: int, folder: Path, arguments: list[str
         trainer = steps.train(planned, folder)
         steps.release(trainer)
         clock.done("training", words * epochs)
-        words_and_vectors = planned.vocab.words, steps.vectors(trainer)
-        score = evaluate.analogies(*words_and_vectors)
+        scorer = evaluate.Scorer(planned.vocab.words, steps.vectors(trainer))
+        score = scorer.analogies()
         clock.done("evaluation")
         steps.export_vectors(trainer, folder)
         clock.done("export")
         clock.figures["analogies [%]"] = 100 * score.total.accuracy
         for name in SCORES[1:]:
-            clock.figures[name] = evaluate.similarity(*words_and_vectors, name).spearman or 0.0
+            clock.figures[name] = scorer.similarity(name).spearman or 0.0
     return clock.figures | {"torch [MiB]": torch_memory}
 
 

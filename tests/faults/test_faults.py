@@ -300,12 +300,6 @@ def test_program_neither_unpickles_nor_evaluates_files():
         assert not [word for word in dangerous if word in source], path
 
 
-def test_metrics_of_another_kind(tiny_run, run_main):
-    with changed(tiny_run / "metrics.jsonl", lambda data: data + b"3\n"):
-        status, error = run_main(evaluate, "plot", tiny_run)
-    assert status == 2 and "is not a whole run folder" in error, error
-
-
 def strict(text):
     """Read JSON, in which NaN is an error."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(name))

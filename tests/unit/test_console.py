@@ -1,5 +1,6 @@
 """Messages reach the console and train.log, whoever reads them."""
 
+import ast
 import contextlib
 import fcntl
 import io
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+import w2v
 from w2v.system import console
 from w2v.system.console import log, log_to_console, log_to_file
 
@@ -68,6 +70,15 @@ def test_control_characters_are_escaped_in_console_and_file(monkeypatch, tmp_pat
         log.info("near \x1b[31mred")
     for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
         assert "near \\x1b[31mred\n" in text and "\x1b" not in text
+
+
+def test_all_output_goes_through_one_function():
+    calls = {}
+    for path in (Path(w2v.__file__).parent).rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names = [node.func.id for node in nodes if isinstance(getattr(node, "func", 0), ast.Name)]
+        calls[path.name] = names.count("print")
+    assert {name: count for name, count in calls.items() if count} == {"console.py": 1}
 
 
 def test_the_error_that_ends_a_run_is_in_its_file_alone(tmp_path, capsys):

@@ -168,7 +168,8 @@ def test_json_has_null_for_numbers_that_are_not_finite():
 
 def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\x07\u202eb") == r"a\x1b[31m\x07\u202eb"
-    assert printable("naïve 日本 \u200c\n\t") == "naïve 日本 \u200c\n\t"
+    assert printable("naïve 日本 \u200c\n\t", keep="\n\t") == "naïve 日本 \u200c\n\t"
+    assert printable("a\nb") == r"a\nb"
     assert error_message(ValueError("a\x1b[2J")) == r"a\x1b[2J"
 
 

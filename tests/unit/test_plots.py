@@ -111,7 +111,7 @@ def test_curves_of_finished_and_unfinished_runs(tmp_path):
         {"words": n, "seconds": n / 10, "loss": 3 / n, "words_per_s": 10, "lr": 0.1}
         for n in (1, 2, 3)
     ]
-    total = {"accuracy": 0.5}
+    total = {"accuracy": 0.5, "counted": 8}
     scores = {"words": 3, "seconds": 0.3, "held_out_loss": None, "analogies": {"total": total}}
     write_run(tmp_path / "done", scores, metrics=lines)
     write_run(tmp_path / "running $^$", metrics=lines)  # no formula

@@ -97,14 +97,27 @@ def test_a_run_that_trains_is_read_up_to_its_last_whole_line(tmp_path):
     folder = write_run(tmp_path / "one", metrics=[line])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"words": 4')
-    assert read(folder).metrics == [line] and read(folder).scores == {}
+    assert [found | line for found in read(folder).metrics] == read(folder).metrics
+    assert len(read(folder).metrics) == 1 and read(folder).scores["words"] is None
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "scores.json", "metrics.jsonl"])
-def test_a_damaged_run_is_named(runs, file):
-    (runs / "adam1" / file).write_text("{\n")
+@pytest.mark.parametrize("content", ["{\n", "3\n", "[" * 9999, "a: &a [1]\nb: *a\n"])
+@pytest.mark.parametrize("file", ["config.yaml", "scores.json"])
+def test_a_damaged_run_is_named(runs, file, content):
+    (runs / "adam1" / file).write_text(content)
     with pytest.raises(RunError, match="adam1 is not a whole run folder .*; leave it out"):
         read(runs / "adam1")
+
+
+def test_damaged_lines_of_metrics_are_left_out(runs, caplog):
+    whole = read(runs / "adam1").metrics
+    file = runs / "adam1" / "metrics.jsonl"
+    other = ["3", '{"words": "x", "loss": NaN}', '{"words":', "[" * 9999, "\udc9f{}"]
+    content = file.read_text() + "\n".join(other) + "\n"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    found = read(runs / "adam1").metrics
+    assert found[:2] == whole and not any(any(line.values()) for line in found[2:])
+    assert "3 of 7 lines are damaged" in caplog.text
 
 
 def test_curves_end_with_the_final_scores(runs):
@@ -119,7 +132,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs):
     rows = rows_of(runs)
     found = [(row.settings["optimizer.name"], len(row.runs)) for row in rows]
     assert found == [("RMSprop", 1), ("Adam", 3), ("SGD", 1)]
-    figures = [*map(comparison.figures, rows[1].runs)]
+    figures = [comparison.figures(run) for run in rows[1].runs]
     assert [run["analogies %"] for run in figures] == pytest.approx([10, 20, 40])
     assert [run["M words/s"] for run in figures] == pytest.approx([0.5, 0.25, 5 / 30])
     assert all(run["SimLex-999"] is run["GPU MiB"] is None for run in figures)
@@ -205,6 +218,24 @@ def test_report_writes_table_runs_and_curves(runs, tmp_path):
     (sgd,) = (line for line in lines if line["optimizer.name"] == "SGD")
     assert sgd["held-out loss"] == ""
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_of_runs_is_neither_formula_nor_markup(tmp_path, capsys):
+    evil = "=HYPERLINK(1)\x1b[2J\n| <b>"
+    scores = scores_of(0.5) | {"similarity": {evil: {"spearman": -0.5}}}
+    settings = ["optimizer.name=Adam", "optimizer.lr=0.1", "model.ns_exponent=-0.5"]
+    write_run(tmp_path / "one", scores, *settings)
+    config = tmp_path / "one" / "config.yaml"
+    config.write_text(config.read_text().replace("name: Adam", f"name: {json.dumps(evil)}"))
+    assert evaluate.main(["compare", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "\x1b" not in shown + table and "<b>" not in table and len(table.splitlines()) == 3
+    with (tmp_path / "out" / "runs.csv").open(newline="") as file:
+        (line,) = csv.DictReader(file)
+    assert {key[:2] for key in line if "HYPER" in key} == {"'="}
+    assert line["optimizer.name"].startswith("'=HYPERLINK(1)\\x1b")
+    assert line["model.ns_exponent"] == "-0.5"
 
 
 def test_evaluate_compares_the_runs_it_is_given(runs, capsys):

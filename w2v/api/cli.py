@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import w2v
 from w2v.distributed import launcher
+from w2v.system.console import escape_warnings, show
 from w2v.system.files import error_message, naming_file, nearest
 from w2v.system.process import Signals, escape_unencodable, exit_fast, limit_threads
 from w2v.vectors.datasets import RESTRICT_VOCAB
@@ -91,15 +92,40 @@ Train word vectors, and score, query, draw, export and compare them.
 {exit_status}"""
 
 
+# What the words of a command are, and what its --to names.
+SETTINGS = {
+    "train": "text to train on (- for standard input), configs, and keys that override them",
+    "compare": "configs to train and compare, such as adam adamw, with a text and settings for "
+    "all; or runs, which are not trained again",
+    "sweep": "optimizers, such as adam, with a text and settings for all; each combination of "
+    "section.key=value,value is tried, with learning rates, batch sizes and betas of its own where "
+    "none are given",
+}
+KINDS = {"train": "text | config", "compare": "config | RUN | text", "sweep": "config | text"}
+WORDS = {
+    "nn": "words, each looked up by itself",
+    "analogies": "three words, man king woman, or a sum, king - man + woman",
+}
+TO = {
+    "export": ("FOLDER", "output folder (default: that of the vectors)"),
+    "map": ("FILE", "map.png, map.svg, ... (default: in the run folder)"),
+    "plot": ("FILE", "output file, or a folder (default: in the run folder)"),
+    "report": ("FILE", "output file, or a folder (default: in the run folder)"),
+    "compare": ("FOLDER", "output folder (default: in run.dir)"),
+    "sweep": ("FOLDER", "output folder (default: in run.dir)"),
+}
+
+
 def make_parser(name: str) -> Parser:
     """Return the parser of a command."""
     does = COMMANDS[name][0]
     parser = Parser(prog=f"w2v {name}", description=f"{does[0].upper()}{does[1:]}.")
     add = parser.add_argument
+    if name in SETTINGS:
+        nargs = {"train": "*"}.get(name, "+")
+        metavar = f"{KINDS[name]} | section.key=value"
+        add("settings", nargs=nargs, metavar=metavar, help=SETTINGS[name])
     if name == "train":
-        settings = "text to train on (- for standard input), configs, and keys that override them"
-        metavar = "text | config | section.key=value"
-        add("settings", nargs="*", metavar=metavar, help=settings)
         add("--resume", metavar="RUN", help="continue a run folder, or the `latest` in run.dir")
         needs = "print what the run needs, or exit with 3 if too much; train briefly to time it"
         add("--dry-run", action="store_true", help=needs)
@@ -108,74 +134,42 @@ def make_parser(name: str) -> Parser:
         add("-v", "--verbose", action="store_true", help="print all details of plan and scores")
         add("-q", "--quiet", action="store_true", help="print only warnings and the result")
         add("--help-config", action="store_true", help="print every key, its default and meaning")
-    # Commands on the vectors of one run.
+    # Commands on the vectors of one run, and on several runs, finished or not.
     if name in ("score", "nn", "analogies", "export", "map"):
         run = "a run folder, a vectors file (.kv .bin .txt .vec), or latest"
         add("run", metavar="RUN", help=run)
+    if name in ("plot", "report"):
+        runs = "a run folder, a folder of run folders, or latest"
+        add("runs", nargs="+", metavar="RUN", help=runs)
     if name == "score":
         first = f"score the N most frequent words only (default: {RESTRICT_VOCAB})"
         add("--restrict-vocab", type=count, default=RESTRICT_VOCAB, metavar="N", help=first)
         add("--json", action="store_true", help="print JSON instead of a table")
-    if name in ("nn", "analogies"):
-        words = "words, each looked up by itself"
-        if name == "analogies":
-            words = "three words, man king woman, or a sum, king - man + woman"
-        words += " (default: one question per line from stdin)"
+    if name in WORDS:
+        words = f"{WORDS[name]} (default: one question per line from stdin)"
         add("words", nargs="*", default=[], metavar="word", help=words)
         add("--topn", type=count, default=10, metavar="N", help="number of answers (default: 10)")
     if name == "export":
         for option, suffix in (("--kv", "kv"), ("--bin", "bin"), ("--text", "txt")):
             file = f"write vectors.{suffix}"
             add(option, action="append_const", dest="formats", const=suffix, help=file)
-        add(
-            "--to",
-            type=os.path.expanduser,
-            metavar="FOLDER",
-            help="output folder (default: that of the vectors)",
-        )
     if name == "map":
         add("--words", type=count, default=500, metavar="N", help="number of words (default: 500)")
-        add(
-            "--to",
-            type=os.path.expanduser,
-            metavar="FILE",
-            help="map.png, map.svg, ... (default: in the run folder)",
-        )
-    # Commands on several runs, finished or not.
-    if name in ("plot", "report"):
-        runs = "a run folder, a folder of run folders, or latest"
-        add("runs", nargs="+", metavar="RUN", help=runs)
-        add(
-            "--to",
-            type=os.path.expanduser,
-            metavar="FILE",
-            help="output file, or a folder (default: in the run folder)",
-        )
+    if name in TO:
+        metavar, place = TO[name]
+        add("--to", type=home_folder, metavar=metavar, help=place)
     # Commands that train several runs.
-    if name == "compare":
-        settings = "configs to train and compare, such as adam adamw, with a text and settings for "
-        settings += "all; or runs, which are not trained again"
-        metavar = "config | RUN | text | section.key=value"
-        add("settings", nargs="+", metavar=metavar, help=settings)
-    if name == "sweep":
-        settings = "optimizers, such as adam, with a text and settings for all; each combination "
-        settings += "of section.key=value,value is tried, with learning rates, batch sizes and "
-        settings += "betas of its own where none are given"
-        metavar = "config | text | section.key=value"
-        add("settings", nargs="+", metavar=metavar, help=settings)
     if name in ("compare", "sweep"):
         base = "config of the settings that the others leave open (default: text8)"
         add("--base", default="text8", metavar="CONFIG", help=base)
         seeds = "train with each of these seeds; write this option last (default: 1)"
         add("--seeds", nargs="+", type=int, default=[1], metavar="N", help=seeds)
-        add("--to", type=home_folder, metavar="FOLDER", help="output folder (default: in run.dir)")
         corpora = "train on each of these texts, and rank by the mean over all"
         add("--corpora", nargs="+", default=[], metavar="FILE", help=corpora)
     if name in ("score", "compare", "sweep"):
-        use = "score" if name == "score" else "rank by"
-        questions = f"{use} these files of analogies too, beside Google's; also .gz"
+        questions = "score these files of analogies too, beside Google's; also .gz"
         add("--questions", nargs="+", default=[], metavar="FILE", help=questions)
-        pairs = f"{use} these files of word pairs too, beside WordSim-353 and SimLex-999"
+        pairs = "score these files of word pairs too, beside WordSim-353 and SimLex-999"
         add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs)
     if name == "completion":
         add("shell", choices=("bash", "zsh"), help="to use it: source <(w2v completion bash)")
@@ -186,9 +180,11 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command."""
     if name not in COMMANDS:
         near = FOREIGN_COMMANDS.get(name) or nearest(name, [*COMMANDS, "--help", "--version"])
-        hint = f"did you mean w2v {near}?" if near else f"one of {', '.join(COMMANDS)}"
+        hint = f"one of {', '.join(COMMANDS)}"
         if Path(name).exists() or "." in name:
-            hint = f"did you mean w2v train {name}?"
+            near = f"train {name}"
+        if near:
+            hint = f"did you mean w2v {near}?"
         raise ValueError(f"{name!r} is not a command of w2v; {hint}")
     parser = make_parser(name)
     refuse_unknown_options(parser, name, arguments)
@@ -220,7 +216,9 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
         elif near:
             hints.append(f"did you mean {near}?")
     if unknown:
-        are = "is not an option" if len(unknown) == 1 else "are not options"
+        are = "is not an option"
+        if len(unknown) > 1:
+            are = "are not options"
         if settings:
             hints.insert(0, f"write {' '.join(settings)}")
         remedy = "; ".join(hints) or f"see {parser.prog} --help"
@@ -229,16 +227,19 @@ def refuse_unknown_options(parser: Parser, command: str, arguments: Sequence[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name, *rest = arguments or ["--help"]
+    escape_warnings()
     try:
         if name == "help" and rest:
             name, rest = rest[0], ["--help"]
         if name in ("-h", "--help", "help"):
             commands = "\n".join(f"  {name:<12}{COMMANDS[name][0]}" for name in COMMANDS)
-            print(OVERVIEW.format(commands=commands, exit_status=EXIT_STATUS))
+            show(OVERVIEW.format(commands=commands, exit_status=EXIT_STATUS))
             return 0
         if name == "--version":
-            print(f"w2v {w2v.__version__}")
+            show(f"w2v {w2v.__version__}")
             return 0
         options = parse(name, rest)
         with naming_file("the working directory"):
@@ -248,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, MemoryError, OSError) as error:
         # User errors are one line. Anything else is a bug and keeps its traceback.
         launcher.report_error(error, error_message(error))
-        return 3 if isinstance(error, MemoryError) else 2
+        if isinstance(error, MemoryError):
+            return 3
+        return 2
 
 
 def start(*command: str) -> NoReturn:
@@ -288,6 +291,6 @@ def print_completion(options: argparse.Namespace) -> None:
     settings = [*(file.stem for file in sorted(CONFIGS.rglob("*.yaml"))), "latest"]
     settings += [f"{key}=" for key in TYPES]
     if options.shell == "zsh":
-        print("autoload -U +X bashcompinit && bashcompinit")
+        show("autoload -U +X bashcompinit && bashcompinit")
     names, keys = " ".join(COMMANDS), " ".join(settings)
-    print(COMPLETION.format(commands=names, options=cases, settings=keys))
+    show(COMPLETION.format(commands=names, options=cases, settings=keys))

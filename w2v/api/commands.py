@@ -8,7 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from w2v.system.files import naming_file, printable
+from w2v.system.console import show
+from w2v.system.files import naming_file, one_line, printable
 from w2v.vectors import export, plots, query, report
 from w2v.vectors.datasets import EvaluationError, Further
 from w2v.vectors.load import READABLE, VectorsError, find, load, load_words
@@ -25,11 +26,13 @@ def score(options: Namespace) -> None:
     kv = load_words(options.run)
     from w2v.vectors import evaluate  # only now, as it imports torch
 
-    scores = evaluate.scores(kv.index_to_key, kv.vectors, *further, options.restrict_vocab)
+    words = kv.index_to_key
+    limit = options.restrict_vocab
+    scores = evaluate.scores(words, kv.vectors, further.questions, further.pairs, limit)
     if options.json:
-        print(json.dumps(evaluate.as_dict(scores), indent=1))
+        show(json.dumps(evaluate.as_dict(scores), indent=1))
     else:
-        print(*filter(None, evaluate.report(scores)), sep="\n\n")
+        show("\n\n".join(filter(None, evaluate.report(scores))))
 
 
 def nn(options: Namespace) -> int:
@@ -72,38 +75,40 @@ def export_vectors(options: Namespace) -> None:
         raise VectorsError(f"--to {folder} names a file; name a folder")
     kv = load(path)
     with naming_file(folder):
-        print(*export.save(kv, folder, options.formats), sep="\n")
+        for file in export.save(kv, folder, options.formats):
+            show(file)
 
 
 def draw_map(options: Namespace) -> None:
     """Draw the most frequent words in two dimensions."""
     path = find(options.run)
     picture = picture_path([path.parent], "map.png", options.to)
-    print(plots.word_map(load_words(path), picture, options.words))
+    show(plots.word_map(load_words(path), picture, options.words))
 
 
 def plot(options: Namespace) -> None:
     """Draw loss, throughput and scores of runs."""
     folders = find_all(options.runs, "metrics.jsonl")
     file = picture_path(folders, "curves.png", options.to)
-    print(plots.curves({label: [run] for label, run in read_all(folders).items()}, file))
+    show(plots.curves({label: [run] for label, run in read_all(folders).items()}, file))
 
 
 def write_report(options: Namespace) -> None:
     """Write an HTML page about runs, finished or not."""
-    print(report.write(options.runs, options.to))
+    show(report.write(options.runs, options.to))
 
 
 def _answer(ask: Ask, questions: Sequence[list[str]]) -> int:
     """Answer the questions, or else lines of stdin; return the status."""
     if not questions and sys.stdin.isatty():
-        print("one question per line; Ctrl-D ends", file=sys.stderr)
+        show("one question per line; Ctrl-D ends", file=sys.stderr)
     status = 0
     for words in questions or filter(None, map(str.split, sys.stdin)):
         try:
             answers = [f"  {cosine:7.4f}  {printable(word)}" for word, cosine in ask(words)]
-            print(printable(" ".join(words)), *answers, sep="\n", flush=True)
+            show("\n".join([printable(" ".join(words)), *answers]))
         except EvaluationError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            status = 2 if questions else 0  # a line may be mistyped
+            show(f"error: {one_line(error)}", file=sys.stderr)
+            if questions:  # a line may be mistyped
+                status = 2
     return status

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import logging
 import shutil
 import time
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
     opened = open_once(config.corpus, config.vocab)
     _, corpus = opened
     # Of a short text, a tenth is held out.
-    words = min(HELD_OUT_WORDS, len(corpus.ids) // 10) if len(corpus.offsets) > 10 else 0
+    words = 0
+    if len(corpus.offsets) > 10:
+        words = min(HELD_OUT_WORDS, len(corpus.ids) // 10)
     own = [f"train.held_out_words={words}", f"run.name={name}", *SETTINGS]
     return plan.make_plan(load_config(files, [*own, *given]), opened).config
 
@@ -102,7 +105,8 @@ def train_and_score(
         if save:
             blocks = export.in_order(table, SINGLE, words)
             export.save_run(vocab, table.dim, blocks, folder, ["kv"])
-        scores = evaluate.scores(vocab.words, table["weight"][:words], *further)
+        vectors_VD = table["weight"][:words]
+        scores = evaluate.scores(vocab.words, vectors_VD, further.questions, further.pairs)
         return evaluate.as_dict(scores) | trainer.results()
     except (Diverged, EvaluationError) as error:
         return {"diverged": str(error)}
@@ -148,27 +152,21 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
 
     A folder that is not this run's is kept: the name of this one gets a number.
     """
-    number = 1
-    run = folder / name
-    while any(run.glob("*")) and not _is_run_of(config, run):
-        number += 1
-        run = folder / f"{name}-{number}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    for run in (folder / name for name in names):
+        file = run / "config.yaml"
+        if not any(run.glob("*")) or (file.exists() and load_config([file]) == config):
+            break
     if run.exists() and not (run / "scores.json").exists():
         shutil.rmtree(run)
     return run
-
-
-def _is_run_of(config: Config, folder: Path) -> bool:
-    """Whether a folder has a run of this config, finished or not."""
-    file = folder / "config.yaml"
-    return file.exists() and load_config([file]) == config
 
 
 def _summary(run: runs.Run) -> str:
     """Return a run's scores on one line."""
     figures = {name: cells[0] for name, cells in runs.table(runs.rows([run])).items()}
     shown = (f"{name} {figures[name]}" for name in SHOWN if name in figures)
-    return run.scores.get("diverged") or "  ".join(shown)
+    return run.scores["diverged"] or "  ".join(shown)
 
 
 def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
@@ -177,16 +175,17 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
     A folder that has runs of other configs is left alone, whatever their seeds.
     """
     known = [with_seed(config) for config in planned]
-    newest = max(parent.glob("compare-*"), default=None, key=lambda folder: folder.stat().st_mtime)
-    interrupted = [newest] if newest and not (newest / "runs.csv").exists() else []
+    found = [folder for folder in parent.glob("compare-*") if folder.is_dir()]
+    newest = max(found, default=None, key=lambda folder: folder.stat().st_mtime)
     today = parent / f"compare-{time.strftime('%Y-%m-%d')}"
-    numbered = (Path(f"{today}-{number}") for number in count(2))
-
-    def is_ours(folder: Path) -> bool:
-        found = [load_config([file]) for file in folder.glob("*/config.yaml")]
-        return all(with_seed(config) in known for config in found)
-
-    return next(filter(is_ours, chain(interrupted, [today], numbered)))
+    candidates = itertools.chain([today], (Path(f"{today}-{n}") for n in itertools.count(2)))
+    if newest and not (newest / "runs.csv").exists():
+        candidates = itertools.chain([newest], candidates)
+    for folder in candidates:
+        configs = [load_config([file]) for file in folder.glob("*/config.yaml")]
+        if all(with_seed(config) in known for config in configs):
+            break
+    return folder
 
 
 def with_seed(config: Config, seed: int = 1) -> Config:
@@ -227,10 +226,10 @@ def check_not_trained(options: argparse.Namespace) -> None:
 
 def check_scored(run: runs.Run, further: Further) -> None:
     """Raise `ConfigError` if a run was scored on other files than these."""
-    if "diverged" in run.scores:
+    if run.scores["diverged"]:
         return
     given = {set_name(path) for path in (*further.questions, *further.pairs)}
-    scored = {*run.scores["similarity"], *run.scores.get("questions", ())} - PAIR_SETS.keys()
+    scored = {*run.scores["similarity"], *run.scores["questions"]} - PAIR_SETS.keys()
     if differing := " ".join(sorted(given ^ scored)):
         options = "give the same --questions and --pairs, or another folder with --to"
         raise ConfigError(f"{run.folder} and this call differ in scores of {differing}; {options}")
@@ -259,10 +258,9 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
     columns = runs.table(compared)
     atomic_write(folder / "table.md", runs.markdown(columns) + "\n")
     # The legend needs all settings in which rows differ, or two rows would be one line.
-    distinguishing = (*runs.SHOWN.values(), runs.OTHERS)
-    labels = zip(*(columns[name] for name in distinguishing if name in columns), strict=True)
+    shown = [columns[name] for name in (*runs.SHOWN.values(), runs.OTHERS) if name in columns]
     try:
-        groups = {" ".join(label): row.runs for label, row in zip(labels, compared, strict=True)}
+        groups = {" ".join(cells[n] for cells in shown): row.runs for n, row in enumerate(compared)}
         plots.curves(groups, folder / "curves.png")
     except plots.PlotError as error:  # no run has a point
         log.warning(f"no curves.png: {error}")
@@ -274,22 +272,29 @@ def write(trained: Sequence[runs.Run], folder: Path) -> str:
 def report(paths: Iterable[str | Path], folder: Path | None = None) -> str:
     """Return the table of the runs that paths name; write it to a folder."""
     found = [runs.read(path) for path in runs.find_all(paths)]
-    return write(found, folder) if folder else runs.in_120_columns(runs.table(runs.rows(found)))
+    if folder:
+        return write(found, folder)
+    return runs.in_120_columns(runs.table(runs.rows(found)))
+
+
+def files_and_settings(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Begin to log; return the config files and the settings of the arguments."""
+    console.log_to_console()
+    files, assignments = sort_settings(options.settings)
+    check_settings(assignments, options.corpora)
+    if not files:
+        given = " ".join(options.settings)
+        raise ConfigError(f"{given!r} has no config; name configs, such as adam adamw")
+    return files, assignments
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the table of run folders, or train configs and print theirs."""
     if any(map(names_runs, options.settings)):
         check_not_trained(options)
-        print(report(options.settings, options.to))
+        console.show(report(options.settings, options.to))
         return
-    console.log_to_console()
-    files, assignments = sort_settings(options.settings)
-    check_settings(assignments, options.corpora)
-    if not files:
-        given = " ".join(options.settings)
-        remedy = "name the configs to compare, such as adam adamw"
-        raise ConfigError(f"{given!r} has no config; {remedy}")
+    files, assignments = files_and_settings(options)
     configs = {
         f"{name}{ending}": planned_config([options.base, path], [*assignments, *corpus], name)
         for ending, corpus in by_corpus(options).items()
@@ -298,5 +303,5 @@ def run(options: argparse.Namespace) -> None:
     planned = list(configs.values())
     folder = options.to or folder_to_use(Path(planned[0].run.dir), planned)
     trained = train(configs, options.seeds, folder, Further(options.questions, options.pairs))
-    print(write(trained, folder))
-    print(f"\ntables, curves and a folder for each run are in {folder}")
+    console.show(write(trained, folder))
+    console.show(f"\ntables, curves and a folder for each run are in {folder}")

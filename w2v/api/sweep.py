@@ -24,7 +24,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from w2v.api import compare
-from w2v.api.train import sort_settings
 from w2v.config import Config, ConfigError, find_config, load_config
 from w2v.system import console
 from w2v.vectors import runs
@@ -116,8 +115,9 @@ def sweep(
         if len(points[best]) == len(chosen) * len(seeds):
             break
         trained += compare.train(chosen, seeds[1:], folder, further, save=False)
-    is_finite = math.isfinite(runs.quality(points[best])[0])
-    return next(iter(chosen.values())) if is_finite else None
+    if math.isinf(runs.quality(points[best])[0]):
+        return None
+    return next(iter(chosen.values()))
 
 
 def as_yaml(config: Config, given: Iterable[str]) -> str:
@@ -138,14 +138,8 @@ def as_yaml(config: Config, given: Iterable[str]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Search the settings of each optimizer; print a table and the best."""
-    console.log_to_console()
     further = Further(options.questions, options.pairs)
-    files, assignments = sort_settings(options.settings)
-    compare.check_settings(assignments, options.corpora)
-    if not files:
-        given = " ".join(options.settings)
-        remedy = "name the optimizers to search settings of, such as adam"
-        raise ConfigError(f"{given!r} has no config of an optimizer; {remedy}")
+    files, assignments = compare.files_and_settings(options)
     for path in map(find_config, files):
         configs = grid(path, assignments, options)
         parent = options.to or Path(next(iter(configs.values())).run.dir)
@@ -155,7 +149,8 @@ def run(options: argparse.Namespace) -> None:
         texts = {config.corpus.path for config in configs.values()}
         found = map(runs.read, runs.find_all([folder]))
         of_texts = [run for run in found if run.settings["corpus.path"] in texts]
-        print(f"\n{compare.write(of_texts, folder)}\n")
+        console.show(f"\n{compare.write(of_texts, folder)}\n")
         if best:
             settings = as_yaml(best, parse_axes(assignments))
-            print(f"best by the mean of its scores, as a file like {path.name}:\n\n{settings}")
+            best_as = f"best by the mean of its scores, as a file like {path.name}"
+            console.show(f"{best_as}:\n\n{settings}")

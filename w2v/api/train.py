@@ -47,7 +47,7 @@ LONGEST_NAME = 255  # of a file
 def run(options: argparse.Namespace) -> int | None:
     """Train as the command line says; return the exit status of ranks."""
     if options.help_config:
-        print(describe_config(), end="")
+        console.show(describe_config().rstrip())
         return None
     if options.threads:
         if options.threads > cores():
@@ -114,7 +114,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     if options.dry_run:
         trial = trainer.Trial.of(loop, planned.corpus.raw_words, ranks)
         if ranks.rank == 0:
-            print(f"time      {trial}")
+            console.show(f"time      {trial}")
         if ranks.size > 1:
             del planned, loop  # their memory is needed again
             try_alone(given, opened, trial, ranks)
@@ -166,12 +166,12 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
         planned.budget.check()
         alone = trainer.Trial.of(plan.build(planned), planned.corpus.raw_words)
     except (ConfigError, MemoryError) as error:
-        print(f"one rank  cannot train this: {one_line(error)}")
+        console.show(f"one rank  cannot train this: {one_line(error)}")
         return
     gain = ""
     if trial.rate and alone.rate:
         gain = f"; {ranks.size} ranks are {trial.rate / alone.rate:.2f} times as fast"
-    print(f"one rank  {alone}{gain}")
+    console.show(f"one rank  {alone}{gain}")
 
 
 def read_settings(options: argparse.Namespace) -> tuple[Config, list[str], list[str]]:
@@ -268,7 +268,7 @@ def spool(data_dir: str) -> Path:
     if launcher.started():
         raise ConfigError("several ranks cannot share standard input; write the text to a file")
     if sys.stdin.isatty():
-        print("reading the text from the keyboard; Ctrl-D ends", file=sys.stderr)
+        console.show("reading the text from the keyboard; Ctrl-D ends", file=sys.stderr)
     folder = Path(os.path.expanduser(data_dir))
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(digest_size=4)

@@ -132,19 +132,25 @@ class Word2Vec(word2vec.Word2Vec):
     ):
         given = dict(locals())  # all arguments by name
         if optimizer is None:
-            optimizer = Config().optimizer.name if alpha is None else "SGD"
+            optimizer = Config().optimizer.name
+            if alpha is not None:
+                optimizer = "SGD"
         self.optimizer = optimizer_name(optimizer)
         self.optimizer_args = optimizer_args
         self.batch_size = batch_size
         self.device = device
-        self.settings = [settings] if isinstance(settings, str) else list(settings)
+        if isinstance(settings, str):
+            settings = [settings]
+        self.settings = list(settings)
         # State by optimizer and `Part`: row states [V, n] and scalars [].
         self._states: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         config = self._config(given, epochs, seed, alpha, min_alpha)
         with _naming_arguments():
             RowOptimizer(config.optimizer)  # refuses an optimizer that is not row-separable
         # While alpha has this value, a text gets one that suits it.
-        self._default_alpha = auto.RATES[self.optimizer] if alpha is None else None
+        self._default_alpha = None
+        if alpha is None:
+            self._default_alpha = auto.RATES[self.optimizer]
         given["alpha"] = self._default_alpha or config.optimizer.lr
         given["min_alpha"] = config.optimizer.min_lr
         given["workers"] = workers or torch.get_num_threads()
@@ -211,8 +217,9 @@ class Word2Vec(word2vec.Word2Vec):
         Returns:
             The number of words trained on and the number of words read, over all epochs.
         """
-        totals = {"total_examples": total_examples, "total_words": total_words}
-        self._check_training_sanity(epochs=epochs, **totals)
+        self._check_training_sanity(
+            epochs=epochs, total_examples=total_examples, total_words=total_words
+        )
         self._check_corpus_sanity(corpus_iterable=corpus_iterable, corpus_file=corpus_file)
         self._lock_factors()  # refuses what it cannot use
         alpha = start_alpha or self.alpha
@@ -256,8 +263,16 @@ class Word2Vec(word2vec.Word2Vec):
             examples = next(counter)
 
             def log_epoch(epoch: int, trained: int, seconds: float) -> None:
-                read = (examples, total_examples, raw_words, total_words)
-                self._log_epoch_end(epoch, *read, trained, seconds, corpus_file is not None)
+                self._log_epoch_end(
+                    epoch,
+                    examples,
+                    total_examples,
+                    raw_words,
+                    total_words,
+                    trained,
+                    seconds,
+                    corpus_file is not None,
+                )
 
             threads = torch.get_num_threads()
             torch.set_num_threads(max(1, min(self.workers, cores())))
@@ -300,24 +315,22 @@ class Word2Vec(word2vec.Word2Vec):
         epochs = _number(operator.index, "epochs", epochs)
         seed = secrets.randbits(60) if seed is None else _number(operator.index, "seed", seed)
         min_lr = _number(float, "min_alpha", min_alpha or 0.0)
-        model["architecture"] = "skipgram" if given["sg"] else "cbow"
+        model["architecture"] = ("cbow", "skipgram")[bool(given["sg"])]
         with _naming_arguments():
             config = self._base_config(is_auto=alpha is None)
             lr = 0.0  # auto
             if alpha is not None:
                 lr = _number(float, "alpha", alpha)
                 require(lr != 0, "alpha", alpha, "above 0")
-                lr = max(lr, min_lr) if lr > 0 else lr  # gensim never goes below min_alpha
-            args = config.optimizer.args if self.optimizer_args is None else self.optimizer_args
-            optimizer = replace(config.optimizer, args=args)
-            return replace(
-                config,
-                model=replace(config.model, **model),
-                optimizer=replace(optimizer, lr=lr, min_lr=min_lr),
-                train=replace(
-                    config.train, epochs=epochs, seed=seed, batch_size=self.batch_size or 0
-                ),
-            )
+                if lr > 0:
+                    lr = max(lr, min_lr)  # gensim never goes below min_alpha
+            optimizer = replace(config.optimizer, lr=lr, min_lr=min_lr)
+            if self.optimizer_args is not None:
+                optimizer = replace(optimizer, args=self.optimizer_args)
+            batch_size = self.batch_size or 0
+            train = replace(config.train, epochs=epochs, seed=seed, batch_size=batch_size)
+            model_config = replace(config.model, **model)
+            return replace(config, model=model_config, optimizer=optimizer, train=train)
 
     def _base_config(self, is_auto: bool) -> Config:
         """Return the shipped settings of the optimizer, and the user's.
@@ -326,13 +339,16 @@ class Word2Vec(word2vec.Word2Vec):
         replaced.
         """
         settings = [*self.settings, f"optimizer.name={self.optimizer}"]
-        settings += [f"train.device={self.device}", *([] if is_auto else ["optimizer.lr=1"])]
+        settings.append(f"train.device={self.device}")
+        if not is_auto:
+            settings.append("optimizer.lr=1")
         config = _load_config((), tuple(settings))
         if self.optimizer != "SGD" or self.optimizer_args:
             return config
         like_gensims = _load_config((CPU_SGD,), tuple(settings))
-        is_on_cpu = plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU
-        return like_gensims if is_on_cpu else config
+        if plan.choose_kernels(like_gensims, Machine.here()) in ON_CPU:
+            return like_gensims
+        return config
 
     def _call(self, callbacks: Sequence[CallbackAny2Vec], hook: str) -> None:
         """Call a method of each callback."""
@@ -525,7 +541,9 @@ def _share(sample: float | None, words: float) -> float:
     if sample < 1:
         return sample
     share = int(sample * (3 + 5**0.5) / 2) / words
-    return share if share < 1 else 0.0  # no word is more frequent than that
+    if share >= 1:  # no word is more frequent than that
+        return 0.0
+    return share
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from w2v.system import console
 from w2v.system.process import terminate_with_parent
 
 TERMINATED_SECONDS = 30.0  # from a signal to the end of a rank, as torchrun has it
@@ -85,7 +86,7 @@ def fork_ranks(count: int) -> int | None:
         if status and not failed:
             failed = os.waitstatus_to_exitcode(status)
             if failed < 0:
-                print(f"error: a rank was ended by signal {-failed}", file=sys.stderr, flush=True)
+                console.show(f"error: a rank was ended by signal {-failed}", file=sys.stderr)
             if not signaled:  # they are stopping by themselves
                 send(signal.SIGTERM)
                 signal.setitimer(signal.ITIMER_REAL, TERMINATED_SECONDS)
@@ -160,7 +161,7 @@ def report_error(error: Exception, message: str) -> None:
     elif started() and failed_rank is None:
         message = f"rank {rank} on {socket.gethostname()}: {message}"
     if rank == 0 or failed_rank is None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        console.show(f"error: {message}", file=sys.stderr)
     else:
         # Rank 0 is ended as soon as this rank exits. Let it print the error first.
         time.sleep(PAUSE_SECONDS)

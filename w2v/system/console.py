@@ -1,4 +1,8 @@
-"""Messages on the console and in train.log."""
+"""All output for users: what commands print, messages, and train.log.
+
+Every line goes through `show` or the logger "w2v", which escape control characters: words, names
+and settings of files from elsewhere could command a terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
 
-from tqdm import tqdm
-
 from w2v.system.files import one_line, printable
 from w2v.system.process import escape_unencodable
 
@@ -25,8 +27,27 @@ COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 _early = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
 
 
+def show(*lines: object, file: TextIO | None = None) -> None:
+    """Print lines, to standard output by default."""
+    text = "\n".join(str(line) for line in lines)
+    print(printable(text, keep="\n\t"), file=file, flush=True)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
+
+
+def escape_warnings() -> None:
+    """Escape warnings of commands without a log, which go to standard error."""
+    if logging.lastResort:
+        logging.lastResort.setFormatter(_Formatter())
+
+
 def log_to_console(level: int = logging.INFO) -> None:
     """Show messages of at least this level on standard output."""
+    from tqdm import tqdm  # only here, as help would wait for it
+
     escape_unencodable()
     # tqdm's own lock is a semaphore that forked processes share: one that is killed while it prints
     # would never release it, and the others would wait forever at their next message.
@@ -45,7 +66,7 @@ def log_to_file(path: Path, quiet: bool = False) -> Iterator[None]:
     An error that ends the block is one of them.
     """
     handler = _FileHandler(os.devnull if quiet else path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     _early.setTarget(handler)
     _early.flush()
     log.removeHandler(_early)
@@ -71,25 +92,31 @@ def is_terminal(output: TextIO) -> bool:
 class _FileHandler(logging.FileHandler):
     """Write train.log; training goes on if that fails."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
     def handleError(self, record: logging.LogRecord) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        if self.stream:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         log.warning(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); it ends here")
 
 
 class _ConsoleHandler(logging.Handler):
     """Print through tqdm, so that a message does not break the progress bar."""
 
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.setFormatter(_Formatter())
+
     def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        output = sys.stdout
+        if output is None:
+            return
+        text = self.format(record)
+        if record.levelno in COLORS and is_terminal(output) and not os.environ.get("NO_COLOR"):
+            text = f"{COLORS[record.levelno]}{text}\033[0m"
         try:
-            text = printable(self.format(record))
-            colored = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
-            if colored and record.levelno in COLORS:
-                text = f"{COLORS[record.levelno]}{text}\033[0m"
             tqdm.write(text)
-            sys.stdout.flush()  # at once, into files and pipes too
+            output.flush()  # at once, into files and pipes too
         except OSError:
             # The reader has ended or its disk is full. Training goes on; train.log has everything.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())

@@ -23,8 +23,8 @@ from typing import Any
 
 log = logging.getLogger("w2v")
 
-# Control characters but line feeds and tabs, line separators, and what turns the direction of text.
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# Control characters, line separators, and what turns the direction of text.
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TEMPORARY_SUFFIX = ".partial"  # of every file and folder that is not complete yet
 
 
@@ -231,9 +231,10 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def printable(text: str) -> str:
-    r"""Escape control characters, as \x1b: a terminal would obey them."""
-    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+def printable(text: str, keep: str = "") -> str:
+    r"""Escape control characters, as \x1b, except those in `keep`."""
+    plain = {mark: mark for mark in keep}
+    return CONTROLS.sub(lambda match: plain.get(match[0], ascii(match[0])[1:-1]), text)
 
 
 def error_message(error: Exception) -> str:

@@ -339,7 +339,7 @@ class Trainer:
             if self.ranks.rank:
                 return 0.0
             words = self.vocab.words[: len(weights_ND)]
-            return evaluate.analogies(words, weights_ND).total.accuracy
+            return evaluate.Scorer(words, weights_ND).analogies().total.accuracy
 
     def _scored_vectors(self) -> Tensor:
         """Return the vectors of the words that are scored, on rank 0: [N, D]."""

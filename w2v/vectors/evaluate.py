@@ -1,14 +1,13 @@
 """Score vectors on analogies and word similarity, by gensim's protocol.
 
-Shapes: V words, the first N of them used, D dimensions, P pairs of words.
+Shapes: N scored words, n words of a block, D dimensions, Q questions, P places in [Q, N], or pairs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,49 @@ import torch
 from torch import Tensor
 
 from w2v.vectors import datasets
-from w2v.vectors.analogies import AnalogyScore, Folded, Section, analogies, fold_case, on_devices
-from w2v.vectors.datasets import RESTRICT_VOCAB
-from w2v.vectors.query import normalize
+from w2v.vectors.datasets import RESTRICT_VOCAB, EvaluationError
+
+# Questions and words of a block. Its cosines take 8 MiB, so that they stay in a CPU's cache.
+QUESTIONS = 512
+WORDS = 4096
+
+
+@dataclass
+class Section:
+    """Counts of answers; questions with unknown words are skipped."""
+
+    name: str
+    correct: int
+    counted: int
+    skipped: int
+    accuracy: float = field(init=False)  # share of the counted; 0 if there are none, as in gensim
+
+    def __post_init__(self) -> None:
+        self.accuracy = self.correct / max(1, self.counted)
+
+
+@dataclass
+class AnalogyScore:
+    """Scores of sections, and their sums."""
+
+    total: Section = field(init=False)
+    semantic: Section = field(init=False)
+    syntactic: Section = field(init=False)
+    sections: Sequence[Section]
+
+    def __post_init__(self) -> None:
+        # Google's syntactic sections are named "gram1-adjective-to-adverb" and so on.
+        syntactic = [part for part in self.sections if part.name.startswith("gram")]
+        semantic = [part for part in self.sections if part not in syntactic]
+        self.total = _sum("total", self.sections)
+        self.semantic = _sum("semantic", semantic)
+        self.syntactic = _sum("syntactic", syntactic)
+
+
+def _sum(name: str, parts: Sequence[Section]) -> Section:
+    correct = sum(part.correct for part in parts)
+    counted = sum(part.counted for part in parts)
+    return Section(name, correct, counted, sum(part.skipped for part in parts))
 
 
 @dataclass
@@ -32,40 +71,129 @@ class SimilarityScore:
     oov: float  # share of the pairs with unknown words
 
 
-def similarity(
-    words: Sequence[str],
-    vectors: Tensor | np.ndarray,
-    name: str | Path,
-    restrict_vocab: int | None = RESTRICT_VOCAB,
-    folded: Folded | None = None,
-) -> SimilarityScore:
-    """Correlate cosines with human judgement, as `evaluate_word_pairs`.
-
-    `name` is "wordsim353", "simlex999" or a file; the other arguments are those of `analogies`.
-    """
-    first, _ = folded or fold_case(words[:restrict_vocab])
-    judged = datasets.judged_pairs(name)
-    known = [pair for pair in judged if pair[0] in first and pair[1] in first]
-    spearman = math.nan
-    if len(known) >= 2:
-        rows_P2 = torch.tensor([[first[a], first[b]] for a, b, _ in known])
-        pairs_P2D = torch.as_tensor(vectors)[rows_P2].detach().float().cpu().numpy()
-        unit_2PD = [normalize(pairs_P2D[:, end]) for end in (0, 1)]
-        cosine_P = [a_D @ b_D for a_D, b_D in zip(*unit_2PD, strict=True)]
-        human_P = [judgement for _, _, judgement in known]
-        with np.errstate(all="ignore"):  # NaN if all cosines are equal
-            spearman = float(np.corrcoef(_ranks(cosine_P), _ranks(human_P))[0, 1])
-    defined = None if math.isnan(spearman) else spearman
-    unknown = 1 - len(known) / len(judged)
-    return SimilarityScore(datasets.set_name(name), defined, len(known), unknown)
-
-
 class Scores(NamedTuple):
     """Scores of Google's analogies, word pairs, and further analogies by file."""
 
     analogies: AnalogyScore
     similarities: Sequence[SimilarityScore]
     further: Mapping[str, AnalogyScore] = {}
+
+
+class Scorer:
+    """Score vectors where they are, on a CPU or a GPU.
+
+    Words are compared in upper case. A word in a question stands for its most frequent case
+    variant; any variant of the right answer is right.
+
+    Args:
+        words: Words by falling frequency.
+        vectors: Their vectors; tables of a GPU are scored there.
+        restrict_vocab: Number of words that are used, as in gensim; None for all.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        vectors: Tensor | np.ndarray,
+        restrict_vocab: int | None = RESTRICT_VOCAB,
+    ):
+        words = words[:restrict_vocab]
+        self.vectors_ND = torch.as_tensor(vectors)[: len(words)].detach().float()
+        length_N = torch.linalg.vector_norm(self.vectors_ND, dim=1)
+        if not (finite_N := length_N.isfinite()).all():
+            word = words[int(finite_N.int().argmin())]
+            raise EvaluationError(
+                f"the vector of {word!r} holds NaN or infinity; train with a lower optimizer.lr"
+            )
+        self.scale_N = 1 / length_N.clamp(min=torch.finfo().tiny)  # zero vectors have cosine 0
+        self.rows: dict[str, list[int]] = {}  # of all case variants, the most frequent one first
+        for row, word in enumerate(words):
+            self.rows.setdefault(word.upper(), []).append(row)
+
+    def analogies(self, questions: str | Path | None = None) -> AnalogyScore:
+        """Score "a is to b as c is to d" by the word nearest to b - a + c.
+
+        This is 3CosAdd (Mikolov et al. 2013, arXiv 1301.3781), without a, b and c among the
+        answers. The default questions are Google's.
+        """
+        sections = []
+        for name, asked in datasets.read_questions(questions):
+            known = [words for words in asked if all(word in self.rows for word in words)]
+            blocks = (known[n : n + QUESTIONS] for n in range(0, len(known), QUESTIONS))
+            correct = sum(self._count_correct(block) for block in blocks)
+            sections.append(Section(name, correct, len(known), len(asked) - len(known)))
+        return AnalogyScore(sections)
+
+    def _count_correct(self, questions: Sequence[Sequence[str]]) -> int:
+        """Count the questions whose d is nearer to b - a + c than any other word."""
+        a_QD, b_QD, c_QD = (
+            self._unit([self.rows[words[place]][0] for words in questions]) for place in range(3)
+        )
+        target_QD = b_QD - a_QD + c_QD
+        device = target_QD.device
+        # The cosines of d, unless it is a, b or c itself. With ties, no answer is right.
+        answers = [
+            (number, row)
+            for number, words in enumerate(questions)
+            for row in self.rows[words[3]]
+            if words[3] not in words[:3]
+        ]
+        question_P, row_P = torch.tensor(answers, device=device).reshape(-1, 2).T
+        answer_P = (target_QD[question_P] * self._unit(row_P)).sum(1)
+        answer_Q = torch.full([len(questions)], -math.inf, device=device)
+        answer_Q.scatter_reduce_(0, question_P, answer_P, "amax")
+        # The greatest cosine of the other words, so of all but a, b, c and d.
+        asked = [
+            (number, row)
+            for number, words in enumerate(questions)
+            for word in words
+            for row in self.rows[word]
+        ]
+        question_P, row_P = torch.tensor(asked, device=device).T
+        other_Q = torch.full_like(answer_Q, -math.inf)
+        for first in range(0, len(self.vectors_ND), WORDS):
+            block = slice(first, first + WORDS)
+            cosine_Qn = (target_QD @ self.vectors_ND[block].T).mul_(self.scale_N[block])
+            inside_P = (row_P >= first) & (row_P < first + WORDS)
+            cosine_Qn[question_P[inside_P], row_P[inside_P] - first] = -math.inf
+            other_Q = other_Q.maximum(cosine_Qn.amax(1))
+        return int((answer_Q > other_Q).sum())
+
+    def similarity(self, name: str | Path) -> SimilarityScore:
+        """Correlate cosines with human judgement.
+
+        This is gensim's `evaluate_word_pairs`. `name` is "wordsim353", "simlex999" or a file.
+        """
+        judged = datasets.judged_pairs(name)
+        known = [pair for pair in judged if pair[0] in self.rows and pair[1] in self.rows]
+        spearman = None
+        if len(known) >= 2:
+            first_PD = self._unit([self.rows[word][0] for word, _, _ in known])
+            second_PD = self._unit([self.rows[word][0] for _, word, _ in known])
+            cosine_P = (first_PD * second_PD).sum(1).cpu().numpy()
+            spearman = _correlation(cosine_P, [judgement for _, _, judgement in known])
+        unknown = 1 - len(known) / len(judged)
+        return SimilarityScore(datasets.set_name(name), spearman, len(known), unknown)
+
+    def _unit(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """Return vectors of length 1 of some rows."""
+        return self.vectors_ND[rows] * self.scale_N[rows, None]
+
+
+def _correlation(values: Sequence[float] | np.ndarray, others: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation, or None if all values are equal."""
+    # SciPy does the same, but its import takes 1 s and 55 MiB at the end of each run.
+    with np.errstate(all="ignore"):
+        found = float(np.corrcoef(_ranks(values), _ranks(others))[0, 1])
+    if math.isnan(found):
+        return None
+    return found
+
+
+def _ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return ranks from 1; equal values share their mean rank."""
+    _, place_P, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place_P]
 
 
 def scores(
@@ -76,16 +204,10 @@ def scores(
     restrict_vocab: int | None = RESTRICT_VOCAB,
 ) -> Scores:
     """Score Google's analogies, word pairs, and further files of both."""
-    with ThreadPoolExecutor(1) as copies:
-        copied = copies.submit(on_devices, vectors, restrict_vocab)
-        same = restrict_vocab, fold_case(words[:restrict_vocab])
-        on_cpu, on_gpu = copied.result()
-    files = None, *questions
-    google, *further = (analogies(words, on_cpu, file, *same, on_gpu) for file in files)
-    sets = (*datasets.PAIR_SETS, *pairs)
-    similarities = [similarity(words, on_cpu, name, *same) for name in sets]
-    names = map(datasets.set_name, questions)
-    return Scores(google, similarities, dict(zip(names, further, strict=True)))
+    scorer = Scorer(words, vectors, restrict_vocab)
+    further = {datasets.set_name(path): scorer.analogies(path) for path in questions}
+    similarities = [scorer.similarity(name) for name in (*datasets.PAIR_SETS, *pairs)]
+    return Scores(scorer.analogies(), similarities, further)
 
 
 def report(scores: Scores) -> tuple[str, str]:
@@ -99,7 +221,9 @@ def report(scores: Scores) -> tuple[str, str]:
     def table(parts: Iterable[tuple[str, Section]]) -> list[str]:
         lines = [f"{'analogies':<{width}}  accuracy  correct  counted  skipped"]
         for name, part in parts:
-            share = f"{100 * part.accuracy:.1f} %" if part.counted else "-"
+            share = "-"
+            if part.counted:
+                share = f"{100 * part.accuracy:.1f} %"
             counts = f"{part.correct:>7}  {part.counted:>7}  {part.skipped:>7}"
             lines.append(f"{name:<{width}}  {share:>8}  {counts}")
         return lines
@@ -114,7 +238,9 @@ def report(scores: Scores) -> tuple[str, str]:
     width = max(map(len, [*titles, *(name for name, _ in [*sections, *sums])]))
     lines = [*table(sums), "", f"{'similarity':<{width}}  spearman    pairs  unknown"]
     for title, pairs in zip(titles, similarities, strict=True):
-        rho = "-" if pairs.spearman is None else f"{pairs.spearman:.3f}"
+        rho = "-"
+        if pairs.spearman is not None:
+            rho = f"{pairs.spearman:.3f}"
         lines.append(f"{title:<{width}}  {rho:>8}  {pairs.pairs:>7}  {100 * pairs.oov:>5.1f} %")
     return "\n".join(table(sections)), "\n".join(lines)
 
@@ -126,12 +252,6 @@ def as_dict(scores: Scores) -> dict[str, Any]:
     """
     by_name = {pairs.name: asdict(pairs) for pairs in scores.similarities}
     plain = {"analogies": asdict(scores.analogies), "similarity": by_name}
-    others = {name: asdict(other) for name, other in scores.further.items()}
-    return plain | {"questions": others} if others else plain
-
-
-def _ranks(values_P: Sequence[float]) -> np.ndarray:
-    """Return ranks from 1; equal values share their mean rank."""
-    # SciPy does the same, but its import takes 1 s and 55 MiB at the end of each run.
-    _, place_P, count = np.unique(values_P, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place_P]
+    if scores.further:
+        plain["questions"] = {name: asdict(other) for name, other in scores.further.items()}
+    return plain

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,27 @@ from w2v.vectors.query import normalize
 from w2v.vectors.runs import Run
 
 log = logging.getLogger("w2v")
+
 PANELS = (  # metric, its title, and the x axis; drawn if any run has the metric
-    ("loss", "loss of a positive pair", "words"),
-    ("held_out_loss", "held-out loss of a positive pair", "words"),
-    ("held_out_loss", "held-out loss of a positive pair", "seconds"),
-    ("analogies", "analogies that are right", "seconds"),
+    ("loss", "training loss", "words"),
+    ("held_out_loss", "held-out loss", "words"),
+    ("held_out_loss", "held-out loss", "seconds"),
+    ("analogies", "analogy accuracy", "seconds"),
     ("words_per_s", "words per second", "seconds"),
 )
+Panel = tuple[str, str, str]
 X_TITLES = {"words": "raw words", "seconds": "seconds of training"}
 # Readable on white and on black, as is GREY.
 COLORS = "#2f7de1 #d9463e #0e8f7e #b26a00 #8a5cf0 #d63a8a #4d8f0e #0b87a8".split()
 GREY = "#808890"
 PERPLEXITY = 20.0
 TSNE_STEPS = 500  # half of the default: the divergence is 2 % greater
-CORNERS = (3, 1), (3, -1), (-3, 1), (-3, -1)  # of a dot, in points, where its name may begin
+CORNERS = [  # places around a dot where its name may be: from it in points, and which end is there
+    (3, 1, "left", "bottom"),
+    (3, -1, "left", "top"),
+    (-3, 1, "right", "bottom"),
+    (-3, -1, "right", "top"),
+]
 
 
 class PlotError(ValueError):
@@ -54,15 +62,18 @@ def curves(runs: Mapping[str, Sequence[Run]], file: Path) -> Path:
         remedy = "a line is written every run.log_seconds and at the end"
         raise PlotError(f"metrics.jsonl of {', '.join(runs)} is empty; {remedy}")
     # Two panels side by side; the last row may have a free place.
-    rows, columns = -(-len(shown) // 2), min(len(shown), 2)
-    figure = _figure(6.5 * columns, 4.5 * rows + 0.2 * len(runs))
-    for number, panel in enumerate(shown, start=1):
-        axis = figure.add_subplot(rows, columns, number)
-        _draw_panel(axis, runs, *panel)
-    corpora = {str(run.settings["corpus.path"]) for group in runs.values() for run in group}
-    figure.suptitle(_plain(f"Training on {', '.join(sorted(corpora))}"))
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
-    return _save(figure, file)
+    rows = -(-len(shown) // 2)
+    columns = min(len(shown), 2)
+    with _one_warning():
+        figure = _figure(6.5 * columns, 4.5 * rows + 0.2 * len(runs))
+        for number, panel in enumerate(shown, start=1):
+            axis = figure.add_subplot(rows, columns, number)
+            _draw_panel(axis, runs, panel)
+        corpora = {run.settings["corpus.path"] for group in runs.values() for run in group}
+        figure.suptitle(_plain(f"Training on {', '.join(sorted(corpora))}"))
+        handles, labels = axis.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left")
+        return _save(figure, file)
 
 
 def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
@@ -70,48 +81,51 @@ def panels(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
     grey = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), GREY)
     grey |= dict.fromkeys(("axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
     drawn = {}
-    for metric, title, x in _panels(runs):
-        with import_module("matplotlib").rc_context(grey), io.BytesIO() as file:
+    with import_module("matplotlib").rc_context(grey), _one_warning():
+        for panel in _panels(runs):
+            file = io.BytesIO()
             figure = _figure(4.5, 3)
-            _draw_panel(figure.subplots(), runs, metric, title, x)
+            _draw_panel(figure.subplots(), runs, panel)
             figure.savefig(file, format="svg", transparent=True)
+            _, title, x = panel
             drawn[f"{title}, by {X_TITLES[x]}"] = file.getvalue()
     return drawn
 
 
-def _panels(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, str, str]]:
+def _panels(runs: Mapping[str, Sequence[Run]]) -> list[Panel]:
     """Return the panels for which there is a point."""
     everything = [run for group in runs.values() for run in group]
-    return [panel for panel in PANELS if any(run.curve(panel[0]) for run in everything)]
+    return [panel for panel in PANELS if any(run.curve(panel[0], panel[2]) for run in everything)]
 
 
-def _draw_panel(
-    axis: Any, runs: Mapping[str, Sequence[Run]], metric: str, title: str, x: str
-) -> None:
+def _draw_panel(axis: Any, runs: Mapping[str, Sequence[Run]], panel: Panel) -> None:
+    """Draw the mean of the runs of each label, and the band of several."""
+    metric, title, x = panel
     for number, (label, group) in enumerate(runs.items()):
         label = _plain(label)
         # After all colors, the same ones with other line styles.
-        round_number, color = divmod(number, len(COLORS))
-        style = {"color": COLORS[color], "linestyle": ("-", "--", ":")[round_number % 3]}
+        color = COLORS[number % len(COLORS)]
+        style = ("-", "--", ":")[number // len(COLORS) % 3]
         lines = [np.array(points).T for run in group if (points := run.curve(metric, x))]
         if not lines:
-            axis.plot([], [], label=label, **style)  # for the legend
+            axis.plot([], [], label=label, color=color, linestyle=style)  # for the legend
             continue
         # Seeds have points at different x: interpolate at all of them, up to the first run's end.
-        xs = np.unique(np.concatenate([line[0] for line in lines]))
-        xs = xs[xs <= min(line[0].max() for line in lines)]
-        ys = np.array([np.interp(xs, *line) for line in lines])
-        axis.plot(xs, ys.mean(0), marker=".", linewidth=1, label=label, **style)
+        xs = np.unique(np.concatenate([line_x for line_x, _ in lines]))
+        xs = xs[xs <= min(line_x.max() for line_x, _ in lines)]
+        ys = np.array([np.interp(xs, line_x, line_y) for line_x, line_y in lines])
+        axis.plot(xs, ys.mean(0), color, marker=".", linewidth=1, label=label, linestyle=style)
         if len(lines) > 1:
-            axis.fill_between(xs, ys.min(0), ys.max(0), color=COLORS[color], alpha=0.2, linewidth=0)
+            axis.fill_between(xs, ys.min(0), ys.max(0), color=color, alpha=0.2, linewidth=0)
     axis.set(title=title, xlabel=X_TITLES[x])
     ticker = import_module("matplotlib.ticker")
     short = ticker.EngFormatter(sep="")  # such as 10M
+    axis.xaxis.set_major_formatter(short)
     if x == "seconds":
         axis.set_xscale("log")  # runs that are compared may differ tenfold
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_minor_formatter("")
-    axis.xaxis.set_major_formatter("{x:g}" if x == "seconds" else short)
+        axis.xaxis.set_major_formatter("{x:g}")
     if metric == "words_per_s":
         axis.yaxis.set_major_formatter(short)
     if metric == "analogies":
@@ -132,18 +146,24 @@ def word_map(kv: Words, file: Path, words: int) -> Path:
     figure = _figure(14, 14)
     axis = figure.subplots()
     colors = [COLORS[group] for group in group_N]
-    axis.scatter(*places_N2.T, s=8, color=colors)
+    axis.scatter(places_N2[:, 0], places_N2[:, 1], s=8, color=colors)
     axis.set(xticks=[], yticks=[])
-    # matplotlib warns of each letter that the font lacks: log one of the warnings.
-    with warnings.catch_warnings(record=True) as caught:
+    with _one_warning():
         named = _name_dots(axis, places_N2, kv.index_to_key[:words], colors)
         shown = f"the {len(places_N2):,} most frequent words by t-SNE of cosines"
         axis.set_title(f"{shown}; {named:,} named")
-        file = _save(figure, file)
-    if caught:
+        return _save(figure, file)
+
+
+@contextmanager
+def _one_warning() -> Iterator[None]:
+    """Log the first of matplotlib's warnings of letters without a glyph."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    missing = [str(warning.message) for warning in caught if "font" in str(warning.message)]
+    if missing:
         another = "'font.family: Noto Sans CJK JP' in a file matplotlibrc sets another font"
-        log.warning(f"matplotlib: {caught[0].message}; a line such as {another}")
-    return file
+        log.warning(f"matplotlib: {missing[0]}; a line such as {another}")
 
 
 def project(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -173,11 +193,10 @@ def _name_dots(
     axis.figure.draw_without_rendering()  # which sets the layout, and so the pixels of places
     taken = np.empty((0, 4))  # x0, y0, x1, y1 of each name
     for rank, (place, word, color) in enumerate(zip(places_N2, words, colors, strict=True)):
-        text = axis.annotate(_plain(printable(word)), place, (0, 0), textcoords="offset points")
+        text = axis.annotate(_plain(word), place, (0, 0), textcoords="offset points")
         text.set(color=color, fontsize=max(13 - rank / 25, 8), in_layout=False)
-        for x, y in CORNERS:
-            text.set(position=(x, y), ha="left" if x > 0 else "right")
-            text.set(va="bottom" if y > 0 else "top")
+        for x, y, end, side in CORNERS:
+            text.set(position=(x, y), ha=end, va=side)
             box = text.get_window_extent().padded(1)
             beside = (taken[:, 2] < box.x0) | (taken[:, 0] > box.x1)
             above = (taken[:, 3] < box.y0) | (taken[:, 1] > box.y1)
@@ -190,8 +209,8 @@ def _name_dots(
 
 
 def _plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib reads formulas."""
-    return text.replace("$", r"\$")
+    """Escape control characters, and the dollar signs of formulas."""
+    return printable(text).replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> Any:

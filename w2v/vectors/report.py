@@ -6,6 +6,7 @@ such as its words, is escaped.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 from base64 import b64encode
@@ -16,19 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from w2v.system.files import atomic_write, printable
+from w2v.system.files import atomic_write
 from w2v.text.vocab import Vocab
 from w2v.vectors import load, plots, query, runs
 from w2v.vectors.datasets import RESTRICT_VOCAB
-from w2v.vectors.runs import Run
+from w2v.vectors.runs import Run, markup
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 Runs = Mapping[str, Run]  # by the name that is shown
 
 MAP_WORDS = 500  # the most frequent ones
 NEAR = 8  # neighbors of each word
-# Characters with a meaning in Markdown, its tables or HTML.
-MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "\n&<>|`*[]\\"}
 
 
 def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
@@ -44,16 +43,14 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
     maps: list[dict[str, Any]] = []
     nearest: dict[str, list[str]] = {}  # a cell for each run with vectors, by word
     for label, run in shown.items():
-        if (run.folder / "vectors.kv").exists():
-            kv = load.load_words(run.folder)
-            try:
-                its_map = _map(label, kv)
-            except plots.PlotError:  # too few words
-                continue
+        if not (run.folder / "vectors.kv").exists():
+            continue
+        kv = load.load_words(run.folder)
+        with contextlib.suppress(plots.PlotError):  # too few words
+            maps.append(_map(label, kv))
             nearest = nearest or {word: [] for word in query.example_words(kv.index_to_key)}
             for word, cells in nearest.items():
                 cells.append(_neighbors(kv, word))
-            maps.append(its_map)
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
     corpora = sorted({str(run.settings["corpus.path"]) for run in shown.values()})
@@ -89,29 +86,27 @@ def _comparison(shown: Runs) -> str:
 
 def _sections(shown: Runs, header: Sequence[str]) -> str:
     """Return scores of the sections that any run has counted, folded."""
-    parts = [run.scores.get("analogies", {}).get("sections", []) for run in shown.values()]
-    by_name = [{part["name"]: part for part in of_run} for of_run in parts]
+    counted: dict[str, dict[str, str]] = {}  # cells by section and run
+    for label, run in shown.items():
+        for part in run.scores["analogies"]["sections"]:
+            if part["counted"]:
+                score = f"{part['accuracy'] or 0:.1%} <small>of {part['counted']:,}</small>"
+                counted.setdefault(part["name"], {})[label] = score
     rows = [
-        [_text(name), *(_share(each.get(name)) for each in by_name)]
-        for name in dict.fromkeys(name for each in by_name for name in each)
+        [_text(name), *(cells.get(label, "-") for label in shown)]
+        for name, cells in counted.items()
     ]
-    counted = [row for row in rows if set(row[1:]) != {"-"}]
-    return _folded("sections of analogies", _table(header, counted)) if counted else ""
+    if not rows:
+        return ""
+    return _folded("sections of analogies", _table(header, rows))
 
 
 def _details(run: Run) -> str:
     """Return the hardware and all settings of a run, folded."""
-    environment = run.folder / "env.txt"
-    lines = [environment.read_text(encoding="utf-8")] if environment.exists() else []
+    lines = [runs.environment(run.folder)]
     lines += [f"{key}={value}" for key, value in run.settings.items()]
-    content = f"<pre>{_text(chr(10).join(lines))}</pre>"
+    content = f"<pre>{_text(chr(10).join(lines).strip())}</pre>"
     return _folded(f"settings of {_text(run.folder.name)}", content)
-
-
-def _share(score: dict[str, Any] | None) -> str:
-    if not score or not score["counted"]:
-        return "-"
-    return f"{score['accuracy']:.1%} <small>of {score['counted']:,}</small>"
 
 
 def _curves(shown: Runs) -> str:
@@ -128,11 +123,11 @@ def _curves(shown: Runs) -> str:
 def _phases(shown: Runs) -> str:
     """Return a bar of phases for each run that has recorded them."""
     taken = {
-        label: {line["phase"]: line["seconds"] for line in run.metrics if "phase" in line}
+        label: {line["phase"]: line["seconds"] or 0 for line in run.metrics if line["phase"]}
         for label, run in shown.items()
     }
     longest = max(sum(phases.values()) for phases in taken.values())
-    if not longest:
+    if longest <= 0:
         return ""
     names = list(dict.fromkeys(phase for phases in taken.values() for phase in phases))
     # All bars have one scale: that of the longest run fills the page.
@@ -202,21 +197,20 @@ def write_card(folder: Path, vocab: Vocab) -> None:
     settings = run.settings
     words = len(vocab.words)
     environment = dict.fromkeys(("machine", "w2v", "commit", "python", "torch"), "unknown")
-    if (folder / "env.txt").exists():
-        lines = (folder / "env.txt").read_text(encoding="utf-8").splitlines()
-        environment |= dict(line.split(" ", 1) for line in lines if " " in line)
-
+    for line in runs.environment(folder).splitlines():
+        name, _, value = line.partition(" ")
+        environment[name] = markup(value.replace(" |", ","))
     # Settings, scores and costs, as `w2v compare` has them, a row for each.
     columns = runs.table(runs.rows([run])).items()
-    figures = "\n".join(f"| {name} | {cell} |" for name, [cell] in columns)
-    path = printable(settings["corpus.path"]).translate(MARKUP)
-    model = "CBOW" if settings["model.architecture"] == "cbow" else "skip-gram"
-    by = ["negative sampling"] if settings["model.negative"] else []
-    by += ["hierarchical softmax"] if settings["model.hs"] else []
+    figures = "\n".join(f"| {markup(name)} | {markup(cell)} |" for name, [cell] in columns)
+    path = markup(settings["corpus.path"])
+    model = {"cbow": "CBOW"}.get(settings["model.architecture"], "skip-gram")
+    objectives = {"model.negative": "negative sampling", "model.hs": "hierarchical softmax"}
+    by = [name for key, name in objectives.items() if settings[key]]
     card = f"""# Word vectors of {path}
 
 {words:,} words of {settings["model.vector_size"]} dimensions, trained by {model} with \
-{", ".join(by)} and {settings["optimizer.name"]}.
+{", ".join(by)} and {markup(settings["optimizer.name"])}.
 
 ```python
 from gensim.models import KeyedVectors
@@ -230,7 +224,7 @@ vectors.most_similar({vocab.words[0]!r})
 | text | {path}: {vocab.raw_words:,} words, {vocab.raw_types:,} distinct |
 | vocabulary | {words:,} words; min_count {settings["vocab.min_count"]} |
 | training | {run.scores["words"]:,} words in {run.scores["seconds"]:.1f} s |
-| hardware | {environment["machine"].replace(" |", ",")} |
+| hardware | {environment["machine"]} |
 | software | w2v {environment["w2v"]}, commit {environment["commit"]}, \
 Python {environment["python"]}, torch {environment["torch"]} |
 {figures}

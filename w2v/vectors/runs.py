@@ -5,7 +5,9 @@ A table has a row for each setting: the mean, and the spread over seeds.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
 import io
 import json
 import logging
@@ -19,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from w2v.system.files import nearest, refused
+from w2v.system.files import nearest, printable, refused
 from w2v.vectors.datasets import title
 
 log = logging.getLogger("w2v")
@@ -34,6 +36,27 @@ OTHERS = "other settings"  # heading of one column for all others that differ be
 NO_SETTING = ("train.seed", "corpus.data_dir", "run.")  # may differ between runs of one row
 Columns = dict[str, list[str]]  # cells by heading
 
+# What is read of a run folder: the default of each key, which tells its type; None is a number that
+# may be missing. Any other value, such as NaN, is replaced by the default. `...` is any key.
+PART = {"name": "", "accuracy": None, "counted": None}
+ANALOGIES = {"total": PART, "semantic": PART, "syntactic": PART, "sections": [PART]}
+SCORES = {
+    "diverged": "",  # the reason
+    "analogies": ANALOGIES,
+    "questions": {...: ANALOGIES},
+    "similarity": {...: {"spearman": None}},
+    **dict.fromkeys("words seconds loss held_out_loss bytes_host bytes_gpu".split()),
+}
+LINE = {  # of metrics.jsonl
+    "phase": "",
+    **dict.fromkeys("epoch words seconds loss held_out_loss analogies words_per_s".split()),
+}
+SETTINGS = {"corpus.path": "unknown", "optimizer.name": "unknown", "run.name": "", "train.seed": 1}
+LARGEST = 1e15  # above all numbers that a run writes; plots overflow at far greater ones
+# Characters with a meaning in Markdown, its tables or HTML.
+MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "&<>|`*[]\\"}
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a text that a spreadsheet takes for a formula
+
 
 class RunError(ValueError):
     """A run folder that cannot be found or read; one line with the remedy."""
@@ -43,25 +66,26 @@ class RunError(ValueError):
 class Run:
     """What a run has written.
 
-    Scores are empty for an unfinished run, and have the reason "diverged" for one that did.
+    An unfinished run has the default scores; one that diverged has the reason "diverged".
     """
 
     folder: Path
     settings: dict[str, Any]  # the config by dotted name, such as "optimizer.lr"
-    scores: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    scores: dict[str, Any]  # as in SCORES
+    metrics: list[dict[str, Any]]  # as in LINE
 
     def curve(self, name: str, x: str = "words") -> list[tuple[float, float]]:
         """Return the points (x, metric), with the final score as the last one.
 
         Means of epochs are used where the run has recorded them.
         """
-        final = {key: self.scores.get(key) for key in ("words", "seconds", "held_out_loss")}
-        total = self.scores.get("analogies", {}).get("total", {})
-        final["analogies"] = total.get("accuracy") if total.get("counted", 1) else None
-        lines = [line for line in self.metrics if "epoch" in line and name in line]
-        points = [(line.get(x), line.get(name)) for line in [*(lines or self.metrics), final]]
-        return [point for point in points if None not in point]
+        final = {key: self.scores[key] for key in ("words", "seconds", "held_out_loss")}
+        total = self.scores["analogies"]["total"]
+        if total["counted"]:
+            final["analogies"] = total["accuracy"]
+        epochs = [line for line in self.metrics if None not in (line["epoch"], line[name])]
+        points = [(line[x], line.get(name)) for line in [*(epochs or self.metrics), final]]
+        return [(at, value) for at, value in points if at is not None and value is not None]
 
 
 def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
@@ -80,8 +104,9 @@ def find(run: str | Path, file: str, runs: str | Path = "runs") -> Path:
     folder = Path(run)
     if not folder.exists():
         near = nearest(folder.name, (path.name for path in folder.parent.glob("*")))
-        hint = f"did you mean {folder.parent / near}?" if near else "name a run, such as latest"
-        raise RunError(f"{run} does not exist; {hint}")
+        if near:
+            raise RunError(f"{run} does not exist; did you mean {folder.parent / near}?")
+        raise RunError(f"{run} does not exist; name a run, such as latest")
     if (folder / file).is_file():
         return folder
     # To name the parent of the run folders is a common mistake.
@@ -119,35 +144,102 @@ def picture_path(folders: Sequence[Path], name: str, to: str | Path | None = Non
     several runs in the folder "pictures" beside the first.
     """
     if to is None:
-        to = folders[0] if len(folders) == 1 else folders[0].parent / "pictures"
+        to = folders[0]
+        if len(folders) > 1:
+            to = to.parent / "pictures"
         return to / name
-    return Path(to) / name if Path(to).is_dir() else Path(to)
+    if Path(to).is_dir():
+        return Path(to) / name
+    return Path(to)
 
 
 def read(folder: Path) -> Run:
     """Read config.yaml, metrics.jsonl and, if present, scores.json."""
     remedy = "leave it out, or train it again"
     with refused(RunError, f"{folder} is not a whole run folder", remedy):
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        # A run that still trains, or was killed, may leave its last line half-written.
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        scores = folder / "scores.json"
-        return Run(
-            folder,
-            {f"{section}.{key}": keys[key] for section, keys in config.items() for key in keys},
-            dict(json.loads(scores.read_text(encoding="utf-8"))) if scores.exists() else {},
-            [dict(json.loads(line)) for line in lines],
-        )
+        config = _Loader(_text_of(folder / "config.yaml")).get_single_data()
+        settings = {
+            f"{section}.{key}": _plain(value)
+            for section, keys in dict(config).items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        }
+        scores: dict[str, Any] = {}
+        if (folder / "scores.json").exists():
+            scores = dict(json.loads(_text_of(folder / "scores.json")))
+        metrics = _read_lines(folder / "metrics.jsonl")
+    return Run(folder, settings | _fitted(settings, SETTINGS), _fitted(scores, SCORES), metrics)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse aliases, as a short file of them can stand for endless values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("config.yaml has an alias")
+        return super().compose_node(parent, index)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl without the lines that are damaged."""
+    lines = []
+    # A run that still trains, or was killed, may leave its last line half-written.
+    whole = _text_of(file).split("\n")[:-1]
+    for line in whole:
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(_fitted(json.loads(line), LINE))
+    if damaged := len(whole) - len(lines):
+        log.warning(f"{file}: {damaged} of {len(whole)} lines are damaged and left out")
+    return lines
+
+
+def _text_of(file: Path) -> str:
+    """Return the text of a file; a pipe of this name could be read forever."""
+    if not file.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON; YAML has dates, and keys of any type."""
+    return json.loads(json.dumps(value, default=str, skipkeys=True))
+
+
+def _fitted(value: Any, shape: Any) -> Any:
+    """Return what fits a shape such as SCORES, and defaults for the rest."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            value = {}
+        if ... in shape:
+            return {key: _fitted(value[key], shape[...]) for key in value}
+        return {key: _fitted(value.get(key), shape[key]) for key in shape}
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            value = []
+        return [_fitted(item, shape[0]) for item in value]
+    is_number = type(value) in (int, float) and abs(value) < LARGEST  # not if it is NaN
+    if isinstance(value, str) == isinstance(shape, str) and (is_number or isinstance(value, str)):
+        return value
+    return shape
+
+
+def environment(folder: Path) -> str:
+    """Return versions and hardware of a run, or nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        return _text_of(folder / "env.txt")
+    return ""
 
 
 def read_all(folders: Sequence[Path]) -> dict[str, Run]:
     """Read runs by the names of folders, or by paths if names are equal."""
-    names = [folder.absolute().name for folder in folders]
-    labels = names if len(set(names)) == len(names) else map(str, folders)
+    labels = [folder.absolute().name for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = [str(folder) for folder in folders]
     return {label: read(folder) for label, folder in zip(labels, folders, strict=True)}
 
 
-FORMATS = {  # of numbers by column; by default .1f for percent and .3f for correlations
+FORMATS = {  # of numbers by column, or by its last letter; .3f of the others, correlations
+    "%": ".1f",
     "held-out loss": ".4f",
     "loss": ".4f",
     "questions": ".0f",
@@ -164,29 +256,33 @@ WITHOUT_SPREAD = {"questions", "M words/s"}
 def figures(run: Run) -> dict[str, float | None]:
     """Return scores and costs by the heading of their column; None if missing."""
     scores = run.scores
-    google = scores.get("analogies", {})
-    pairs = scores.get("similarity", {})
-    words, seconds = scores.get("words"), scores.get("seconds")
-    bytes_host, bytes_gpu = scores.get("bytes_host"), scores.get("bytes_gpu")
-
-    def percent(analogies: dict[str, Any], part: str) -> float | None:
-        score = analogies.get(part, {})
-        return 100 * score["accuracy"] if score.get("counted") else None
-
-    return {
-        "held-out loss": scores.get("held_out_loss"),
-        "loss": scores.get("loss"),
-        "analogies %": percent(google, "total"),
-        "questions": google.get("total", {}).get("counted"),
-        "semantic %": percent(google, "semantic"),
-        "syntactic %": percent(google, "syntactic"),
-        **{title(name): own.get("spearman") for name, own in pairs.items()},
-        **{f"{name} %": percent(own, "total") for name, own in scores.get("questions", {}).items()},
-        "M words/s": words / seconds / 1e6 if words and seconds else None,
-        "seconds": seconds,
-        "host MiB": bytes_host / 2**20 if bytes_host else None,
-        "GPU MiB": bytes_gpu / 2**20 if bytes_gpu else None,
+    google = scores["analogies"]
+    found: dict[str, float | None] = {
+        "held-out loss": scores["held_out_loss"],
+        "loss": scores["loss"],
+        "analogies %": _percent(google["total"]),
+        "questions": google["total"]["counted"],
+        "semantic %": _percent(google["semantic"]),
+        "syntactic %": _percent(google["syntactic"]),
     }
+    for name, pairs in scores["similarity"].items():
+        found[title(name)] = pairs["spearman"]
+    for name, analogies in scores["questions"].items():
+        found[f"{name} %"] = _percent(analogies["total"])
+    found |= dict.fromkeys(("M words/s", "seconds", "host MiB", "GPU MiB"))
+    if scores["words"] and scores["seconds"]:
+        found["M words/s"] = scores["words"] / scores["seconds"] / 1e6
+        found["seconds"] = scores["seconds"]
+    for name, key in (("host MiB", "bytes_host"), ("GPU MiB", "bytes_gpu")):
+        if scores[key]:
+            found[name] = scores[key] / 2**20
+    return found
+
+
+def _percent(part: dict[str, Any]) -> float | None:
+    if not part["counted"] or part["accuracy"] is None:
+        return None
+    return 100 * part["accuracy"]
 
 
 @dataclass(frozen=True)
@@ -202,16 +298,16 @@ def quality(runs: Sequence[Run]) -> tuple[float, float]:
 
     The loss decides between equal scores. Both are -inf if a run diverged.
     """
-    if any("diverged" in run.scores for run in runs):
+    if any(run.scores["diverged"] for run in runs):
         return -math.inf, -math.inf
-    means, losses = [], []
+    means = []
+    losses = []
     for scores in (run.scores for run in runs):
-        sets = [scores["analogies"], *scores.get("questions", {}).values()]
-        values = [each["total"]["accuracy"] for each in sets if each["total"]["counted"]]
-        correlations = [pairs["spearman"] for pairs in scores["similarity"].values()]
-        values += [value for value in correlations if value is not None]
-        means.append(mean(values or [-1.0]))
-        losses.append(scores.get("held_out_loss") or 0.0)
+        totals = [each["total"] for each in (scores["analogies"], *scores["questions"].values())]
+        values = [total["accuracy"] for total in totals if total["counted"]]
+        values += [pairs["spearman"] for pairs in scores["similarity"].values()]
+        means.append(mean([value for value in values if value is not None] or [-1.0]))
+        losses.append(scores["held_out_loss"] or 0.0)
     return mean(means), -mean(losses)
 
 
@@ -230,7 +326,9 @@ def rows(runs: Sequence[Run]) -> list[Row]:
     several = len({run.settings["corpus.path"] for run in runs}) > 1
 
     def rank(row: Row) -> tuple[float, float]:
-        return quality(by_name[_name(row.runs[0])] if several else row.runs)
+        if several:
+            return quality(by_name[_name(row.runs[0])])
+        return quality(row.runs)
 
     return sorted(groups.values(), key=rank, reverse=True)
 
@@ -265,29 +363,37 @@ def _cells(row: Row, differing: Sequence[str], headings: Iterable[str]) -> dict[
     others = [f"{key.partition('.')[2]}={_text(row.settings.get(key))}" for key in differing]
     cells[OTHERS] = " ".join(text for text in others if not text.endswith(("={}", "=null")))
     # A seed whose run diverged counts as one, but has no scores.
-    seeds = {run.settings["train.seed"]: "diverged" in run.scores for run in row.runs}
+    seeds = {run.settings["train.seed"]: bool(run.scores["diverged"]) for run in row.runs}
     finished = len(seeds) - sum(seeds.values())
-    cells["seeds"] = str(finished) if finished == len(seeds) else f"{finished} of {len(seeds)}"
-    measured = [*map(figures, row.runs)]
+    cells["seeds"] = str(len(seeds))
+    if finished < len(seeds):
+        cells["seeds"] = f"{finished} of {len(seeds)}"
+    measured = [figures(run) for run in row.runs]
     for name in headings:
         values = [value for of_run in measured if (value := of_run.get(name)) is not None]
-        form = FORMATS.get(name, ".1f" if name.endswith("%") else ".3f")
-        cells[name] = spread(values, form) if finished else "diverged"
+        cells[name] = spread(values, FORMATS.get(name) or FORMATS.get(name[-1:], ".3f"))
+        if not finished:
+            cells[name] = "diverged"
     return cells
 
 
 def _text(value: Any) -> str:
-    """Return the value of a setting; a number without needless digits."""
+    """Return the value of a setting on one line."""
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, str):
-        return value
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        return printable(value)
+    return json.dumps(value)
 
 
 def spread(values: Sequence[float], form: str) -> str:
     """Format the mean, and the standard deviation if there are several values."""
+    if not values:
+        return "-"
+    text = f"{mean(values):{form}}"
     if len(values) > 1:
-        return f"{mean(values):{form}} +- {stdev(values):{form}}"
-    return f"{values[0]:{form}}" if values else "-"
+        text += f" +- {stdev(values):{form}}"
+    return text
 
 
 def in_120_columns(columns: Columns) -> str:
@@ -300,27 +406,49 @@ def in_120_columns(columns: Columns) -> str:
         del columns[name]
     aligned = []
     for name, cells in columns.items():
-        parts = [cell.split(" +- ") for cell in cells]
-        shown = [name, *("±".join(part[:1] if name in WITHOUT_SPREAD else part) for part in parts)]
+        shown = [name, *(cell.replace(" +- ", "±") for cell in cells)]
+        if name in WITHOUT_SPREAD:
+            shown = [cell.partition("±")[0] for cell in shown]
+        align = str.ljust
+        if any(cell[:1].isdigit() for cell in cells):
+            align = str.rjust
         width = max(map(len, shown))
-        is_number = any(cell[:1].isdigit() for cell in cells)
-        aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in shown])
+        aligned.append([align(cell, width) for cell in shown])
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     notes = [textwrap.fill(note, 120, subsequent_indent="  ") for note in notes]
     return "\n".join([*lines, *notes])
 
 
 def markdown(columns: Columns) -> str:
-    """Format a Markdown table."""
-    lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    """Format a Markdown table; text from runs is shown as it is."""
+    lines = [[markup(name) for name in columns], ["---"] * len(columns)]
+    lines += [[markup(cell) for cell in cells] for cells in zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def markup(text: object) -> str:
+    """Escape text for Markdown, its tables and HTML."""
+    return printable(str(text)).translate(MARKUP)
 
 
 def as_csv(runs: Sequence[Run]) -> str:
     """Format all settings and unrounded figures as CSV, a line for each run."""
-    lines = [{key: _text(run.settings[key]) for key in run.settings} | figures(run) for run in runs]
+    lines = []
+    for run in runs:
+        line: dict[str, Any] = {}
+        for key, value in run.settings.items():
+            line[key] = _text(value)
+            if isinstance(value, str):
+                line[key] = _unformula(value)
+        line |= figures(run)
+        lines.append({_unformula(key): value for key, value in line.items()})
     file = io.StringIO()
     writer = csv.DictWriter(file, dict.fromkeys(name for line in lines for name in line))
     writer.writeheader()
     writer.writerows(lines)
     return file.getvalue()
+
+
+def _unformula(text: str) -> str:
+    """Quote a text for CSV that a spreadsheet would compute."""
+    return printable("'" * text.startswith(FORMULA) + text)

@@ -1,6 +1,5 @@
 // Words of a text that are kept, and windows and negatives of batches, as in reference.py. Each
-// number has random bits of its own, so threads share no state. And the answers of analogies, as
-// each run loads this file.
+// number has random bits of its own, so threads share no state.
 
 #include "common.cuh"
 
@@ -108,74 +107,4 @@ extern "C" __global__ void draw(
         const int length = entries / parts;
         negatives[i - centers] = entry % length * parts + (parts - 1 - entry / length);
     });
-}
-
-// Find the row with the greatest cosine to each target, without rows of three groups, and the
-// greatest cosine of the others. Words are split: block b compares TILE targets with every
-// splits-th TILE of words, and writes its best to [b % splits].
-//
-// targets: of length 1. scale: 1 by the length of each vector; its rows are `stride` floats apart.
-constexpr int TILE = 128, DEPTH = 8, SIDE = 8;  // a thread computes SIDE x SIDE cosines
-extern "C" __global__ void nearest(
-    const float* targets, const int* excluded, long long questions, const float* vectors,
-    long long stride, const float* scale, const int* groups, long long words, int dim, int splits,
-    float* best_out, int* row_out, float* second_out) {
-    __shared__ float left[DEPTH][TILE + 4], right[DEPTH][TILE + 4];  // 4 against bank conflicts
-    const long long first = blockIdx.x / splits * (long long)TILE;
-    const int split = blockIdx.x % splits, x = threadIdx.x % 16, y = threadIdx.x / 16;
-    float best[SIDE], second[SIDE];
-    int row[SIDE] = {};
-    for (int i = 0; i < SIDE; i++) best[i] = second[i] = -2;  // below all cosines
-    for (long long begin = split * TILE; begin < words; begin += splits * TILE) {
-        float dots[SIDE][SIDE] = {};
-        for (int d = 0; d < dim; d += DEPTH) {
-            for (int i = threadIdx.x; i < TILE * DEPTH; i += blockDim.x) {
-                const int n = i / DEPTH, k = i % DEPTH;
-                const bool in = d + k < dim;
-                left[k][n] = in && first + n < questions ? targets[(first + n) * dim + d + k] : 0;
-                right[k][n] = in && begin + n < words ? vectors[(begin + n) * stride + d + k] : 0;
-            }
-            __syncthreads();
-#pragma unroll
-            for (int k = 0; k < DEPTH; k++)
-#pragma unroll
-                for (int i = 0; i < SIDE; i++)
-#pragma unroll
-                    for (int j = 0; j < SIDE; j++)
-                        dots[i][j] += left[k][y * SIDE + i] * right[k][x + 16 * j];
-            __syncthreads();
-        }
-#pragma unroll
-        for (int j = 0; j < SIDE; j++) {
-            const long long word = begin + x + 16 * j;
-            if (word >= words) continue;
-#pragma unroll
-            for (int i = 0; i < SIDE; i++) {
-                const float cosine = dots[i][j] * scale[word];
-                if (!(cosine > second[i])) continue;  // nor where it is NaN, of a zero vector
-                const int* not_of = excluded + 3 * min(first + y * SIDE + i, questions - 1);
-                const int group = groups[word];
-                if (group == not_of[0] || group == not_of[1] || group == not_of[2]) continue;
-                if (cosine > best[i]) row[i] = word;
-                second[i] = fminf(cosine, best[i]);
-                best[i] = fmaxf(cosine, best[i]);
-            }
-        }
-    }
-    // The 16 threads of the same targets are neighbours in a warp.
-    for (int i = 0; i < SIDE; i++) {
-        for (int lane = 8; lane; lane /= 2) {
-            const float other = __shfl_xor_sync(ALL, best[i], lane);
-            const int other_row = __shfl_xor_sync(ALL, row[i], lane);
-            second[i] = fmaxf(second[i], __shfl_xor_sync(ALL, second[i], lane));
-            second[i] = fmaxf(second[i], fminf(best[i], other));
-            if (other > best[i]) row[i] = other_row;
-            best[i] = fmaxf(best[i], other);
-        }
-        const long long question = first + y * SIDE + i;
-        if (x || question >= questions) continue;
-        best_out[split * questions + question] = best[i];
-        row_out[split * questions + question] = row[i];
-        second_out[split * questions + question] = second[i];
-    }
 }

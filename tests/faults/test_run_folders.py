@@ -1,0 +1,154 @@
+"""Any run folder is read, or refused in one line."""
+
+import json
+import math
+import os
+from itertools import product
+
+import numpy as np
+import pytest
+import yaml
+
+import evaluate
+from tests.support.planted import kv_of
+from tests.support.runs import scores_of, write_run
+from w2v.vectors import export, runs
+
+DEEP = json.loads("[" * 50 + "]" * 50)
+VALUES = {
+    "null": None,
+    "empty": "",
+    "text": "x\x1b[2J\n<b>=",
+    "negative": -1,
+    "nan": math.nan,
+    "infinity": 1e400,
+    "huge": 10**400,
+    "list": [],
+    "mapping": {},
+    "deep": DEEP,
+    "flag": True,
+}
+REMOVED = object()
+LINES = [
+    {"words": n, "seconds": n / 10, "loss": 3 / n, "words_per_s": 10, "lr": 0.1} for n in (1, 2, 3)
+]
+LINES += [{"epoch": 1, "words": 3, "seconds": 0.3, "held_out_loss": 2.0, "analogies": 0.1}]
+LINES += [{"phase": "training", "seconds": 1.0}]
+
+
+def whole_scores():
+    scores = scores_of(0.25)
+    part = {"name": "gram1", "accuracy": 0.5, "correct": 4, "counted": 8, "skipped": 0}
+    scores["analogies"]["sections"] = [part]
+    return scores | {"questions": {"msr": scores["analogies"]}, "diverged": ""}
+
+
+def make_run(folder):
+    return write_run(folder, whole_scores(), "optimizer.name=Adam", metrics=LINES)
+
+
+def places(content, path=()):
+    """Return the path of each value, those inside of others included."""
+    items = []
+    if isinstance(content, dict):
+        items = list(content.items())
+    elif isinstance(content, list):
+        items = list(enumerate(content))
+    found = [path] if path else []
+    for key, value in items:
+        found += places(value, (*path, key))
+    return found
+
+
+def replaced(content, path, value):
+    """Return a copy with another value at a path."""
+    content = json.loads(json.dumps(content))
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is REMOVED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return content
+
+
+def use(folder):
+    """Read a run and make all texts of it; only a `RunError` may come of that."""
+    try:
+        run = runs.read(folder)
+    except runs.RunError as error:
+        assert "\n" not in str(error)
+        return
+    columns = runs.table(runs.rows([run, run]))
+    text = runs.markdown(columns)
+    assert "\x1b" not in text and "<b>" not in text and "=HYPER" not in text
+    runs.in_120_columns(columns)
+    runs.as_csv([run])
+    for name, x in product(("loss", "held_out_loss", "analogies"), ("words", "seconds")):
+        assert all(math.isfinite(number) for point in run.curve(name, x) for number in point)
+
+
+@pytest.mark.parametrize("value", [*VALUES.values(), REMOVED], ids=[*VALUES, "removed"])
+def test_any_value_of_any_key_is_read_or_refused(tmp_path, value):
+    run = make_run(tmp_path / "run")
+    scores = whole_scores()
+    for path in places(scores):
+        (run / "scores.json").write_text(json.dumps(replaced(scores, path, value)))
+        use(run)
+    (run / "scores.json").write_text(json.dumps(scores))
+    for path in places(LINES):
+        lines = [json.dumps(line) + "\n" for line in replaced(LINES, path, value)]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        use(run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    used = [key.split(".") for key in (*runs.SETTINGS, *runs.SHOWN)]
+    for path in [*used, ["train"], ["optimizer"], ["optimizer", "args"]]:
+        (run / "config.yaml").write_text(json.dumps(replaced(config, path, value)))
+        use(run)
+
+
+def test_a_page_curves_and_a_table_of_any_values(tmp_path, capsys):
+    """In each run, all keys of one file have one wrong value."""
+    folder = tmp_path / "runs"
+    for name, value in VALUES.items():
+        run = make_run(folder / f"{name}-scores")
+        scores = dict.fromkeys(whole_scores(), value)
+        (run / "scores.json").write_text(json.dumps(scores))
+        run = make_run(folder / f"{name}-lines")
+        lines = [json.dumps(dict.fromkeys(line, value)) + "\n" for line in LINES]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        run = make_run(folder / f"{name}-config\x1b[2J\n")
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config = {section: dict.fromkeys(keys, value) for section, keys in config.items()}
+        (run / "config.yaml").write_text(json.dumps(config))
+    for command in (["report"], ["plot"], ["compare", "--to", str(tmp_path / "out")]):
+        assert evaluate.main([*command, str(folder)]) == 0
+        output = "".join(capsys.readouterr())
+        assert "Traceback" not in output and "\x1b" not in output
+
+
+FILES = "config.yaml", "scores.json", "metrics.jsonl", "env.txt", "report.html"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["folder", "pipe", "bytes", "nested"])
+def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
+    run = make_run(tmp_path / "run")
+    vectors = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    export.save(kv_of("abcdefgh", vectors), run, ["kv"])
+    (run / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (run / name / "x").mkdir(parents=True)
+    elif kind == "pipe":
+        os.mkfifo(run / name)
+    else:
+        content = {"bytes": b"\xff\0\x1b[2J\n", "nested": b"[" * 100_000 + b"\n"}[kind]
+        (run / name).write_bytes(content)
+    for command in (["report"], ["plot", "--to", str(tmp_path / "c.png")], ["compare"]):
+        status = evaluate.main([*command, str(run)])
+        out, error = capsys.readouterr()
+        assert status in (0, 2) and "\x1b" not in out + error
+        assert error.startswith("error: ") == (status == 2) and error.count("\n") <= 1
+    assert evaluate.main(["nn", str(run), "a"]) == 0
+    assert evaluate.main(["score", str(run)]) == 0

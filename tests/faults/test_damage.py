@@ -15,7 +15,6 @@ import pytest
 from tests.support.damage import DAMAGES, damage
 from tests.support.tiny import tiny_arguments
 from w2v.config import load_config
-from w2v.system import jit
 from w2v.text import open_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -41,30 +40,6 @@ def test_damaged_ids_are_made_anew(tmp_path, caplog):
         assert np.array_equal(found_vocab.counts, vocab.counts)
         assert np.array_equal(found.ids, ids) and np.array_equal(found.offsets, offsets)
         assert (found.raw_words, found.digest) == (corpus.raw_words, corpus.digest)
-
-
-def cubes(numbers):
-    total = 0
-    for number in range(numbers):
-        total += number**3
-    return total
-
-
-def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
-    rng = random.Random(DAMAGES)
-    assert jit.compiled(cubes)(10) == 2025
-    for number in range(DAMAGES // 5):
-        [path] = tmp_path.rglob(("*.nbi", "*.nbc")[number % 2])
-        before = path.read_bytes()
-        damage(path, rng)
-        damaged = path.exists() and path.read_bytes() != before
-        caplog.clear()
-        assert jit.compiled(cubes)(10) == 2025
-        assert damaged == any("is damaged" in message for message in caplog.messages)
-    caplog.clear()
-    kernel = jit.compiled(cubes)
-    assert kernel(10) == 2025 and kernel.stats.cache_hits and not caplog.messages
 
 
 DRAW = """

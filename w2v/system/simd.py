@@ -1,8 +1,10 @@
 """Vector operations on rows of matrices, for loops that numba compiles.
 
 numba leaves vectors to LLVM, which keeps no sums of several rows in registers and checks again for
-each row whether arrays overlap. These operations are written in LLVM's own language. Matrices are
-float32, and contiguous along their rows. "Padded" matrices have rows of whole vectors.
+each row whether arrays overlap. These operations are written in LLVM's own language: with loops in
+plain numba, `w2v train` took 28 s of CPU time in place of 17 (SGD, 100 MB, one epoch), and with
+Adam 56 in place of 36. Matrices are float32, and contiguous along their rows. "Padded" matrices
+have rows of whole vectors.
 
 Shapes: C contexts, T targets, P padded dimensions, N = C * T numbers of pairs.
 """

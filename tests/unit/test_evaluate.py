@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.each_case import each_case
 from tests.support.planted import kv_of, planted, write_questions
 from w2v.vectors import evaluate
 from w2v.vectors.datasets import EvaluationError, in_gensim, judged_pairs

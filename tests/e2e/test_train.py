@@ -85,7 +85,7 @@ def test_run_folder(programs, train, monkeypatch):
     optimizer = "optimizer.name=Adamax", "optimizer.lr=0.1", "optimizer.args={}"
     run, output = train("train.epochs=20", *optimizer)
     expected = "config.yaml env.txt train.log metrics.jsonl scores.json vocab.tsv vectors.kv"
-    expected += " vectors.bin vectors.sha256 checkpoints README.md .lock"
+    expected += " vectors.kv.vectors.npy vectors.bin vectors.sha256 checkpoints README.md .lock"
     assert sorted(os.listdir(run)) == sorted(expected.split())
     for part in ("3,200 words", "trained 64,000 words", str(run), "KeyedVectors.load"):
         assert part in output, part

@@ -266,6 +266,25 @@ def test_exporting_again_updates_the_checksums(tiny_run, run_main):
         assert run_main(evaluate, "nn", tiny_run / "vectors.bin", "a")[0] == 2
 
 
+def test_no_file_of_an_earlier_step_is_left_or_read(tmp_path, run_main):
+    assert run_main(train, *tiny_arguments(tmp_path)) == (0, "")
+    [run] = tmp_path.glob("runs/*")
+    assert run_main(evaluate, "export", run, "--text") == (0, "")
+    (run / "map.png").touch()
+    status, _ = run_main(train, "--resume", run, "train.epochs=9", "run.formats=kv")
+    assert status == 0
+    names = {"vectors.kv", "vectors.kv.vectors.npy", "vectors.sha256"}
+    assert {path.name for path in run.glob("vectors.*")} == names and not (run / "map.png").exists()
+    sums = (run / "vectors.sha256").read_text()
+    assert all(name in sums for name in names - {"vectors.sha256"}) and "vocab.tsv" in sums
+    assert run_main(evaluate, "nn", run, "a") == (0, "")
+    # As if a run that is resumed were stopped after its next checkpoint.
+    (run / "checkpoints" / "step-99999999").mkdir()
+    for command in (["nn", run, "a"], ["score", run / "vectors.kv"], ["map", run]):
+        status, error = run_main(evaluate, *command)
+        assert status == 2 and "the run is at 99,999,999; finish it: w2v train" in error, error
+
+
 class Evil:
     """A pickle of it makes a folder when it is loaded."""
 

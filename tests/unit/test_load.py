@@ -67,6 +67,10 @@ def test_a_whole_model_is_not_keyed_vectors(tmp_path):
         lambda kv: setattr(kv, "vectors", np.ones((2, 2), int)),
         lambda kv: setattr(kv, "vector_size", 3),
         lambda kv: setattr(kv, "index_to_key", ["the", "the"]),
+        lambda kv: (
+            setattr(kv, "index_to_key", ["the", "\ud800"]),
+            setattr(kv, "key_to_index", {"the": 0, "\ud800": 1}),
+        ),
     ],
 )
 def test_vectors_whose_parts_do_not_match_are_refused(tmp_path, damage):

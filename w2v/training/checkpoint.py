@@ -109,7 +109,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether the last checkpoint is still being written."""
+        """True while the last checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def save(self, state: dict[str, Any], copied: bool = True) -> None:
@@ -223,7 +223,7 @@ class Checkpoints:
 class Checkpoint:
     """A checkpoint on disk.
 
-    ranks: how many wrote it; state: what rank 0 gave to `Checkpoints.save`.
+    ranks: number of ranks that wrote it; state: that of rank 0 in `Checkpoints.save`.
 
     Raises:
         CheckpointError: if the manifest is damaged or of another format.
@@ -267,7 +267,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: if rows, fields or dtype differ from those saved, or a file is
-                damaged; then the tables hold nothing of use.
+                damaged; the tables are then undefined.
         """
         wanted = _describe(tables, ranks)
         with ranks.reraise():

@@ -32,7 +32,7 @@ Entries = dict[str, dict[str, int]]  # of each file: its "bytes" and "crc32"
 
 
 class Damaged(ValueError):
-    """A file that is missing or does not hold what was written."""
+    """A file that is missing or whose checksum is wrong."""
 
     def __init__(self, file: Path, why: str):
         super().__init__(f"{file} is damaged ({why})")
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def files(tables: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return by file name the rows that it holds, as views of the tables."""
+    """Return views of the tables' rows by the name of their file."""
     views = {}
     for name, records_VR in tables.items():
         for part in _parts(name, len(records_VR), records_VR, ranks.rank, ranks.size):
@@ -75,7 +75,7 @@ def read(
     differs, each reads all files that hold a row of its own.
 
     Raises:
-        Damaged: the tables then hold nothing of use.
+        Damaged: the tables are then undefined.
     """
     common = math.gcd(saved, ranks.size)
     file_step, shard_step = ranks.size // common, saved // common

@@ -1,4 +1,4 @@
-"""The check for NaN: training stops once the loss or a row is not finite."""
+"""Stop training once the loss or a row is not finite."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FiniteCheck:
 
 
 def remedy_of_run(folder: Path, checkpoints: Checkpoints, lr: float) -> str:
-    """Return what to do after a run with this `optimizer.lr` has diverged."""
+    """Return the remedy after a run with this `optimizer.lr` has diverged."""
     checkpoints.wait()
     remedy = "there is no checkpoint yet: begin again with a smaller optimizer.lr"
     if saved := checkpoint.latest(checkpoints.folder):

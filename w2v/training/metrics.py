@@ -129,7 +129,7 @@ class Metrics(contextlib.AbstractContextManager):
         self._epoch_pairs = Total(saved.epoch_pairs)
         self._ended: list[tuple[dict[str, Any], Total, Total]] = []  # epochs without a line yet
 
-        # What the next line is measured from.
+        # State at the last line.
         self._logged_words = saved.logged_words
         self._link = link
         self._link_rate = link_rate
@@ -187,7 +187,7 @@ class Metrics(contextlib.AbstractContextManager):
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `log`."""
+        """True when it is time for `log`."""
         return time.monotonic() >= self._logged + self._log_seconds
 
     def log(self, lr: float) -> None:

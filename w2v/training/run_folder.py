@@ -136,7 +136,7 @@ def begin(folder: Path, config: Config, environment: str) -> None:
 def lock(folder: Path, ranks: Ranks = SINGLE) -> contextlib.AbstractContextManager:
     """Lock the folder until the returned file is closed.
 
-    Rank 0 does so for all, and removes what a killed process left; the other ranks get a context
+    Rank 0 does so for all, and removes temporary files; the other ranks get a context
     manager that does nothing.
     """
     with ranks.reraise():

@@ -48,7 +48,7 @@ TRIAL_SECONDS = 3.0
 def deterministic_mode(wanted: bool) -> Iterator[None]:
     """Use only operations that repeat bit for bit; restore torch's mode."""
     if not wanted or torch.are_deterministic_algorithms_enabled():
-        yield  # even setting it to what it is imports torch's compiler: 70 MiB
+        yield  # setting even the same mode imports torch's compiler: 70 MiB
         return
     torch.use_deterministic_algorithms(True)
     try:
@@ -270,7 +270,7 @@ class Trainer:
             self.metrics.send(scores)
 
     def _summarize(self) -> None:
-        """Log the speed of the run and what was transferred."""
+        """Log throughput, loss and transfers of the run."""
         seconds = self.metrics.seconds
         rate = self._total_words / seconds / 1e6
         log.info(
@@ -291,12 +291,12 @@ class Trainer:
         used, read, written, updated = self._final["rows"]
         if used:
             log.info(
-                f"{read:,} rows were read over the link, {read / used:.1%} of those used, and "
-                f"{written:,} written: {read / self._total_words:.3f} a word are read, and "
-                f"{updated / self._total_words:.3f} would be if every step read its own"
+                f"rows moved over the link: {read:,} read ({read / used:.1%} of those used) and "
+                f"{written:,} written; {read / self._total_words:.3f} reads a word, and "
+                f"{updated / self._total_words:.3f} without a cache"
             )
 
-    # What the phases report.
+    # Statistics.
 
     def _untrained_loss(self) -> float:
         """Return the mean loss of a pair where each target has probability 1/2."""
@@ -310,7 +310,7 @@ class Trainer:
         return math.log(2) * targets
 
     def _rank_traffic(self) -> str:
-        """Return the rates of this rank's link and of what it sends to others."""
+        """Format this rank's bytes/s over its link and to other ranks."""
         seconds = max(self.metrics.seconds - self._seconds_before, 1e-9)
         link = self._link_use().bytes / seconds
         sent = self._step.exchange.bytes_sent / seconds
@@ -429,8 +429,8 @@ class Trainer:
     # Checkpoints.
 
     def _state(self, position: Position) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the tables."""
-        self._check()  # what is not finite is not saved
+        """Return the state for a checkpoint, besides the tables."""
+        self._check()  # numbers that are not finite are not saved
         curve = self.metrics.state(self.loop.lr)
         rows = self.ranks.all_gather(self._row_counts())
         return {

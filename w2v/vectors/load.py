@@ -172,6 +172,7 @@ def _checked(words: list[str], vectors: np.ndarray, expandos: Mapping[str, np.nd
     found = Words(words, vectors, expandos)
     if not matches or len(found.key_to_index) != len(words):
         raise ValueError("words, vectors and counts do not match")
+    "".join(words).encode()  # raises if a word is not valid text
     return found
 
 

@@ -57,7 +57,7 @@ def normalize(vectors_ND: np.ndarray) -> np.ndarray:
 
 def example_words(words: Sequence[str]) -> list[str]:
     """Return up to five words of falling frequency, without function words."""
-    # Short words are mostly function words, whose neighbors tell little.
+    # Short words are mostly function words, whose neighbors say little.
     long = [word for word in words if len(word) >= 5] or words
     ranks = {min(rank, len(long) * n // 6) for n, rank in enumerate(EXAMPLE_RANKS, start=1)}
     return [long[rank] for rank in sorted(ranks)]

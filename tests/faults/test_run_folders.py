@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
 from w2v.vectors import export, runs
 
+ROOT = Path(__file__).parents[2]
 DEEP = json.loads("[" * 50 + "]" * 50)
 VALUES = {
     "null": None,
@@ -150,3 +154,31 @@ def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
         assert error.startswith("error: ") == (status == 2) and error.count("\n") <= 1
     assert evaluate.main(["nn", str(run), "a"]) == 0
     assert evaluate.main(["score", str(run)]) == 0
+
+
+EVIL = "word\x1b[2J\u202e"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["nn", "run", "word[2Jx"], "nearest spellings"),
+        (["nn", "run", "a"], "word"),
+        (["analogies", "run", EVIL, "a", "b"], "word"),
+        (["score", "run", "--questions", f"{EVIL}.txt"], "section"),
+        (["plot", "run", EVIL], "left out"),
+        (["compare", "run", EVIL], "left out"),
+        (["report", EVIL], "no metrics.jsonl"),
+        (["export", "run", "--text", "--to", EVIL], "vectors.txt"),
+    ],
+)
+def test_no_word_and_no_name_commands_the_terminal(tmp_path, command, shown):
+    run = make_run(tmp_path / "run")
+    export.save(kv_of([EVIL, "a", "b"], np.eye(3, dtype=np.float32)), run, ["kv"])
+    (tmp_path / EVIL).mkdir()
+    (tmp_path / f"{EVIL}.txt").write_text(f": section {EVIL}\na b a b\n")
+    program = [sys.executable, str(ROOT / "evaluate.py"), *command]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode in (0, 2) and shown in output and "Traceback" not in output
+    assert r"\x1b" in output and not {"\x1b", "\u202e"} & set(output)

@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from tests.support.planted import kv_of
 from tests.support.runs import scores_of, write_run
 from w2v.vectors import export, runs
 
+ROOT = Path(__file__).parents[2]
 DEEP = json.loads("[" * 50 + "]" * 50)
 VALUES = {
     "null": None,
@@ -109,16 +113,15 @@ def test_any_value_of_any_key_is_read_or_refused(tmp_path, value):
 
 
 def test_a_page_curves_and_a_table_of_any_values(tmp_path, capsys):
-    """In each run, all keys of one file have one wrong value."""
+    """In each run, all keys of all files have one wrong value."""
     folder = tmp_path / "runs"
+    make_run(folder / "whole")
     for name, value in VALUES.items():
-        run = make_run(folder / f"{name}-scores")
+        run = make_run(folder / f"{name}\x1b[2J\n")
         scores = dict.fromkeys(whole_scores(), value)
         (run / "scores.json").write_text(json.dumps(scores))
-        run = make_run(folder / f"{name}-lines")
         lines = [json.dumps(dict.fromkeys(line, value)) + "\n" for line in LINES]
         (run / "metrics.jsonl").write_text("".join(lines))
-        run = make_run(folder / f"{name}-config\x1b[2J\n")
         config = yaml.safe_load((run / "config.yaml").read_text())
         config = {section: dict.fromkeys(keys, value) for section, keys in config.items()}
         (run / "config.yaml").write_text(json.dumps(config))
@@ -128,15 +131,14 @@ def test_a_page_curves_and_a_table_of_any_values(tmp_path, capsys):
         assert "Traceback" not in output and "\x1b" not in output
 
 
-FILES = "config.yaml", "scores.json", "metrics.jsonl", "env.txt", "report.html"
+FILES = "config.yaml", "scores.json", "metrics.jsonl", "env.txt"
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "bytes", "nested"])
 def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
-    run = make_run(tmp_path / "run")
-    vectors = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
-    export.save(kv_of("abcdefgh", vectors), run, ["kv"])
+    run = write_run(tmp_path / "run", metrics=LINES[:1])
+    export.save(kv_of("abc", np.eye(3, dtype=np.float32)), run, ["kv"])
     (run / name).unlink(missing_ok=True)
     if kind == "folder":
         (run / name / "x").mkdir(parents=True)
@@ -152,3 +154,31 @@ def test_any_file_in_place_of_another(tmp_path, capsys, name, kind):
         assert error.startswith("error: ") == (status == 2) and error.count("\n") <= 1
     assert evaluate.main(["nn", str(run), "a"]) == 0
     assert evaluate.main(["score", str(run)]) == 0
+
+
+EVIL = "word\x1b[2J\u202e"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["nn", "run", "word[2Jx"], "nearest spellings"),
+        (["nn", "run", "a"], "word"),
+        (["analogies", "run", EVIL, "a", "b"], "word"),
+        (["score", "run", "--questions", f"{EVIL}.txt"], "section"),
+        (["plot", "run", EVIL], "left out"),
+        (["compare", "run", EVIL], "left out"),
+        (["report", EVIL], "no metrics.jsonl"),
+        (["export", "run", "--text", "--to", EVIL], "vectors.txt"),
+    ],
+)
+def test_no_word_and_no_name_commands_the_terminal(tmp_path, command, shown):
+    run = make_run(tmp_path / "run")
+    export.save(kv_of([EVIL, "a", "b"], np.eye(3, dtype=np.float32)), run, ["kv"])
+    (tmp_path / EVIL).mkdir()
+    (tmp_path / f"{EVIL}.txt").write_text(f": section {EVIL}\na b a b\n")
+    program = [sys.executable, str(ROOT / "evaluate.py"), *command]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode in (0, 2) and shown in output and "Traceback" not in output
+    assert r"\x1b" in output and not {"\x1b", "\u202e"} & set(output)

@@ -53,6 +53,9 @@ def test_ties_and_zero_vectors_answer_nothing(tmp_path):
     path = write_questions(tmp_path / "q.txt", {"s": [("w0", "w1", "w2", "w3")]})
     for vectors in (np.zeros((6, 4)), np.ones((6, 4))):
         assert Scorer(words, vectors).analogies(path).total.correct == 0
+    path.write_text("w0 w1 w2 w0\nw0 w1 w2 W2\n")  # no answer is asked for
+    assert Scorer(words, np.eye(6)).analogies(path).total.correct == 0
+    path.write_text("w0 w1 w2 w3\n")
     alone = Scorer(words[:4], np.eye(4)).analogies(path)  # no other word could be nearer
     assert alone.total.correct == 1
 

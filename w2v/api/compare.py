@@ -96,7 +96,7 @@ def train_and_score(
     vocab, corpus = open_once(config.corpus, config.vocab)
     planned = plan.make_plan(config, (vocab, corpus))
     held_out = plan.make_heldout(planned)
-    warm_up(planned)  # compiling must not count as training
+    warm_up(planned)  # so that compiling does not count as training
     try:
         with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()
@@ -194,7 +194,7 @@ def with_seed(config: Config, seed: int = 1) -> Config:
 
 
 def check_settings(assignments: Sequence[str], corpora: Sequence[str]) -> None:
-    """Raise `ConfigError` at settings that options or names would replace."""
+    """Raise `ConfigError` at settings that options or run names override."""
     for setting in assignments:
         key, _, value = setting.partition("=")
         if key == "train.seed":
@@ -208,7 +208,7 @@ def check_settings(assignments: Sequence[str], corpora: Sequence[str]) -> None:
 
 
 def names_runs(path: str) -> bool:
-    """Whether a path names a run or a folder of runs, not a text."""
+    """Return whether a path names a run or a folder of runs, not a text."""
     folder = Path(path)
     found = [*folder.glob("config.yaml"), *folder.glob("*/config.yaml")]
     return path == "latest" or bool(found)

@@ -91,7 +91,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
         settings = [f"{key}={json.dumps(value)}" for key, value in point.items()]
         for ending, corpus in corpora.items():
             given = [*SETTINGS, *settings, *corpus]
-            with compare.quiet():  # the center's plan has said what there is to say
+            with compare.quiet():  # the plan of the center has logged all warnings
                 configs[f"{name}{ending}"] = compare.planned_config(files, given, name)
     return configs
 

@@ -324,9 +324,10 @@ class Word2Vec(word2vec.Word2Vec):
                 require(lr != 0, "alpha", alpha, "above 0")
                 if lr > 0:
                     lr = max(lr, min_lr)  # gensim never goes below min_alpha
-            optimizer = replace(config.optimizer, lr=lr, min_lr=min_lr)
+            optimizer = config.optimizer
             if self.optimizer_args is not None:
                 optimizer = replace(optimizer, args=self.optimizer_args)
+            optimizer = replace(optimizer, lr=lr, min_lr=min_lr)
             batch_size = self.batch_size or 0
             train = replace(config.train, epochs=epochs, seed=seed, batch_size=batch_size)
             model_config = replace(config.model, **model)

@@ -138,7 +138,7 @@ class Scorer:
             for row in self.rows[words[3]]
             if words[3] not in words[:3]
         ]
-        question_P, row_P = torch.tensor(answers, device=device).reshape(-1, 2).T
+        question_P, row_P = torch.tensor(answers, dtype=torch.long, device=device).reshape(-1, 2).T
         answer_P = (target_QD[question_P] * self._unit(row_P)).sum(1)
         answer_Q = torch.full([len(questions)], -math.inf, device=device)
         answer_Q.scatter_reduce_(0, question_P, answer_P, "amax")

@@ -53,7 +53,7 @@ def write(paths: Iterable[str | Path], to: str | Path | None = None) -> Path:
                 cells.append(_neighbors(kv, word))
     header = ["", *(_text(entry["name"]) for entry in maps)]
     rows = ([f"<b>{_text(word)}</b>", *cells] for word, cells in nearest.items())
-    corpora = sorted({str(run.settings["corpus.path"]) for run in shown.values()})
+    corpora = sorted({run.settings["corpus.path"] for run in shown.values()})
     colors = (f".b{number} {{ background: {color} }}" for number, color in enumerate(plots.COLORS))
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_text(f"Word vectors of {', '.join(corpora)}"),

@@ -35,7 +35,7 @@ class Identity:
 
 
 def _key(ids: Any) -> Any:
-    """Return a tensor's layout and count of changes in place, or the values of other ids."""
+    """Return a tensor's address, layout and version, or the values of others."""
     if ids is None:
         return None
     if not isinstance(ids, Tensor):  # it does not count its changes

@@ -275,7 +275,8 @@ class PagedEmbedding(nn.Module):
         shape = self.num_embeddings, self.embedding_dim
         given = state_dict.get(key)
         if key not in state_dict:
-            missing += [key] if strict else []
+            if strict:
+                missing.append(key)
         elif not isinstance(given, Tensor) or given.is_meta:
             errors.append(f"{key} is no tensor with values, but a {type(given).__name__}")
         elif given.shape != shape:
@@ -338,7 +339,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             IndexError: An id is not a row; nothing has changed.
         """
         table = self._table
-        kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+        kind = getattr(offsets, "dtype", type(offsets).__name__)
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:

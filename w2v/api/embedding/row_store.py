@@ -200,7 +200,7 @@ class Rows(Member):
                 value.copy_(found[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return views of all fields and scalars, by their names in a .safetensors file."""
+        """Return views of fields and scalars, by their names in .safetensors."""
         fields = {name: self.table[name] for name in self.table.columns}
         scalars = {f"scalar.{name}": value for name, value in self.table.scalars.items()}
         return fields | scalars
@@ -262,8 +262,11 @@ class RowStore(Rows):
         """Return the rows of an .npy file; "mmap" maps it, others copy it."""
         rows_VD = open_npy(path)
         dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
-        content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
-        return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
+        rows, dim = rows_VD.shape
+        if storage == "mmap":
+            return cls(rows, dim, storage=storage, device=device, dtype=dtype, path=path)
+        init = copy_rows(rows_VD)
+        return cls(rows, dim, storage=storage, device=device, dtype=dtype, init=init)
 
 
 def _layout_of(tensors: dict[str, Tensor]) -> dict[str, list]:

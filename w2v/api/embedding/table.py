@@ -503,9 +503,9 @@ def _gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> 
     for first in range(0, counts[0], GATHER_ROWS):
         part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()
         sent = [len(part)] + [0] * (ranks.size - 1)
-        received = [
-            0 if ranks.rank else len(range(count)[first:][:GATHER_ROWS]) for count in counts
-        ]
+        received = [len(range(count)[first:][:GATHER_ROWS]) for count in counts]
+        if ranks.rank:
+            received = [0] * ranks.size
         parts = ranks.all_to_all(part, sent, received).split(received)
         for rank, part in enumerate(parts):
             whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)

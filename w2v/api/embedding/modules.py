@@ -339,7 +339,7 @@ class PagedEmbeddingBag(PagedEmbedding):
             IndexError: An id is not a row; nothing has changed.
         """
         table = self._table
-        kind = getattr(offsets, "dtype", type(offsets).__name__)
+        kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
         if offsets is not None and kind not in (torch.int32, torch.int64):
             raise ValueError(f"offsets are {kind}; give a tensor of int32 or int64")
         if table.uses_kernels and table.mode != "max" and per_sample_weights is None:

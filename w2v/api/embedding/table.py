@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.api.embedding.group import RowGroup, outside_inference
+from w2v.api.embedding.group import RowGroup, outside_inference, regroup
 from w2v.api.embedding.look_up import LookUp, RowPage, RowsOfIds, UniqueRows
 from w2v.api.embedding.row_store import Rows, open_device
 from w2v.config import TransferConfig
@@ -285,7 +285,7 @@ class PagedTable:
         elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
-                self._store.move(new, self.device)
+                regroup(self._store, new, self.device)
         self._layout = layout
 
     def check(self, optimizer: RowOptimizer) -> None:
@@ -322,7 +322,7 @@ class PagedTable:
             for name, value in old.scalars.items():
                 new.scalars[name].copy_(value)
             self._initialise(new, init, first_row=old.rows)
-            self.store.move(new, self.device)
+            regroup(self.store, new, self.device)
             self.num_embeddings = num_embeddings
 
     @outside_inference
@@ -335,7 +335,7 @@ class PagedTable:
         self.parameter.data = empty
         if self._store is not None:
             self._store.flush()
-            self._store.move(self._store.table, self.device)
+            regroup(self._store, self._store.table, self.device)
 
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
         whole = init or normal(self.embedding_dim, 1.0, self.seed)

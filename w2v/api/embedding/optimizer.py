@@ -85,7 +85,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for module in modules:
             if not isinstance(module, nn.Module):
                 kind = type(module).__name__
-                raise TypeError(f"{kind} is no module; give the PagedEmbedding or its model")
+                raise TypeError(f"{kind} is not a module; give the PagedEmbedding or its model")
         tables = trained_tables(modules)
         if not tables:
             raise ValueError("these modules have no PagedEmbedding that is trained")
@@ -111,7 +111,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch.amp.GradScaler asks before a step."""
+        """Refuse torch.amp.GradScaler, which reads this, with several ranks."""
         if self._ranks.size > 1:
             reason = "the ranks of a table would not agree on GradScaler's factor"
             raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
@@ -331,7 +331,7 @@ def _rate(lr: Any) -> float:
     """Return a learning rate; raise `ValueError` for what is none."""
     is_number = isinstance(lr, (Real, torch.Tensor))
     if not (is_number and math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"lr={lr!r} is no learning rate; it must be a number from 0 up")
+        raise ValueError(f"lr={lr!r} is not a learning rate; give a number of at least 0")
     return float(lr)
 
 

@@ -92,7 +92,7 @@ class Rows(Member):
 
     @property
     def stats(self) -> TransferStats:
-        """What has crossed the link, of all tables that share a cache."""
+        """Transfers over the link, of all tables that share a cache."""
         return TransferStats.sum(cache.stats for cache in self.group.caches)
 
     @outside_inference
@@ -215,7 +215,7 @@ class Rows(Member):
             self._check(waits=True)
 
     def _check(self, *found: LookUp, waits: bool) -> None:
-        """Raise `IndexError` for ids that are no rows, now or at a later call."""
+        """Raise `IndexError` for ids that are not rows, now or at a later call."""
         self._unchecked = [*(self._unchecked or ()), *found]
         while self._unchecked and (waits or self._unchecked[0].is_known):
             self._unchecked.pop(0).wait()

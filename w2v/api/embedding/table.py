@@ -92,7 +92,7 @@ class PagedTable:
 
     @property
     def store(self) -> Rows:
-        """The rows of an open table."""
+        """Return the rows of an open table."""
         assert self._store is not None, "a table is opened at its first use"
         return self._store
 
@@ -126,12 +126,12 @@ class PagedTable:
 
     @property
     def trains(self) -> bool:
-        """Whether a forward pass now is followed by gradients."""
+        """Return whether a forward pass now is followed by gradients."""
         return self.trainable and torch.is_grad_enabled()
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether kernels read the vectors of ids and sum their gradients."""
+        """Return whether kernels read vectors of ids and sum gradients."""
         return self.fused and self.max_norm is None and not self.scale_grad_by_freq
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class PagedTable:
             with torch.no_grad():
                 page, grad_UD = self._merged(waiting, (page, grad_UD))
         self.page = page
-        if is_exchanged:  # inside a step: nobody sees it
+        if is_exchanged:  # inside a step, unseen by users
             self.sums = grad_UD
             return
         self.parameter.grad = None  # its shape may change only without a gradient

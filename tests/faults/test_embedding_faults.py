@@ -339,9 +339,9 @@ def test_a_step_that_fails_can_be_repeated(tmp_path, monkeypatch):
 
 
 BAD_STEPS = [
-    ({"lr": -0.1}, "lr=-0.1 is no learning rate"),
-    ({"lr": float("nan")}, "lr=nan is no learning rate"),
-    ({"lr": float("inf")}, "lr=inf is no learning rate"),
+    ({"lr": -0.1}, "lr=-0.1 is not a learning rate"),
+    ({"lr": float("nan")}, "lr=nan is not a learning rate"),
+    ({"lr": float("inf")}, "lr=inf is not a learning rate"),
     ({"momentum": 0.9}, r"now needs the state \['momentum_buffer x 6'\], but the table has \[\]"),
 ]
 
@@ -436,8 +436,8 @@ def test_checkpoints_of_other_tables_are_refused(tmp_path):
     for found, words in [
         ({"weight": torch.ones(ROWS + 1, DIM)}, r"size mismatch for weight: \(10, 6\)"),
         ({}, "Missing key.* weight"),
-        ({"weight": np.ones((ROWS, DIM))}, "weight is no tensor with values, but a ndarray"),
-        ({"weight": torch.ones(ROWS, DIM, device="meta")}, "weight is no tensor with values"),
+        ({"weight": np.ones((ROWS, DIM))}, "weight is a ndarray; give a tensor"),
+        ({"weight": torch.ones(ROWS, DIM, device="meta")}, "weight is a Tensor; give"),
         ({"weight": torch.ones(ROWS, DIM), "bias": torch.ones(1)}, "Unexpected key.* bias"),
     ]:
         with pytest.raises(RuntimeError, match=words.replace(" ", r"(?s:.)*")):
@@ -486,10 +486,10 @@ BAD_SETTINGS = [
     ({"optimizer": "Muon"}, "optimizer.name=Muon mixes rows"),
     ({"optimizer": "SparseAdam"}, "name=SparseAdam is Adam here, which steps the same rows"),
     ({"gpu_bytes": "1e9"}, "^gpu_bytes=1e9 is out of range; it must be auto, 0, a size such as"),
-    ({"lr": -1.0}, "lr=-1.0 is no learning rate"),
-    ({"lr": "0.1"}, "lr='0.1' is no learning rate; it must be a number"),
+    ({"lr": -1.0}, "lr=-1.0 is not a learning rate"),
+    ({"lr": "0.1"}, "lr='0.1' is not a learning rate"),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is a SGD and no class; give a"),
-    ({"rows": 1e6}, "1000000.0 rows and 6 dimensions are no whole numbers; use int"),
+    ({"rows": 1e6}, "1000000.0 rows and 6 dimensions are not whole numbers"),
     ({"step": "rows"}, "step='rows' is unknown; choose 'table' or 'row'"),
     ({"device": "gpu"}, "device='gpu' cannot be used; choose from cpu"),
     ({"device": "meta"}, "device='meta' cannot be used"),
@@ -548,7 +548,7 @@ def test_what_is_no_table_is_refused(tmp_path):
     table = embedding(tmp_path)
     with pytest.raises(ValueError, match="these modules have no PagedEmbedding"):
         PagedOptimizer(nn.Linear(1, 1), "SGD", lr=0.1)
-    with pytest.raises(TypeError, match="Parameter is no module; give the PagedEmbedding"):
+    with pytest.raises(TypeError, match="Parameter is not a module"):
         PagedOptimizer(nn.Linear(1, 1).parameters(), "SGD", lr=0.1)
     with pytest.raises(ValueError, match="takes modules, such as the model, not parameters"):
         PagedOptimizer(table.parameters(), "SGD", lr=0.1)

@@ -85,7 +85,8 @@ def test_damaged_files_are_refused(tmp_path):
     os.truncate(tmp_path / "input", 1000)
     with pytest.raises(ValueError, match="input has 1,000 bytes instead of .* damaged"):
         file_table(tmp_path / "input")
-    for content in ("{", "[]", json.dumps({"rows": 5})):
+    wrong_scalars = [{"rows": 5, "scalars": scalars} for scalars in (["step"], {"step": "1"})]
+    for content in ("{", "[]", json.dumps({"rows": 5}), *map(json.dumps, wrong_scalars)):
         (tmp_path / "input.json").write_text(content)
         with pytest.raises(ValueError, match="input.json does not say what it holds; remove"):
             file_table(tmp_path / "input")

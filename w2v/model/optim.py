@@ -214,7 +214,7 @@ SHAPE = (4, 3)  # of a parameter on which an optimizer is tried
 
 
 class _FirstValues(dict):
-    """The state of one parameter; remembers what each entry was first set to."""
+    """State of one parameter; keeps the first value of each entry."""
 
     def __init__(self, entries: dict[str, Tensor]):
         super().__init__(entries)
@@ -293,7 +293,7 @@ def _find_class(name: str) -> type[Optimizer]:
     with refused(ConfigError, f"optimizer.name={name} cannot be imported", remedy):
         found = getattr(importlib.import_module(package or "torch.optim"), last)
     if not (inspect.isclass(found) and issubclass(found, Optimizer)):
-        raise ConfigError(f"optimizer.name={name} is no class that derives from torch's Optimizer")
+        raise ConfigError(f"optimizer.name={name} is not a class of torch's Optimizers")
     return found
 
 

@@ -120,8 +120,9 @@ class RowFile:
             found = json.loads(self._layout_path.read_text(encoding="utf-8"))
             scalars = found["scalars"]
             found["scalars"] = sorted(scalars)  # their names belong to the layout
-            self._scalars_are_older = found.pop(OLDER, False)
-        except (OSError, ValueError, KeyError, TypeError):
+            self._scalars_are_older = bool(found.pop(OLDER, False))
+            self._flushed = {name: value + 0 for name, value in scalars.items()}  # numbers
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             unknown = f"{self.path} exists, but {self._layout_path} does not say what it holds"
             raise ValueError(f"{unknown}; remove it or take another path") from None
         expected = self._layout | {"scalars": sorted(self._scalars)}
@@ -133,8 +134,7 @@ class RowFile:
             damage = f"has {size:,} bytes instead of {nbytes:,}"
             raise ValueError(f"{self.path} {damage}; it is damaged: restore it from a copy")
         # The file is accepted, so the table continues it.
-        self._flushed = scalars
-        for name, value in scalars.items():
+        for name, value in self._flushed.items():
             self._scalars[name].fill_(value)
         if self._scalars_are_older:
             ended = f"{self.path} was not flushed before its process ended: rows are newer than"

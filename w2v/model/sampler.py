@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +178,7 @@ class Sampler:
         )
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """Return what continues at a position, as JSON values."""
+        """Return the state to resume from `position` (JSON-serializable)."""
         return {"position": list(position), "spans": self._spans(position.epoch)}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
@@ -303,8 +302,10 @@ class Sampler:
     def _key(self, *place: int) -> int:
         """Return the 64-bit key of a place in the draws of this rank."""
         # Rank 0 has the keys of a run of one process.
-        numbers = (self.seed, *place, self.rank) if self.rank else (self.seed, *place)
-        packed = struct.pack(f"<{len(numbers)}q", *numbers)
+        numbers = [self.seed, *place]
+        if self.rank:
+            numbers.append(self.rank)
+        packed = np.array(numbers, "<i8").tobytes()
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

@@ -106,7 +106,7 @@ class Table:
 
     @property
     def saved_VR(self) -> Tensor:
-        """The records without their padding: what a file needs."""
+        """Return the records without padding, as files hold them."""
         return self.records_VR[:, : max(part.stop for part in self.columns.values())]
 
     @property
@@ -313,7 +313,7 @@ def check_table(
     counter = next((key for key, state in states.items() if state.counts), None)
     reason = None
     if not (isinstance(rows, Integral) and isinstance(dim, Integral)):
-        reason = f"{rows!r} rows and {dim!r} dimensions are no whole numbers; use int()"
+        reason = f"{rows!r} rows and {dim!r} dimensions are not whole numbers; use int()"
     elif min(rows, dim) < 1:
         reason = f"a table needs at least 1 row and 1 dimension; it has {rows} and {dim}"
     elif storage not in get_args(Storage):

@@ -144,12 +144,12 @@ def _tables_to_compute(
 
     Bags are summed together until offsets of tables are found to differ.
     """
-    together = table.together if found is table.announced else []
-    is_alone = found.look_up.is_computed or (bags and table.store.group.bags_differ)
-    if not together or is_alone or not all(each.trains for each, _ in together):
+    is_first = found is table.announced and not found.look_up.is_computed
+    is_alone = not table.together or (bags and table.store.group.bags_differ)
+    if not is_first or is_alone or not all(each.trains for each, _ in table.together):
         return [(table, found)]
     found.look_up.is_computed = True
-    return together
+    return table.together
 
 
 def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags | None:
@@ -162,7 +162,9 @@ def _bags(table: PagedTable, shape: torch.Size, offsets: Tensor | None) -> Bags 
     if len(shape) == 1 and offsets is not None and offsets.dim() == 1:
         begins = offsets.to(table.device, torch.int64).contiguous()
         return Bags(len(begins) - table.include_last_offset, begins, 0, is_mean)
-    given = None if offsets is None else list(offsets.shape)
+    given = None
+    if offsets is not None:
+        given = list(offsets.shape)
     reason = f"ids have shape {list(shape)} and offsets {given}"
     raise ValueError(f"{reason}; give ids [B, N], or ids [N] with offsets [B]")
 
@@ -192,8 +194,12 @@ class _KernelVectors(torch.autograd.Function):
         with table.store.lock:
             # One launch leaves out the padding row of one table at most.
             if len(uses) > 1 and len(present) == len(uses) and not has_padding:
-                whole = stacked(present) if bags else None
-                _sum_gradients(uses, None, torch.cat(present) if whole is None else whole, bags)
+                whole = None
+                if bags:
+                    whole = stacked(present)
+                if whole is None:
+                    whole = torch.cat(present)
+                _sum_gradients(uses, None, whole, bags)
             else:
                 bags = bags and bags._replace(tables=1)
                 for use, grad in zip(uses, grads, strict=True):

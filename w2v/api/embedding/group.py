@@ -225,10 +225,11 @@ class Member:
         group.make_caches()
         self.version += 1
 
-    def move(self, table: Table, device: torch.device) -> None:
-        """Use another table or device from now on, in a group of its own."""
-        self.group.empty_caches()
-        self.group.members.remove(self)
-        self.group.make_caches()
-        alone = (0,) * len(self.first_rows)
-        self._join(table, RowGroup(table, device, self.lock), alone)
+
+def regroup(member: Member, table: Table, device: torch.device) -> None:
+    """Use another table or device from now on, in a group of its own."""
+    member.group.empty_caches()
+    member.group.members.remove(member)
+    member.group.make_caches()
+    alone = (0,) * len(member.first_rows)
+    member._join(table, RowGroup(table, device, member.lock), alone)

@@ -35,7 +35,7 @@ class Identity:
 
 
 def _key(ids: Any) -> Any:
-    """Return a tensor's layout and count of changes in place, or the values of other ids."""
+    """Return a tensor's address, layout and version, or the values of others."""
     if ids is None:
         return None
     if not isinstance(ids, Tensor):  # it does not count its changes
@@ -107,7 +107,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_pinned(values: Tensor) -> bool:
-    """Whether CPU memory is pinned, or was when its address was first seen."""
+    """Return whether CPU memory is pinned, or was when first seen."""
     address = values.data_ptr()
     if address in _pinned:  # `is_pinned` takes 30 us
         return True
@@ -119,7 +119,7 @@ def _is_pinned(values: Tensor) -> bool:
 
 
 class Readback:
-    """Numbers that a kernel writes to pinned memory for the CPU.
+    """Small results that a kernel writes to pinned memory for the CPU.
 
     Memory and events are reused: allocating them takes as long as launching a kernel.
     """

@@ -132,7 +132,7 @@ class LookUp:
 
     @property
     def is_known(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Return whether `wait` returns at once."""
         return self._readback is None or self._readback.is_known
 
     def wait(self) -> Tensor:
@@ -229,7 +229,7 @@ class LookUp:
         return self._sums_UD[: self.begins[-1]].split(sizes)
 
     def has_all(self, grads: dict[int, Tensor]) -> bool:
-        """Whether these gradients, by table, are the sums of all tables."""
+        """Return whether gradients, by table, are the sums of all tables."""
         # Gradients are scaled and clipped in place: they are the same tensors.
         tables = range(len(self.spans))
         return all(grads.get(index) is self.sums.get(index, self) for index in tables)
@@ -248,7 +248,7 @@ class LookUp:
 
 
 class UniqueRows:
-    """The unique rows of one table of a look-up.
+    """Unique rows of one table of a look-up.
 
     Tables that share memory number their rows one after another, from `store.first_row` on.
     """
@@ -297,7 +297,7 @@ class RowPage:
 
 
 class RowsOfIds(UniqueRows):
-    """The unique rows of a table's ids.
+    """Unique rows of a table's ids.
 
     Attributes:
         shape: Shape of the ids.

@@ -164,7 +164,7 @@ class PagedEmbedding(nn.Module):
 
     @property
     def store(self) -> Rows:
-        """The rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
+        """Rows, with `get`, `put`, `save`, `load` and `flush` of a `RowStore`."""
         return self._table.opened()
 
     @property
@@ -270,14 +270,15 @@ class PagedEmbedding(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
         missing, unexpected, errors = found
         key = prefix + "weight"
-        if key in unexpected:  # as it is no parameter
+        if key in unexpected:  # because it is not a parameter
             unexpected.remove(key)
         shape = self.num_embeddings, self.embedding_dim
         given = state_dict.get(key)
         if key not in state_dict:
-            missing += [key] if strict else []
+            if strict:
+                missing.append(key)
         elif not isinstance(given, Tensor) or given.is_meta:
-            errors.append(f"{key} is no tensor with values, but a {type(given).__name__}")
+            errors.append(f"{key} is a {type(given).__name__}; give a tensor that has values")
         elif given.shape != shape:
             sizes = f"{tuple(given.shape)} in the checkpoint, {shape} here"
             errors.append(f"size mismatch for {key}: {sizes}")

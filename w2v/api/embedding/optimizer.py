@@ -85,7 +85,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         for module in modules:
             if not isinstance(module, nn.Module):
                 kind = type(module).__name__
-                raise TypeError(f"{kind} is no module; give the PagedEmbedding or its model")
+                raise TypeError(f"{kind} is not a module; give the PagedEmbedding or its model")
         tables = trained_tables(modules)
         if not tables:
             raise ValueError("these modules have no PagedEmbedding that is trained")
@@ -95,8 +95,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         if len({table.ranks.size for table in [*self._tables.values(), *tables]}) > 1:
             raise ValueError("tables differ in process_group; give all of them the same")
         optimizer = self._row_optimizer(len(self.param_groups), self.defaults | param_group)
-        for table in tables if self._fused else ():
-            table.check_fused(optimizer)  # before a table loses the state that it has
+        if self._fused:
+            for table in tables:
+                table.check_fused(optimizer)  # before a table loses the state that it has
         opened = open_together(tables, optimizer)
         for table in tables:
             if table not in opened:
@@ -110,7 +111,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch.amp.GradScaler asks before a step."""
+        """Refuse torch.amp.GradScaler, which reads this, with several ranks."""
         if self._ranks.size > 1:
             reason = "the ranks of a table would not agree on GradScaler's factor"
             raise ValueError(f"{reason}; use torch.autocast with bfloat16, without a scaler")
@@ -197,7 +198,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all tables, or set them to zero."""
-        for table in self._tables.values() if self._ranks.size > 1 else ():
+        for table in self._tables.values():
             table.unsent.clear()
             table.sums = None
         if not set_to_none:
@@ -330,7 +331,7 @@ def _rate(lr: Any) -> float:
     """Return a learning rate; raise `ValueError` for what is none."""
     is_number = isinstance(lr, (Real, torch.Tensor))
     if not (is_number and math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"lr={lr!r} is no learning rate; it must be a number from 0 up")
+        raise ValueError(f"lr={lr!r} is not a learning rate; give a number of at least 0")
     return float(lr)
 
 
@@ -341,7 +342,8 @@ def look_up_batch(tables: list[PagedTable], batch: Any, key: Any) -> list[RowsOf
         if len(tables) == 1 and isinstance(ids, (Tensor, np.ndarray)):
             ids = [ids]
     else:
-        ids = [batch[item] for item in (key if isinstance(key, list) else [key])]
+        items = key if isinstance(key, list) else [key]
+        ids = [batch[item] for item in items]
     if len(ids) != len(tables):
         raise ValueError(f"key gives ids for {len(ids)} tables of {len(tables)}; give one for each")
     return sharded.look_up_tables(tables, ids)
@@ -395,12 +397,14 @@ def _prefetch(window: Iterable[LookedUpBatch], first: int, count: int) -> None:
 
 
 def _announce(tables: list[PagedTable], rows: list[RowsOfIds]) -> None:
-    """Give tables their rows of the current batch."""
+    """Attach the batch's look-ups to the tables."""
     by_look_up: dict[LookUp, list[tuple[PagedTable, RowsOfIds]]] = {}
     for table, found in zip(tables, rows, strict=True):
         by_look_up.setdefault(found.look_up, []).append((table, found))
         table.announced = found
     for users in by_look_up.values():
-        is_one_launch = len({launch_key(table, found) for table, found in users}) == 1
+        together = users
+        if len({launch_key(table, found) for table, found in users}) > 1:
+            together = []
         for table, _ in users:
-            table.together = users if is_one_launch else []
+            table.together = together

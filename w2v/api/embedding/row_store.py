@@ -92,7 +92,7 @@ class Rows(Member):
 
     @property
     def stats(self) -> TransferStats:
-        """What has crossed the link, of all tables that share a cache."""
+        """Transfers over the link, of all tables that share a cache."""
         return TransferStats.sum(cache.stats for cache in self.group.caches)
 
     @outside_inference
@@ -200,7 +200,7 @@ class Rows(Member):
                 value.copy_(found[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return views of all fields and scalars, by their names in a .safetensors file."""
+        """Return views of fields and scalars, by their names in .safetensors."""
         fields = {name: self.table[name] for name in self.table.columns}
         scalars = {f"scalar.{name}": value for name, value in self.table.scalars.items()}
         return fields | scalars
@@ -215,7 +215,7 @@ class Rows(Member):
             self._check(waits=True)
 
     def _check(self, *found: LookUp, waits: bool) -> None:
-        """Raise `IndexError` for ids that are no rows, now or at a later call."""
+        """Raise `IndexError` for ids that are not rows, now or at a later call."""
         self._unchecked = [*(self._unchecked or ()), *found]
         while self._unchecked and (waits or self._unchecked[0].is_known):
             self._unchecked.pop(0).wait()
@@ -262,8 +262,11 @@ class RowStore(Rows):
         """Return the rows of an .npy file; "mmap" maps it, others copy it."""
         rows_VD = open_npy(path)
         dtype = next(dtype for dtype, npy in NPY_TYPES.items() if npy == rows_VD.dtype)
-        content = {"path": path} if storage == "mmap" else {"init": copy_rows(rows_VD)}
-        return cls(*rows_VD.shape, storage=storage, device=device, dtype=dtype, **content)
+        rows, dim = rows_VD.shape
+        if storage == "mmap":
+            return cls(rows, dim, storage=storage, device=device, dtype=dtype, path=path)
+        init = copy_rows(rows_VD)
+        return cls(rows, dim, storage=storage, device=device, dtype=dtype, init=init)
 
 
 def _layout_of(tensors: dict[str, Tensor]) -> dict[str, list]:

@@ -169,7 +169,7 @@ class LookedUpBatch(NamedTuple):
 
 
 class Requests:
-    """The ids of a batch on their way to the owners of the rows."""
+    """Send the ids of a batch to the owners of the rows."""
 
     def __init__(
         self,

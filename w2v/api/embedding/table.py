@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from w2v.api.embedding.group import RowGroup, outside_inference
+from w2v.api.embedding.group import RowGroup, outside_inference, regroup
 from w2v.api.embedding.look_up import LookUp, RowPage, RowsOfIds, UniqueRows
 from w2v.api.embedding.row_store import Rows, open_device
 from w2v.config import TransferConfig
@@ -92,7 +92,7 @@ class PagedTable:
 
     @property
     def store(self) -> Rows:
-        """The rows of an open table."""
+        """Return the rows of an open table."""
         assert self._store is not None, "a table is opened at its first use"
         return self._store
 
@@ -126,12 +126,12 @@ class PagedTable:
 
     @property
     def trains(self) -> bool:
-        """Whether a forward pass now is followed by gradients."""
+        """Return whether a forward pass now is followed by gradients."""
         return self.trainable and torch.is_grad_enabled()
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether kernels read the vectors of ids and sum their gradients."""
+        """Return whether kernels read vectors of ids and sum gradients."""
         return self.fused and self.max_norm is None and not self.scale_grad_by_freq
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class PagedTable:
             with torch.no_grad():
                 page, grad_UD = self._merged(waiting, (page, grad_UD))
         self.page = page
-        if is_exchanged:  # inside a step: nobody sees it
+        if is_exchanged:  # inside a step, unseen by users
             self.sums = grad_UD
             return
         self.parameter.grad = None  # its shape may change only without a gradient
@@ -285,7 +285,7 @@ class PagedTable:
         elif self.path is None and (had or has):
             with self._store.lock:
                 new = self._copy_table(self.num_embeddings, layout, ["weight"])
-                self._store.move(new, self.device)
+                regroup(self._store, new, self.device)
         self._layout = layout
 
     def check(self, optimizer: RowOptimizer) -> None:
@@ -322,7 +322,7 @@ class PagedTable:
             for name, value in old.scalars.items():
                 new.scalars[name].copy_(value)
             self._initialise(new, init, first_row=old.rows)
-            self.store.move(new, self.device)
+            regroup(self.store, new, self.device)
             self.num_embeddings = num_embeddings
 
     @outside_inference
@@ -335,7 +335,7 @@ class PagedTable:
         self.parameter.data = empty
         if self._store is not None:
             self._store.flush()
-            self._store.move(self._store.table, self.device)
+            regroup(self._store, self._store.table, self.device)
 
     def _initialise(self, table: Table, init: Init | None, first_row: int = 0) -> None:
         whole = init or normal(self.embedding_dim, 1.0, self.seed)
@@ -503,9 +503,9 @@ def _gather(ranks: Ranks, shard_vX: Tensor, rows: int, device: torch.device) -> 
     for first in range(0, counts[0], GATHER_ROWS):
         part = shard_vX[first : first + GATHER_ROWS].to(device).contiguous()
         sent = [len(part)] + [0] * (ranks.size - 1)
-        received = [
-            0 if ranks.rank else len(range(count)[first:][:GATHER_ROWS]) for count in counts
-        ]
+        received = [len(range(count)[first:][:GATHER_ROWS]) for count in counts]
+        if ranks.rank:
+            received = [0] * ranks.size
         parts = ranks.all_to_all(part, sent, received).split(received)
         for rank, part in enumerate(parts):
             whole_VX[rank :: ranks.size][first : first + len(part)].copy_(part)

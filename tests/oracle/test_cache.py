@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.each_case import each_case
 from tests.support.steps import make_step, records, tables_of, train
 from w2v.config import ConfigError, OptimizerConfig
 from w2v.kernels.batch import Lookahead
@@ -291,7 +292,7 @@ def test_least_used_rows_are_evicted_first():
 
 
 @each(CACHES)
-@pytest.mark.parametrize(
+@each_case(
     "soon, cached",
     [
         (None, {0, 5, 6, 7, 8, 20}),

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import group
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.each_case import each_case
 from tests.support.pairwise import pairwise
 from tests.support.rank_processes import Pool
 from w2v.api.embedding import PagedEmbedding, PagedEmbeddingBag, PagedOptimizer
@@ -144,7 +145,7 @@ def check(pool, exact=True, **how):
     torch.testing.assert_close(mean, expected_losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_case("name", OPTIMIZERS)
 def test_every_optimizer(pool, name):
     check(pool, optimizer=name)
 

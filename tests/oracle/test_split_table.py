@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.pairwise import pairwise
+from tests.support.each_case import each_case
 from w2v.api.embedding import PagedEmbedding, PagedOptimizer
 from w2v.config import OPTIMIZERS
 
@@ -29,13 +29,9 @@ def trained(steps=6, optimizer="Adam", step="table", **settings):
     return module.store
 
 
-@pairwise(
-    {
-        "storage, state_storage, device": PLACES,
-        "name": [name for name in OPTIMIZERS if name != "SGD"],
-        "step": ["table", "row"],
-    }
-)
+@everywhere
+@pytest.mark.parametrize("step", ["table", "row"])
+@each_case("name", [name for name in OPTIMIZERS if name != "SGD"])
 def test_split_table_trains_like_a_joint_one(storage, state_storage, device, name, step):
     settings = {"optimizer": name, "step": step, "device": device}
     split = trained(storage=storage, state_storage=state_storage, **settings).table

@@ -878,7 +878,7 @@ FUSED_SETTINGS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", FUSED_SETTINGS, ids=str)
+@each_case("settings", FUSED_SETTINGS)
 @pytest.mark.parametrize("storage, share", [("cuda", 0), ("pinned", 0), ("pinned", "25%")])
 def test_fused_steps_are_those_of_torch_but_for_rounding(storage, share, settings):
     runs = [two_tables(share, "cuda", storage=storage, **settings) for _ in range(2)]

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from tests.support.each_case import each_case
-from tests.support.pairwise import pairwise
 from w2v.config import NOT_ROWWISE, OPTIMIZERS, ConfigError, OptimizerConfig
 from w2v.model.optim import RowOptimizer, learning_rate, optimizer_name
 from w2v.model.table import Table
@@ -84,7 +83,9 @@ def test_a_mean_that_is_overwritten_unread_is_not_kept(name, kept):
         assert list(RowOptimizer(config, may_change=True).states(DIM)) == ["exp_avg", kept]
 
 
-@pairwise({"name, args": EVERY, "storage": STORAGES, "step": ["table", "row"]})
+@pytest.mark.parametrize("storage", STORAGES)
+@both_step_counts
+@each_case("name, args", EVERY)
 def test_stepping_some_rows_equals_a_dense_run_of_those_rows(name, args, step, storage):
     config = OptimizerConfig(name=name, args=args, lr=LR, step=step)
     touched = torch.tensor([1, 4, 5])

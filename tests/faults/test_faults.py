@@ -89,7 +89,7 @@ CONFIGS = {
     "not YAML": ("model: [\n", "config file {file} cannot be read"),
     "YAML that runs code": ("model: !!python/object/apply:os.system ['true']\n", "{file} cannot"),
     "endless YAML": ("[" * 5000, "config file {file} cannot be read"),
-    "no text": ("\udcff\udcfe", "config file {file} cannot be read"),
+    "no text": ("\udcff\udcfe", "config file {file}"),
     "a list": ("- 1\n", "config file {file}"),
     "empty": ("", "config file {file}"),
     "missing": (None, "config file {file} does not exist"),

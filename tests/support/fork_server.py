@@ -23,7 +23,6 @@ from pathlib import Path
 
 import gensim.models
 import numpy
-import omegaconf
 import safetensors
 import scipy.stats
 import smart_open
@@ -45,7 +44,7 @@ from w2v.vectors import evaluate as scores
 from w2v.vectors import export
 
 # Loaded for the programs.
-LOADED = gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, commands, encode
+LOADED = gensim.models, numpy, safetensors, scipy.stats, smart_open, commands, encode
 LOADED += metrics, plan, run_folder, step, trainer, scores, export
 
 

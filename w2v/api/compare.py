@@ -182,7 +182,7 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
     if newest and not (newest / "runs.csv").exists():
         candidates = itertools.chain([newest], candidates)
     for folder in candidates:
-        configs = [load_config([file]) for file in folder.glob("*/config.yaml")]
+        configs = [load_config([file], trains=False) for file in folder.glob("*/config.yaml")]
         if all(with_seed(config) in known for config in configs):
             break
     return folder

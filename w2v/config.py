@@ -66,8 +66,12 @@ LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 def range_in_words(metadata: Mapping[str, Any], value: Any) -> str:
     """Return the range of a key in words, such as "at least 0"."""
     rules = [f"{name.replace('_', ' ')} {limit}" for name, limit in metadata["limits"].items()]
-    rules += ["finite"] if isinstance(value, float) else []
-    return " and ".join(rules) + (" or auto" if metadata["auto"] is not None else "")
+    if isinstance(value, float):
+        rules.append("finite")
+    words = " and ".join(rules)
+    if metadata["auto"] is not None:
+        words += " or auto"
+    return words
 
 
 class Section:
@@ -95,10 +99,7 @@ class Section:
 class CorpusConfig(Section):
     """Text to train on."""
 
-    path: str = key(
-        "enwiki-sample",
-        "A text or .jsonl file (also .gz .bz2 .xz .zst), folder, Wikipedia dump or text8.",
-    )
+    path: str = key("enwiki-sample", "Text or .jsonl file (may be packed), folder, dump or text8.")
     field: str = key("text", "Field of .jsonl files that holds the text.")
     tokenize: Literal["auto", "whitespace", "words"] = key(
         "auto", "Split at white space, or keep letters and numbers in lower case (auto: raw text)."
@@ -130,21 +131,14 @@ class ModelConfig(Section):
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Give near words more weight, as windows of 1 to window do.")
     shrink_by: Literal["draw", "weigh", "auto"] = key(
-        "auto",
-        "Draw windows, or weigh words of whole ones (auto: draw for CBOW, long SGD runs on a CPU).",
+        "auto", "Sample window sizes (draw), or use full windows with distance weights (weigh)."
     )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
-    negative_pool: int = key(
-        -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
-    )
+    negative_pool: int = key(-1, "Words of a pool of negatives (0: none).", auto=-1, at_least=0)
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
     sample: float = key(
-        -1.0,
-        "Subsample words above this share (0: off; auto: 1e-4, more where few words make a text).",
-        auto=-1,
-        at_least=0,
-        below=1,
+        -1.0, "Subsample words above this share (0: off).", auto=-1, at_least=0, below=1
     )
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
 
@@ -174,15 +168,12 @@ class OptimizerConfig(Section):
 
     name: str = key("Adam", "Row-separable class of torch.optim: Adam, Adamax, RMSprop, ...")
     lr: float = key(0.0, "Peak learning rate (auto: as the text needs).", auto=0, above=0)
-    args: dict[str, Any] = key(
-        {}, "Other arguments, such as {betas: [0.5, 0.99]} (unset, or {} with lr auto: as shipped)."
-    )
+    args: dict[str, Any] = key({}, "Other arguments, such as {betas: [0.5, 0.99]}.")
     step: Literal["table", "row", "auto"] = key(
-        "table",
-        "Correct bias by the steps of the table, or of each row (auto: row with fused kernels).",
+        "table", "Correct bias by the steps of the table, or by those of each row."
     )
     occurrence_cap: int = key(
-        0, "Scale gradients of n pairs by min(1, cap/n) (0: off; auto: by lr).", auto=-1, at_least=0
+        0, "Scale gradients of n pairs by min(1, cap/n) (0: off).", auto=-1, at_least=0
     )
     schedule: Literal["constant", "linear", "cosine"] = key("linear", "Decay of lr to min_lr.")
     warmup: float = key(0.0, "Share of the run in which lr rises from 0.", at_least=0, below=1)
@@ -229,17 +220,14 @@ class TrainConfig(Section):
     """Training loop."""
 
     epochs: int = key(5, "Passes over the corpus.", at_least=1)
-    batch_size: int = key(
-        0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
-    )
+    batch_size: int = key(0, "Centers of a step, after subsampling.", auto=0, at_least=1)
     block_words: int = key(
-        -1, "Words of a block; steps mix many (0: no; auto: by window).", auto=-1, at_least=0
+        -1, "Words of a block; each batch mixes many (0: none).", auto=-1, at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
-        "float32",
-        "16-bit products of plain torch (amp), or tables (bf16, fp16): half the transfer.",
+        "float32", "16-bit products of plain torch (amp), or tables of half the size (bf16, fp16)."
     )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.", at_least=0, below=2**63)
     held_out_words: int = key(0, "Words held out to measure the loss on (0: none).", at_least=0)
@@ -255,9 +243,7 @@ class RunConfig(Section):
     log_seconds: float = key(10.0, "Seconds between lines of metrics.jsonl and the log.", above=0)
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
-    checkpoint_minutes: float = key(
-        10.0, "Minutes from one checkpoint to the next (0: only one at the end).", at_least=0
-    )
+    checkpoint_minutes: float = key(10.0, "Minutes between checkpoints (0: none).", at_least=0)
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
 
@@ -370,29 +356,29 @@ def load_config(
             named_in = source
         for key_name, value in entries:
             _set(values, key_name, value, source)
-    if trains and optimizer and "." in optimizer and named_in != COMMAND_LINE:
-        where = f"optimizer.name={_show(optimizer)} (from {named_in})"
-        remedy = f"add optimizer.name={_show(optimizer)} to the command line if you trust its code"
-        raise ConfigError(f"{where} would be imported, which runs code; {remedy}")
-    return _make(values)
+    code = values.get("optimizer.name", "")
+    if "." in code and named_in != COMMAND_LINE and trains:
+        remedy = f"add optimizer.name={code} to the command line if you trust it"
+        raise ConfigError(
+            f"optimizer.name={code} (from {named_in}) is code, which would be run; {remedy}"
+        )
+    given_in = _by_section(values)
+    sections = {name: kind(**given_in[name]) for name, kind in SECTIONS.items()}
+    return Config(**sections)  # whose ranges are checked
 
 
-def _make(values: Mapping[str, Any]) -> Config:
-    """Return a config of these values by dotted name, and defaults."""
-    settings: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by dotted name as mappings by section."""
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         section, _, its_key = name.partition(".")
-        settings[section][its_key] = value
-    sections = {name: kind(**settings[name]) for name, kind in SECTIONS.items()}
-    return Config(**sections)  # whose ranges are checked
+        sections[section][its_key] = value
+    return sections
 
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML; `load_config([path])` returns an equal one."""
-    content: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in flat_config(config).items():
-        section, _, its_key = name.partition(".")
-        content[section][its_key] = value
+    content = _by_section(flat_config(config))
     atomic_write(path, yaml.safe_dump(content, allow_unicode=True, sort_keys=False))
 
 
@@ -422,10 +408,13 @@ def describe_config() -> str:
         lines += ["", f"{section}:"]
         for entry in fields(kind):
             choices = ", ".join(_choices(TYPES[f"{section}.{entry.name}"]))
-            one_of = f" One of: {choices}." if choices else ""
+            if choices:
+                choices = f" One of: {choices}."
             default = _spelled(f"{section}.{entry.name}", getattr(kind(), entry.name))
-            written = default if default and isinstance(default, str) else json.dumps(default)
-            lines += [f"  # {entry.metadata['help']}{one_of}", f"  {entry.name}: {written}"]
+            written = json.dumps(default)
+            if default and isinstance(default, str):
+                written = default
+            lines += [f"  # {entry.metadata['help']}{choices}", f"  {entry.name}: {written}"]
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -435,17 +424,21 @@ def find_config(name: str | Path) -> Path:
     Raises `ConfigError`, with the nearest name, if there is none.
     """
     path = Path(os.path.expanduser(name))
-    if found := path if path.is_file() else shipped_config(str(name)):
+    if path.is_file():
+        return path
+    if found := shipped_config(str(name)):
         return found
     near = nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
-    near = near or nearest_config(path.stem)
-    remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"
+    remedy = "name a .yaml file, or set section.key=value"
+    if near := near or nearest_config(path.stem):
+        remedy = f"did you mean {near}?"
     raise ConfigError(f"config file {name} does not exist; {remedy}")
 
 
 def shipped_config(name: str) -> Path | None:
     """Return the shipped file of a name: adam or Adam, adam.yaml, text8."""
-    name = name.lower() if name in OPTIMIZERS else name
+    if name in OPTIMIZERS:
+        name = name.lower()
     short = name.removeprefix("configs/").removesuffix(".yaml")
     files = (CONFIGS / f"{short}.yaml", CONFIGS / "optimizers" / f"{short}.yaml")
     return next((file for file in files if file.is_file()), None)
@@ -461,26 +454,26 @@ def check_optimizer(name: str) -> None:
     """Raise `ConfigError` unless it is a known optimizer or `package.Class`."""
     if name in OPTIMIZERS or "." in name:
         return
-    where, known = f"optimizer.name={_show(name)}", " ".join(OPTIMIZERS)
-    mixes = {other.lower(): other for other in NOT_ROWWISE}.get(name.lower())
-    if mixes == "SparseAdam":
+    where = f"optimizer.name={_show(name)}"
+    known = " ".join(OPTIMIZERS)
+    if name.lower() == "sparseadam":
         raise ConfigError(f"{where} is Adam here, which steps the same rows; choose one of {known}")
-    if mixes:
+    if name.lower() in map(str.lower, NOT_ROWWISE):
         raise ConfigError(f"{where} mixes rows, so it cannot be paged; choose one of {known}")
     lower = {other.lower(): other for other in OPTIMIZERS}
-    near = lower.get(nearest(name.lower(), lower, cutoff=0.5))
-    hint = f"did you mean {near}?" if near else f"choose one of {known}, or package.Class"
+    hint = f"choose one of {known}, or package.Class"
+    if near := nearest(name.lower(), lower, cutoff=0.5):
+        hint = f"did you mean {lower[near]}?"
     raise ConfigError(f"{where} is not a known optimizer; {hint}")
 
 
-def _shipped(name: str, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the shipped settings of an optimizer; one's own class has none."""
+def _shipped(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the shipped settings of an optimizer; one's own class has none."""
     check_optimizer(name)
     if name in OPTIMIZERS:
-        return [*_read_yaml(CONFIGS / "optimizers" / f"{name.lower()}.yaml")]
-    if "optimizer.lr" not in given:
+        yield from _read_yaml(CONFIGS / "optimizers" / f"{name.lower()}.yaml")
+    elif "optimizer.lr" not in given:
         raise ConfigError(f"optimizer.name={_show(name)} has no shipped rate; set optimizer.lr too")
-    return []
 
 
 def _spelled(name: str, value: Any) -> Any:
@@ -511,11 +504,8 @@ class _TextLoader(yaml.SafeLoader):
         return mapping
 
 
-def read_text(content: str | bytes) -> Any:
-    """Return YAML as mappings and lists of text and None.
-
-    Raises `YAMLError`, `ValueError` or `RecursionError` for what is not YAML.
-    """
+def parse_yaml(content: str | bytes) -> Any:
+    """Return YAML as mappings and lists of text and None."""
     loader = _TextLoader(content)
     try:
         return loader.get_single_data()
@@ -527,7 +517,7 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of a YAML file."""
     problem = f"config file {path} cannot be read as YAML"
     with refused(ConfigError, problem, "see --help-config"):
-        loaded = read_text(path.read_bytes())
+        loaded = parse_yaml(path.read_bytes())
     if not isinstance(loaded, dict) or not loaded:
         sections = "sections such as 'model:' with keys below them; see --help-config"
         raise ConfigError(f"config file {path} holds no keys; write {sections}")
@@ -549,12 +539,12 @@ def _parse(assignment: str) -> tuple[str, Any]:
     if TYPES.get(name) is str and text[:1] not in ("'", '"'):
         return name, text
     try:
-        return name, read_text(text)
+        return name, parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
         reason = one_line(error)
         if text.count("{") + text.count("[") > text.count("}") + text.count("]"):
             reason = "a bracket is open; quote what has spaces: 'section.key={name: value}'"
+        where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
         raise ConfigError(f"{where} cannot be read as YAML: {reason}") from None
 
 
@@ -606,7 +596,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """Return text, or lists and mappings of it, as numbers and others in YAML's words."""
+    """Return text, or lists and mappings of text, as plain values."""
     if isinstance(value, list):
         return [plain_values(element) for element in value]
     if isinstance(value, dict):
@@ -623,7 +613,9 @@ def plain_values(value: Any) -> Any:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return ()
 
 
 def _expected(name: str, value: Any) -> str:
@@ -675,7 +667,9 @@ def nearest_key(unknown: str) -> str:
     if near := nearest(last, [name.split(".")[1] for name in names]):
         names = [name for name in names if name.endswith(f".{near}")]
         return nearest(unknown, names, cutoff=0)
-    return f"optimizer.args.{last}" if section == "optimizer" and last.isidentifier() else ""
+    if section == "optimizer" and last.isidentifier():
+        return f"optimizer.args.{last}"
+    return ""
 
 
 def _show(value: Any) -> str:
@@ -683,4 +677,6 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     text = one_line(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    if len(text) > SHOWN_CHARACTERS:
+        text = text[: SHOWN_CHARACTERS - 3] + "..."
+    return text

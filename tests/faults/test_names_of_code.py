@@ -29,7 +29,7 @@ def marker(tmp_path, monkeypatch):
 
 
 def refused(capsys, *arguments):
-    """Run a command that must end with an error; return whether that names the remedy."""
+    """Run a command that must fail; return whether it names the remedy."""
     assert cli.main(list(map(str, arguments))) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     return f"add {NAME} to the command line" in error

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from w2v.api import compare
-from w2v.config import Config, ConfigError, find_config, load_config, plain_values, read_text
+from w2v.config import Config, ConfigError, find_config, load_config, parse_yaml, plain_values
 from w2v.system import console
 from w2v.vectors import runs
 from w2v.vectors.datasets import Further
@@ -53,7 +53,7 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
     for assignment in assignments:
         key, _, text = assignment.partition("=")
         try:
-            axes[key] = plain_values(read_text(f"[{text}]"))
+            axes[key] = plain_values(parse_yaml(f"[{text}]"))
         except yaml.YAMLError:
             axes[key] = []
         if not axes[key]:

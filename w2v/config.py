@@ -293,7 +293,6 @@ TYPE_NAMES = {
 }
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]*)")  # not 010, which is 8 in YAML and 10 elsewhere
 NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
-NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)
 BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True)
 BOOLS |= dict.fromkeys(("false", "no", "off", "0"), False)
 # What word2vec.c, fastText, gensim (before and after 4.0) and torch.optim call these keys.
@@ -407,14 +406,12 @@ def describe_config() -> str:
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}:"]
         for entry in fields(kind):
-            choices = ", ".join(_choices(TYPES[f"{section}.{entry.name}"]))
-            if choices:
-                choices = f" One of: {choices}."
+            lines.append(f"  # {entry.metadata['help']}")
+            if choices := _choices(TYPES[f"{section}.{entry.name}"]):
+                lines[-1] += f" One of: {', '.join(choices)}."
             default = _spelled(f"{section}.{entry.name}", getattr(kind(), entry.name))
-            written = json.dumps(default)
-            if default and isinstance(default, str):
-                written = default
-            lines += [f"  # {entry.metadata['help']}{choices}", f"  {entry.name}: {written}"]
+            is_text = default and isinstance(default, str)
+            lines.append(f"  {entry.name}: {default if is_text else json.dumps(default)}")
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -590,8 +587,6 @@ def _convert(hint: Any, value: Any) -> Any:
             return int(value)
         if hint is float and NUMBER.fullmatch(value):
             return float(value)
-        if hint is float and NOT_FINITE.fullmatch(value):
-            return float(value.replace(".", ""))
     raise ValueError
 
 

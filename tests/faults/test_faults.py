@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_arguments, tiny_paths
 from w2v.system.files import sealed
 from w2v.training import checkpoint, checkpoint_files, memory, plan
 from w2v.training.checkpoint import Checkpoint, latest
-from w2v.training.memory import Task
+from w2v.training.memory import Plan
 from w2v.training.step import TrainingStep
 from w2v.vectors import load as vector_files
 
@@ -412,7 +412,8 @@ def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, c
 
     monkeypatch.setattr(TrainingStep, "__call__", failing)
     monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
-    for name in ("PROGRAM_BYTES", "CUDA_BYTES", "UNUSED_CUDA_BYTES", "TORCH_CUDA_BYTES"):
+    program = "PROGRAM_BYTES", "COMPILER_BYTES", "CUDA_BYTES", "UNUSED_CUDA_BYTES"
+    for name in (*program, "TORCH_CUDA_BYTES", "GPU_RESERVE"):
         monkeypatch.setattr(memory, name, 0)  # beside which a cache of some MB would count little
     larger = {"train__epochs": 10, "train__batch_size": 4096}
     arguments = tiny_arguments(tmp_path, BIG, **larger, **changes)
@@ -433,7 +434,7 @@ def test_allocation_that_fails_while_training(tmp_path, run_main, monkeypatch, c
 def test_disk_full_while_a_checkpoint_is_written(tmp_path, run_main, monkeypatch, copies):
     """A checkpoint has 5 MB, and there is no room for three."""
     monkeypatch.setattr(plan, "free_disk_bytes", lambda folder: 1 << 50)
-    monkeypatch.setattr(Task, "copies", copies)
+    monkeypatch.setattr(Plan, "copies", copies)
     monkeypatch.setattr(checkpoint, "EPOCH_SECONDS", 0)
     monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 1 << 20)
     larger = {"model__vector_size": 16, "train__epochs": 4, "train__batch_size": 4096}

@@ -17,8 +17,8 @@ from w2v.model.sampler import Sampler, TrainingText
 from w2v.model.table import Table, host_memory, pinning_is_limited
 from w2v.text.vocab import keep_probabilities
 from w2v.training import memory
-from w2v.training.memory import DoesNotFit, Machine, Task, explained
-from w2v.training.plan import Plan, describe_bytes
+from w2v.training.memory import DoesNotFit, Machine, Plan, explained
+from w2v.training.plan import describe_bytes
 
 GIB = 1 << 30
 PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk", "files"], 1000 * GIB)
@@ -36,7 +36,7 @@ def make_task(*settings, counts=1_000_000, text_words=10_000_000, **changes):
     given = ["model.vector_size=128", "model.sample=1e-4", "train.batch_size=1000"]
     given += ["run.dir=runs", *settings]
     config = load_config([], given)
-    return Task(
+    return Plan(
         config=config,
         machine=Machine(2, 16 * GIB, "", 1000 * GIB, "", ""),
         vocab=SimpleNamespace(counts=counts_V),
@@ -64,7 +64,7 @@ def slots(task, gpu_bytes):
 def make_run(*settings, **changes):
     """Return a plan whose cache takes what is left."""
     task = make_task(*settings, **changes)
-    return Plan(**vars(replace(task, slots=task.capacity())), reason="", chosen={})
+    return replace(task, slots=task.capacity())
 
 
 def with_cache(rows):

@@ -33,7 +33,7 @@ from w2v.training.build import (
     make_peer_kernels,
     make_text,
 )
-from w2v.training.memory import Machine, Task
+from w2v.training.memory import Machine, Plan
 from w2v.training.plan import choose_device, choose_engine, choose_kernels, describe, make_plan
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.engine import Engine, Paged
@@ -237,7 +237,7 @@ def engine_of(config, machine, device, table_bytes):
     """Choose the engine for tables of so many bytes, which have rows of 1 KiB."""
     model = replace(config.model, vector_size=256)
     sgd = replace(config.optimizer, name="SGD", args={})
-    task = Task(
+    task = Plan(
         config=replace(config, model=model, train=replace(config.train, batch_size=1024)),
         machine=machine,
         vocab=SimpleNamespace(counts=np.broadcast_to(1, max(1, table_bytes >> 11))),

@@ -35,8 +35,9 @@ from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
 
 MIB = 1 << 20
-# The fixed part of CPU memory: torch, and numba while it compiles kernels.
-PROGRAM_BYTES = 520 * MIB
+# The fixed part of CPU memory.
+PROGRAM_BYTES = 440 * MIB  # torch, and what allocators keep
+COMPILER_BYTES = 80 * MIB  # more while numba compiles kernels
 UNUSED_CUDA_BYTES = 300 * MIB  # more with torch's CUDA libraries, where a CPU computes
 CUDA_BYTES = 600 * MIB  # more with CUDA's context and libraries
 TORCH_CUDA_BYTES = 470 * MIB  # more with torch's kernels, where it pages or steps rows
@@ -64,6 +65,7 @@ MAPPED_PART = 512  # the GPU's page tables take one byte for this many of pinned
 UNUSED_PART = 256  # the allocator leaves one byte unused for this many of the cache
 IDS_SHARE = 16  # ids of the text are on a GPU that has this many times their bytes free
 
+PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
 LEAST_COPIED = 256 * MIB  # a CPU run waits only tenths of a second while less is written to disk
 DEVIATIONS = 4  # a cache must hold a page's expected rows and this many standard deviations
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
@@ -152,13 +154,14 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained, what computes it, and how many bytes that needs.
+class Plan:
+    """What is trained, what computes it and why, and the bytes it takes.
 
-    Bytes are those of one rank, but for the disk, which all ranks share.
+    Bytes are those of one rank, but for the disk, which all ranks share. Device, kernels, engine
+    and slots are what the config's `auto` became on this machine.
     """
 
-    config: Config
+    config: Config  # with a value for each `auto` that depends on the text alone
     machine: Machine  # this rank's share of it
     vocab: Vocab
     corpus: Corpus
@@ -170,6 +173,8 @@ class Task:
     engine: str = "resident"  # resident, mapped or staged
     slots: int = 0  # capacity of the GPU cache in rows; with resident tables, all rows
     free: Mapping[str, float] = field(default_factory=dict)  # bytes in each of PLACES
+    reason: str = ""  # why this engine
+    chosen: Mapping[str, str] = field(default_factory=dict)  # for `auto`, by key: what, and why
 
     @property
     def words(self) -> int:
@@ -234,6 +239,19 @@ class Task:
         return self.engine != "resident"
 
     @property
+    def is_paged(self) -> bool:
+        """Whether the GPU has no room for some rows."""
+        return self.is_hosted and self.slots < 2 * self.shape.stride
+
+    @property
+    def threads(self) -> int:
+        """How many of torch's threads the steps of a run on a CPU keep busy."""
+        model = self.config.model
+        pairs = self.config.train.batch_size * model.window * (1 + model.negative)
+        busy = pairs * model.vector_size // PRODUCTS_PER_THREAD
+        return max(1, min(torch.get_num_threads(), busy))
+
+    @property
     def cache_bytes(self) -> int | None:
         """Bytes of rows that are kept on the GPU; None: all that is left there."""
         return self.config.transfer.gpu_bytes_of(self.table_bytes)
@@ -274,14 +292,15 @@ class Task:
 
         saves: whether checkpoints and vectors are written.
         """
+        takes = self.takes()
         lacking = [place for place in self.lacking() if saves or place != "disk"]
         if lacking:
-            needs = " and ".join(f"{PLACES[place]}: {self.total(place)}" for place in lacking)
-            raise DoesNotFit(f"not enough {needs}; {REMEDIES[lacking[0]]}")
+            totals = (f"{PLACES[place]}: {self.total(place, takes[place])}" for place in lacking)
+            raise DoesNotFit(f"not enough {' and '.join(totals)}; {REMEDIES[lacking[0]]}")
 
-    def total(self, place: str) -> str:
-        """Return what the run takes of a place and what is free, in words."""
-        words = format_bytes(sum(self.takes()[place].values()))
+    def total(self, place: str, parts: Mapping[str, int]) -> str:
+        """Return the bytes that the run takes of a place, and what is free."""
+        words = format_bytes(sum(parts.values()))
         if self.free[place] < UNLIMITED:
             words += f" of {format_bytes(self.free[place])} free"
         if place == "disk":
@@ -294,7 +313,7 @@ class Task:
         needs["host"]["copies"] = self.copies
         if self.is_hosted:
             needs["gpu"]["cache"] = self.slot_bytes * self.slots
-        return needs
+        return {place: parts for place, parts in needs.items() if any(parts.values())}
 
     @property
     def copies(self) -> int:
@@ -344,6 +363,8 @@ class Task:
 
     def _host_needs(self) -> dict[str, int]:
         program = PROGRAM_BYTES
+        if self.on_gpu or self.kernels != "reference":
+            program += COMPILER_BYTES
         if self.on_gpu:
             program += CUDA_BYTES + TORCH_CUDA_BYTES * (self.is_hosted or not self.has_own_step)
         elif self.machine.cuda_torch:
@@ -451,16 +472,16 @@ class Task:
         return inputs, min(self.rows, outputs)
 
 
-def fitting_batch_size(task: Task, slots: int) -> int:
+def fitting_batch_size(plan: Plan, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
     Rows are estimated for words in random order. A text repeats words, so its pages have fewer.
     `slots` is the capacity of the cache on all ranks.
     """
-    size = task.config.train.batch_size
-    steps = max(1, task.config.transfer.steps_per_page)
+    size = plan.config.train.batch_size
+    steps = max(1, plan.config.transfer.steps_per_page)
     while size > 1:
-        rows = sum(task.touched(steps * size))
+        rows = sum(plan.touched(steps * size))
         if rows + DEVIATIONS * math.sqrt(rows) <= slots:
             break
         size //= 2
@@ -468,7 +489,7 @@ def fitting_batch_size(task: Task, slots: int) -> int:
 
 
 @contextlib.contextmanager
-def explained(task: Task, run: Path | None = None) -> Iterator[None]:
+def explained(plan: Plan, run: Path | None = None) -> Iterator[None]:
     """Raise `DoesNotFit` if an allocation in the block fails nevertheless.
 
     run: the folder of a run that has begun, which can be resumed.
@@ -478,18 +499,19 @@ def explained(task: Task, run: Path | None = None) -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
             raise
-        place = "gpu" if task.on_gpu and _is_of_gpu(error) else "host"
+        place = "gpu" if plan.on_gpu and _is_of_gpu(error) else "host"
         remedy = REMEDIES[place]
         if run:  # whose tables must stay as they are
             remedy = f"continue with w2v train --resume {quote(str(run))}"
             if place == "gpu":
                 remedy += " transfer.gpu_bytes=50%"
-            elif not task.config.transfer.table_dir:
+            elif not plan.config.transfer.table_dir:
                 remedy += " transfer.table_dir=FOLDER"
             else:
                 remedy += ", when more memory is free"
         problem = f"{PLACES[place]} ran out ({one_line(error)[:200]})"
-        raise DoesNotFit(f"{problem}: {task.total(place)}; {remedy}") from None
+        takes = plan.total(place, plan.takes()[place])
+        raise DoesNotFit(f"{problem}: {takes}; {remedy}") from None
 
 
 def _is_out_of_memory(error: Exception) -> bool:

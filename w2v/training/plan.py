@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from w2v.system.resources import format_bytes, free_disk_bytes
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training.memory import Machine, Task, fitting_batch_size
+from w2v.training.memory import Machine, Plan, fitting_batch_size
 
 log = logging.getLogger("w2v")
 KERNELS = {  # as the plan names them
@@ -40,28 +40,6 @@ FEWEST_STEPS = 100  # of a run that learns anything
 LEAST_OF_GPUS = 16_384  # centers of a step that several GPUs train faster than one
 FLOAT16_EPS = 2.5e-4  # the root of float16's smallest number
 MOST_ROWS = 2**31 - 1  # ids are int32
-PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(Task):
-    """What a run uses, and why. Its config has a value for each `auto`."""
-
-    reason: str  # why this engine
-    chosen: dict[str, str]  # for `auto`, by key: what, and why
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether the GPU has no room for some rows."""
-        return self.is_hosted and self.slots < 2 * self.shape.stride
-
-    @property
-    def threads(self) -> int:
-        """How many of torch's threads the steps of a run keep busy."""
-        model = self.config.model
-        pairs = self.config.train.batch_size * model.window * (1 + model.negative)
-        busy = pairs * model.vector_size // PRODUCTS_PER_THREAD
-        return max(1, min(torch.get_num_threads(), busy))
 
 
 # Before the plan: ranks, text, and what they must have in common.
@@ -114,7 +92,7 @@ def make_plan(
     # This refuses what cannot be paged or computed, before anything is read.
     kernels = choose_kernels(config, machine, ranks)
     vocab, corpus = opened or open_together(config, ranks)
-    task = Task(
+    given = Plan(
         config=config,
         machine=machine,
         vocab=vocab,
@@ -125,8 +103,8 @@ def make_plan(
         ranks=ranks,
         free=free_bytes(config, machine, run),
     )
-    check_rows(task)
-    plan = plan_task(task)
+    check_rows(given)
+    plan = resolve(given)
     check_cache(plan)
     while plan.is_paged and plan.slots:
         size = plan.config.train.batch_size
@@ -137,7 +115,7 @@ def make_plan(
         log.warning(f"transfer.gpu_bytes {few}: using train.batch_size={fits}")
         # Planned again, so that automatic settings suit the smaller batch.
         smaller = replace(config, train=replace(config.train, batch_size=fits))
-        plan = plan_task(replace(task, config=smaller))
+        plan = resolve(replace(given, config=smaller))
     # Not before the plan is final, or a warning would be repeated.
     warn_of_machine(plan)
     # A resumed run keeps its batch size, given or chosen: its user cannot change it any more.
@@ -145,23 +123,19 @@ def make_plan(
     return plan
 
 
-def plan_task(task: Task) -> Plan:
+def resolve(plan: Plan) -> Plan:
     """Choose what is `auto`, the engine, and the capacity of its cache."""
-    kernels = task.kernels if task.has_own_step else "reference"
-    gpus = task.ranks.size if task.on_gpu else 1
-    sentences = len(task.corpus.offsets) - 1
-    config, chosen = auto.choose(task.config, task.vocab, kernels, sentences, gpus)
-    task = replace(
-        task,
-        config=config,
-        optimizer=RowOptimizer(config.optimizer),
-        centers=float(task.vocab.kept_counts(config.model.sample).sum()),
-    )
-    engine, reason = choose_engine(task)
-    task = replace(task, engine=engine)
+    kernels = plan.kernels if plan.has_own_step else "reference"
+    gpus = plan.ranks.size if plan.on_gpu else 1
+    sentences = len(plan.corpus.offsets) - 1
+    config, chosen = auto.choose(plan.config, plan.vocab, kernels, sentences, gpus)
+    centers = float(plan.vocab.kept_counts(config.model.sample).sum())
+    optimizer = RowOptimizer(config.optimizer)
+    plan = replace(plan, config=config, optimizer=optimizer, centers=centers)
+    engine, reason = choose_engine(plan)
+    plan = replace(plan, engine=engine, reason=reason)
     # All ranks page alike, with the smallest cache that any can have.
-    task = replace(task, slots=min(task.ranks.all_gather(task.capacity())))
-    plan = Plan(**vars(task), reason=reason, chosen=chosen)
+    plan = replace(plan, slots=min(plan.ranks.all_gather(plan.capacity())))
     config, shared = auto.share_negatives(config, plan.is_paged)
     return replace(plan, config=config, chosen=chosen | shared)
 
@@ -228,16 +202,16 @@ def free_bytes(config: Config, machine: Machine, run: Path | None) -> dict[str, 
     }
 
 
-def check_rows(task: Task) -> None:
+def check_rows(plan: Plan) -> None:
     """Raise `ConfigError` if there are too many rows to number, or too few."""
-    words = task.words
-    if task.rows > MOST_ROWS:
-        many = f"{words:,} words need {task.rows:,} rows, more than {MOST_ROWS:,}"
-        remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // task.rows}"
-        least = task.config.vocab.min_count
+    words = plan.words
+    if plan.rows > MOST_ROWS:
+        many = f"{words:,} words need {plan.rows:,} rows, more than {MOST_ROWS:,}"
+        remedy = f"set vocab.max_final_vocab={MOST_ROWS * words // plan.rows}"
+        least = plan.config.vocab.min_count
         raise ConfigError(f"{many}; {remedy} or raise vocab.min_count={least}")
-    if not task.ranks.shard_rows(words):
-        few = f"{words} words are too few for {task.ranks.size} ranks"
+    if not plan.ranks.shard_rows(words):
+        few = f"{words} words are too few for {plan.ranks.size} ranks"
         raise ConfigError(f"{few}, of which each holds some; start fewer")
 
 
@@ -252,12 +226,12 @@ def check_cache(plan: Plan) -> None:
         )
 
 
-def choose_engine(task: Task) -> tuple[str, str]:
-    """Return the engine for a task, which has none yet, and the reason."""
-    machine = task.machine
-    transfer = task.config.transfer
+def choose_engine(plan: Plan) -> tuple[str, str]:
+    """Return the engine for a plan, which has none yet, and the reason."""
+    machine = plan.machine
+    transfer = plan.config.transfer
     wanted, folder = transfer.engine, transfer.table_dir
-    if not task.on_gpu:
+    if not plan.on_gpu:
         if wanted in ("mapped", "staged"):
             pages = f"transfer.engine={wanted} pages rows onto a GPU, but the run is on the CPU"
             raise ConfigError(f"{pages}; set transfer.engine=resident")
@@ -270,23 +244,23 @@ def choose_engine(task: Task) -> tuple[str, str]:
         raise ConfigError(f"transfer.engine={wanted} cannot read tables in files; {remedy}")
     if folder:
         return "staged", f"tables in files in {folder}"
-    room = task.cache_bytes
-    is_paged = room is not None and room < task.table_bytes
+    room = plan.cache_bytes
+    is_paged = room is not None and room < plan.table_bytes
     if is_paged and wanted == "resident":
         both = f"transfer.engine=resident and transfer.gpu_bytes={transfer.gpu_bytes}"
         raise ConfigError(f"{both} exclude each other, as rows are paged then; leave one out")
     if wanted in ("resident", "staged"):
         return wanted, "as configured"
-    fit = f"tables of {format_bytes(task.table_bytes)}"
+    fit = f"tables of {format_bytes(plan.table_bytes)}"
     if room is not None and is_paged:
         fit += f", {format_bytes(room)} for rows on the GPU"
     else:
         fit += f", {format_bytes(machine.gpu_free_bytes)} free on the GPU"
-    if wanted == "auto" and not is_paged and "gpu" not in task.lacking():
+    if wanted == "auto" and not is_paged and "gpu" not in plan.lacking():
         return "resident", f"{fit}; force paging with transfer.gpu_bytes=50%"
     if not machine.cuda_cupy:
         return "staged", f"{fit}, so rows are copied from CPU memory, through the CPU without CuPy"
-    if "locked" in replace(task, engine="mapped").lacking():
+    if "locked" in replace(plan, engine="mapped").lacking():
         few = f"only {format_bytes(machine.lockable_bytes)} of memory may be locked"
         return "staged", f"{fit}, and {few}"
     if wanted == "mapped":
@@ -315,33 +289,33 @@ def warn_of_machine(plan: Plan) -> None:
         log.warning(f"{plan.reason} ({raise_limit}): using transfer.engine=staged, which is slower")
 
 
-def warn_of_settings(task: Task, batch_is_given: bool) -> None:
+def warn_of_settings(plan: Plan, batch_is_given: bool) -> None:
     """Warn of settings with which a run is slow or learns little."""
-    train = task.config.train
+    train = plan.config.train
     size = train.batch_size
-    steps = train.epochs * task.centers / size
-    if batch_is_given and task.kernels != "sequential" and steps < FEWEST_STEPS:
+    steps = train.epochs * plan.centers / size
+    if batch_is_given and plan.kernels != "sequential" and steps < FEWEST_STEPS:
         remedy = "set train.batch_size=auto" if size > 1 else "more text is needed"
         few = f"{steps:.0f} optimizer steps, too few to learn from"
         log.warning(f"train.batch_size={size} leaves {few}; {remedy}")
-    eps = task.optimizer.arguments.get("eps", FLOAT16_EPS)
+    eps = plan.optimizer.arguments.get("eps", FLOAT16_EPS)
     if train.precision == "fp16" and eps < FLOAT16_EPS:
         log.warning(
             "train.precision=fp16 rounds squared gradients under 6e-8 to 0, and "
-            f"{task.config.optimizer.name} then divides by its eps, {eps:g}; set "
+            f"{plan.config.optimizer.name} then divides by its eps, {eps:g}; set "
             f"optimizer.args.eps={FLOAT16_EPS:g} or more, or train.precision=bf16"
         )
-    if task.kernels == "cuda" and train.precision == "amp":
+    if plan.kernels == "cuda" and train.precision == "amp":
         unused = "train.precision=amp changes nothing, as the fused kernels have no matrix products"
         log.warning(f"{unused}; leave it out, or set train.precision=bf16")
-    if not task.on_gpu and train.precision != "float32":
+    if not plan.on_gpu and train.precision != "float32":
         slow = f"train.precision={train.precision} on a CPU uses plain torch"
         log.warning(f"{slow}, about 60 times slower than float32; leave it out")
-    if task.ranks.size > 1 and not task.on_gpu:
-        slow = f"{task.ranks.size} ranks without GPUs are slower than one process with all cores"
+    if plan.ranks.size > 1 and not plan.on_gpu:
+        slow = f"{plan.ranks.size} ranks without GPUs are slower than one process with all cores"
         log.warning(f"{slow}; leave out --gpus or torchrun")
-    elif task.ranks.size > 1 and task.kernels == "cuda" and size < LEAST_OF_GPUS:
-        slow = f"train.batch_size={size} is too small to be faster on {task.ranks.size} GPUs"
+    elif plan.ranks.size > 1 and plan.kernels == "cuda" and size < LEAST_OF_GPUS:
+        slow = f"train.batch_size={size} is too small to be faster on {plan.ranks.size} GPUs"
         log.warning(f"{slow}; set train.batch_size={auto.LARGEST} or more, or use one GPU")
 
 
@@ -353,6 +327,7 @@ def describe(plan: Plan) -> str:
     config = plan.config
     size = config.model.vector_size
     record = " + ".join(["weight", *plan.optimizer.states(size)])
+    takes = plan.takes()
     lines = {
         "machine": str(plan.machine),
         "corpus": _describe_text(plan),
@@ -360,7 +335,7 @@ def describe(plan: Plan) -> str:
         "optimizer": _describe_steps(plan),
         "kernels": _describe_kernels(plan),
         "engine": f"{plan.engine} on {plan.device}: {plan.reason}",
-        "memory": ", ".join(f"{place} {plan.total(place)}" for place in _places(plan)),
+        "memory": ", ".join(f"{place} {plan.total(place, n)}" for place, n in takes.items()),
         "auto": "; ".join(f"{key.split('.')[1]} {why}" for key, why in plan.chosen.items()),
     }
     if plan.is_hosted:
@@ -374,15 +349,10 @@ def describe(plan: Plan) -> str:
 def describe_bytes(plan: Plan) -> str:
     """Return a line for each place: bytes by purpose, sum, and what is free."""
     lines = []
-    for place in _places(plan):
-        parts = plan.takes()[place].items()
-        summed = " + ".join(f"{purpose} {format_bytes(n)}" for purpose, n in parts if n)
-        lines.append(f"{place:9} {summed} = {plan.total(place)}")
+    for place, parts in plan.takes().items():
+        summed = " + ".join(f"{purpose} {format_bytes(n)}" for purpose, n in parts.items() if n)
+        lines.append(f"{place:9} {summed} = {plan.total(place, parts)}")
     return "\n".join([*lines, f"saving    {_describe_saving(plan)}"])
-
-
-def _places(plan: Plan) -> list[str]:
-    return [place for place, parts in plan.takes().items() if any(parts.values())]
 
 
 def _describe_text(plan: Plan) -> str:

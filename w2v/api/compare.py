@@ -156,7 +156,8 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     for run in (folder / name for name in names):
         file = run / "config.yaml"
-        if not any(run.glob("*")) or (file.exists() and load_config([file], trains=False) == config):
+        is_ours = file.exists() and load_config([file], trains=False) == config
+        if is_ours or not any(run.glob("*")):
             break
     if run.exists() and not (run / "scores.json").exists():
         shutil.rmtree(run)

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -15,11 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from w2v.system.files import atomic_write, nearest, one_line, refused
 
@@ -34,7 +33,7 @@ PER_OPTIMIZER = [f"optimizer.{name}" for name in ("lr", "args", "step", "occurre
 FOLDERS = "run.dir", "transfer.table_dir"  # others are expanded where they are opened
 SHOWN_CHARACTERS = 60  # of a value in a message
 
-SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS: dict[str, float] = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE = re.compile(rf"(\d+(?:\.\d*)?) *({'|'.join(SIZE_UNITS)}|%|)")
 
@@ -67,8 +66,12 @@ LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 def range_in_words(metadata: Mapping[str, Any], value: Any) -> str:
     """Return the range of a key in words, such as "at least 0"."""
     rules = [f"{name.replace('_', ' ')} {limit}" for name, limit in metadata["limits"].items()]
-    rules += ["finite"] if isinstance(value, float) else []
-    return " and ".join(rules) + (" or auto" if metadata["auto"] is not None else "")
+    if isinstance(value, float):
+        rules.append("finite")
+    words = " and ".join(rules)
+    if metadata["auto"] is not None:
+        words += " or auto"
+    return words
 
 
 class Section:
@@ -96,10 +99,7 @@ class Section:
 class CorpusConfig(Section):
     """Text to train on."""
 
-    path: str = key(
-        "enwiki-sample",
-        "A text or .jsonl file (also .gz .bz2 .xz .zst), folder, Wikipedia dump or text8.",
-    )
+    path: str = key("enwiki-sample", "Text or .jsonl file (may be packed), folder, dump or text8.")
     field: str = key("text", "Field of .jsonl files that holds the text.")
     tokenize: Literal["auto", "whitespace", "words"] = key(
         "auto", "Split at white space, or keep letters and numbers in lower case (auto: raw text)."
@@ -131,21 +131,14 @@ class ModelConfig(Section):
     window: int = key(5, "Maximum distance of a context word from its center word.", at_least=1)
     shrink_windows: bool = key(True, "Give near words more weight, as windows of 1 to window do.")
     shrink_by: Literal["draw", "weigh", "auto"] = key(
-        "auto",
-        "Draw windows, or weigh words of whole ones (auto: draw for CBOW, long SGD runs on a CPU).",
+        "auto", "Sample window sizes (draw), or use full windows with distance weights (weigh)."
     )
     hs: bool = key(False, "Hierarchical softmax, alone with negative=0, or beside negatives.")
     negative: int = key(5, "Negative samples drawn for each center word (0: hs).", at_least=0)
-    negative_pool: int = key(
-        -1, "Words of a pool of negatives (0: none; auto: for paged rows).", auto=-1, at_least=0
-    )
+    negative_pool: int = key(-1, "Words of a pool of negatives (0: none).", auto=-1, at_least=0)
     negative_pool_steps: int = key(1, "Steps before a new pool is drawn.", at_least=1)
     sample: float = key(
-        -1.0,
-        "Subsample words above this share (0: off; auto: 1e-4, more where few words make a text).",
-        auto=-1,
-        at_least=0,
-        below=1,
+        -1.0, "Subsample words above this share (0: off).", auto=-1, at_least=0, below=1
     )
     ns_exponent: float = key(0.75, "Negatives are drawn in proportion to count ** ns_exponent.")
 
@@ -175,15 +168,12 @@ class OptimizerConfig(Section):
 
     name: str = key("Adam", "Row-separable class of torch.optim: Adam, Adamax, RMSprop, ...")
     lr: float = key(0.0, "Peak learning rate (auto: as the text needs).", auto=0, above=0)
-    args: dict[str, Any] = key(
-        {}, "Other arguments, such as {betas: [0.5, 0.99]} (unset, or {} with lr auto: as shipped)."
-    )
+    args: dict[str, Any] = key({}, "Other arguments, such as {betas: [0.5, 0.99]}.")
     step: Literal["table", "row", "auto"] = key(
-        "table",
-        "Correct bias by the steps of the table, or of each row (auto: row with fused kernels).",
+        "table", "Correct bias by the steps of the table, or by those of each row."
     )
     occurrence_cap: int = key(
-        0, "Scale gradients of n pairs by min(1, cap/n) (0: off; auto: by lr).", auto=-1, at_least=0
+        0, "Scale gradients of n pairs by min(1, cap/n) (0: off).", auto=-1, at_least=0
     )
     schedule: Literal["constant", "linear", "cosine"] = key("linear", "Decay of lr to min_lr.")
     warmup: float = key(0.0, "Share of the run in which lr rises from 0.", at_least=0, below=1)
@@ -217,10 +207,12 @@ class TransferConfig(Section):
 
     def gpu_bytes_of(self, table_bytes: int) -> int | None:
         """Return `gpu_bytes` as a number, for tables of this size; None for auto."""
-        if self.gpu_bytes == "auto":
+        size = SIZE.fullmatch(self.gpu_bytes)
+        if size is None:
             return None
-        number, unit = SIZE.fullmatch(self.gpu_bytes).groups()
-        return int(float(number) * {"": 1, "%": table_bytes / 100, **SIZE_UNITS}[unit])
+        number, unit = size.groups()
+        units = SIZE_UNITS | {"": 1, "%": table_bytes / 100}
+        return int(float(number) * units[unit])
 
 
 @dataclass(frozen=True)
@@ -228,17 +220,14 @@ class TrainConfig(Section):
     """Training loop."""
 
     epochs: int = key(5, "Passes over the corpus.", at_least=1)
-    batch_size: int = key(
-        0, "Centers of a step, after subsampling (auto: as the text needs).", auto=0, at_least=1
-    )
+    batch_size: int = key(0, "Centers of a step, after subsampling.", auto=0, at_least=1)
     block_words: int = key(
-        -1, "Words of a block; steps mix many (0: no; auto: by window).", auto=-1, at_least=0
+        -1, "Words of a block; each batch mixes many (0: none).", auto=-1, at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where to compute; auto: a GPU if any.")
     kernels: Literal["auto", "reference", "fused"] = key("auto", "Plain torch or fused kernels.")
     precision: Literal["float32", "amp", "bf16", "fp16"] = key(
-        "float32",
-        "16-bit products of plain torch (amp), or tables (bf16, fp16): half the transfer.",
+        "float32", "16-bit products of plain torch (amp), or tables of half the size (bf16, fp16)."
     )
     seed: int = key(1, "Seed of the initial vectors and of all sampling.", at_least=0, below=2**63)
     held_out_words: int = key(0, "Words held out to measure the loss on (0: none).", at_least=0)
@@ -254,9 +243,7 @@ class RunConfig(Section):
     log_seconds: float = key(10.0, "Seconds between lines of metrics.jsonl and the log.", above=0)
     tensorboard: bool = key(False, "Log to TensorBoard too; needs the package tensorboard.")
     score_epochs: bool = key(False, "Score the analogies after every epoch, not only at the end.")
-    checkpoint_minutes: float = key(
-        10.0, "Minutes from one checkpoint to the next (0: only one at the end).", at_least=0
-    )
+    checkpoint_minutes: float = key(10.0, "Minutes between checkpoints (0: none).", at_least=0)
     final_checkpoint: bool = key(True, "Write a checkpoint at the end, to train on from later.")
     formats: Literal["kv,bin", "kv"] = key("kv,bin", "Files: gensim's .kv, word2vec's .bin.")
 
@@ -300,10 +287,14 @@ TYPE_NAMES = {
     int | None: "a whole number or null",
     float: "a number",
     bool: "true or false",
-    str: "text without ${",
+    str: "text",
     dict[str, Any]: "a mapping such as {betas: [0.5, 0.99]}",
     None: "a plain YAML value",  # of an entry of optimizer.args
 }
+WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]*)")  # not 010, which is 8 in YAML and 10 elsewhere
+NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
+BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True)
+BOOLS |= dict.fromkeys(("false", "no", "off", "0"), False)
 # What word2vec.c, fastText, gensim (before and after 4.0) and torch.optim call these keys.
 FOREIGN_NAMES = {
     "corpus.path": ("input", "text", "sentences", "corpus_file"),
@@ -329,7 +320,9 @@ YAML_SUFFIXES = (".yaml", ".yml")
 # Reading and writing: YAML files, assignments, names of shipped files.
 
 
-def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = ()) -> Config:
+def load_config(
+    files: Sequence[str | Path] = (), assignments: Sequence[str] = (), *, trains: bool = True
+) -> Config:
     """Return the defaults, overlaid by YAML files, then by assignments.
 
     A later value of a key replaces the earlier one as a whole; `optimizer.args.<name>=value` sets
@@ -337,32 +330,55 @@ def load_config(files: Sequence[str | Path] = (), assignments: Sequence[str] = (
     configs/optimizers, which what is set beside it overrides. Settings without a name are those of
     the default optimizer, beside its others.
 
+    A name that is imported, such as optimizer.name=package.Class, must be an assignment: a file,
+    such as the config of another's run, may only repeat it. Without `trains`, for a config that is
+    only compared with others, files may have one.
+
     Raises:
         ConfigError: a file cannot be read, a key is unknown, or a value is wrong.
     """
-    merged: dict[str, Any] = {}  # sections of which a key is set: to make one takes milliseconds
-    sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
+    values: dict[str, Any] = {}
+    named_in = COMMAND_LINE  # where optimizer.name was set last
     optimizer = None
+    sources = [(str(path), [*_read_yaml(find_config(path))]) for path in files]
     for source, entries in [*sources, (COMMAND_LINE, [*map(_parse, assignments)])]:
         given = dict(entries)
-        if optimizer is None and any(key_name.startswith("optimizer.") for key_name in given):
+        if optimizer is None and any(name.startswith("optimizer.") for name in given):
             given.setdefault("optimizer.name", OptimizerConfig.name)
         name = given.get("optimizer.name", optimizer)
         if name != optimizer and isinstance(name, str):
+            for key_name in PER_OPTIMIZER:
+                values.pop(key_name, None)
             entries = [*_shipped(name, given), *entries]
             optimizer = name
+        if "optimizer.name" in given:
+            named_in = source
         for key_name, value in entries:
-            _set(merged, key_name, value, source)
-    sections: Any = {name: OmegaConf.to_object(section) for name, section in merged.items()}
+            _set(values, key_name, value, source)
+    code = values.get("optimizer.name", "")
+    if "." in code and named_in != COMMAND_LINE and trains:
+        remedy = f"add optimizer.name={code} to the command line if you trust it"
+        raise ConfigError(
+            f"optimizer.name={code} (from {named_in}) is code, which would be run; {remedy}"
+        )
+    given_in = _by_section(values)
+    sections = {name: kind(**given_in[name]) for name, kind in SECTIONS.items()}
     return Config(**sections)  # whose ranges are checked
+
+
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by dotted name as mappings by section."""
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        section, _, its_key = name.partition(".")
+        sections[section][its_key] = value
+    return sections
 
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML; `load_config([path])` returns an equal one."""
-    content = OmegaConf.create()
-    for name, value in flat_config(config).items():
-        OmegaConf.update(content, name, value)
-    atomic_write(path, OmegaConf.to_yaml(content))
+    content = _by_section(flat_config(config))
+    atomic_write(path, yaml.safe_dump(content, allow_unicode=True, sort_keys=False))
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -390,11 +406,12 @@ def describe_config() -> str:
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}:"]
         for entry in fields(kind):
-            choices = ", ".join(_choices(TYPES[f"{section}.{entry.name}"]))
-            one_of = f" One of: {choices}." if choices else ""
+            lines.append(f"  # {entry.metadata['help']}")
+            if choices := _choices(TYPES[f"{section}.{entry.name}"]):
+                lines[-1] += f" One of: {', '.join(choices)}."
             default = _spelled(f"{section}.{entry.name}", getattr(kind(), entry.name))
-            written = default if default and isinstance(default, str) else json.dumps(default)
-            lines += [f"  # {entry.metadata['help']}{one_of}", f"  {entry.name}: {written}"]
+            is_text = default and isinstance(default, str)
+            lines.append(f"  {entry.name}: {default if is_text else json.dumps(default)}")
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -404,17 +421,21 @@ def find_config(name: str | Path) -> Path:
     Raises `ConfigError`, with the nearest name, if there is none.
     """
     path = Path(os.path.expanduser(name))
-    if found := path if path.is_file() else shipped_config(str(name)):
+    if path.is_file():
+        return path
+    if found := shipped_config(str(name)):
         return found
     near = nearest(str(path), map(str, path.parent.glob("*.yaml")), cutoff=0.5)
-    near = near or nearest_config(path.stem)
-    remedy = f"did you mean {near}?" if near else "name a .yaml file, or set section.key=value"
+    remedy = "name a .yaml file, or set section.key=value"
+    if near := near or nearest_config(path.stem):
+        remedy = f"did you mean {near}?"
     raise ConfigError(f"config file {name} does not exist; {remedy}")
 
 
 def shipped_config(name: str) -> Path | None:
     """Return the shipped file of a name: adam or Adam, adam.yaml, text8."""
-    name = name.lower() if name in OPTIMIZERS else name
+    if name in OPTIMIZERS:
+        name = name.lower()
     short = name.removeprefix("configs/").removesuffix(".yaml")
     files = (CONFIGS / f"{short}.yaml", CONFIGS / "optimizers" / f"{short}.yaml")
     return next((file for file in files if file.is_file()), None)
@@ -430,24 +451,22 @@ def check_optimizer(name: str) -> None:
     """Raise `ConfigError` unless it is a known optimizer or `package.Class`."""
     if name in OPTIMIZERS or "." in name:
         return
-    where, known = f"optimizer.name={_show(name)}", " ".join(OPTIMIZERS)
-    mixes = {other.lower(): other for other in NOT_ROWWISE}.get(name.lower())
-    if mixes == "SparseAdam":
+    where = f"optimizer.name={_show(name)}"
+    known = " ".join(OPTIMIZERS)
+    if name.lower() == "sparseadam":
         raise ConfigError(f"{where} is Adam here, which steps the same rows; choose one of {known}")
-    if mixes:
+    if name.lower() in map(str.lower, NOT_ROWWISE):
         raise ConfigError(f"{where} mixes rows, so it cannot be paged; choose one of {known}")
     lower = {other.lower(): other for other in OPTIMIZERS}
-    near = lower.get(nearest(name.lower(), lower, cutoff=0.5))
-    hint = f"did you mean {near}?" if near else f"choose one of {known}, or package.Class"
+    hint = f"choose one of {known}, or package.Class"
+    if near := nearest(name.lower(), lower, cutoff=0.5):
+        hint = f"did you mean {lower[near]}?"
     raise ConfigError(f"{where} is not a known optimizer; {hint}")
 
 
-def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the shipped settings of an optimizer, and defaults for other keys."""
+def _shipped(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the shipped settings of an optimizer; one's own class has none."""
     check_optimizer(name)
-    default = OptimizerConfig()
-    for key_name in PER_OPTIMIZER:
-        yield key_name, _spelled(key_name, getattr(default, key_name.partition(".")[2]))
     if name in OPTIMIZERS:
         yield from _read_yaml(CONFIGS / "optimizers" / f"{name.lower()}.yaml")
     elif "optimizer.lr" not in given:
@@ -456,14 +475,46 @@ def _shipped(name: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _spelled(name: str, value: Any) -> Any:
     """Return a value as it is written, such as `auto`."""
-    return "auto" if name in AUTO and value == AUTO[name]["auto"] else value
+    if name in AUTO and value == AUTO[name]["auto"]:
+        return "auto"
+    return value
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Loader of YAML whose scalars stay text, but for null."""
+
+    # YAML 1.1 reads 010 as 8 and 1:30 as 90: the type of the key decides instead.
+    yaml_implicit_resolvers: ClassVar = {
+        first: [rule for rule in rules if rule[0] == "tag:yaml.org,2002:null"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # a few of them make a file of any size
+            raise yaml.YAMLError("it has an alias (*name); write the value itself")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            raise yaml.YAMLError(f"a key is repeated: {', '.join(map(str, mapping))}")
+        return mapping
+
+
+def parse_yaml(content: str | bytes) -> Any:
+    """Return YAML as mappings and lists of text and None."""
+    loader = _TextLoader(content)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of a YAML file."""
     problem = f"config file {path} cannot be read as YAML"
     with refused(ConfigError, problem, "see --help-config"):
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
+        loaded = parse_yaml(path.read_bytes())
     if not isinstance(loaded, dict) or not loaded:
         sections = "sections such as 'model:' with keys below them; see --help-config"
         raise ConfigError(f"config file {path} holds no keys; write {sections}")
@@ -485,67 +536,101 @@ def _parse(assignment: str) -> tuple[str, Any]:
     if TYPES.get(name) is str and text[:1] not in ("'", '"'):
         return name, text
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        return name, parsed["value"]
-    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
+        return name, parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = one_line(error)
-        if found := re.search(r"[{,]\s*(\w+:)[^\s}]", text):  # {name:value} is a name alone
-            reason = f'a space is missing after "{found[1]}"'
         if text.count("{") + text.count("[") > text.count("}") + text.count("]"):
             reason = "a bracket is open; quote what has spaces: 'section.key={name: value}'"
+        where = f"{_show(name)}={_show(text)} (from {COMMAND_LINE})"
         raise ConfigError(f"{where} cannot be read as YAML: {reason}") from None
 
 
-def _set(merged: dict[str, Any], name: str, value: Any, source: str) -> None:
+def _set(values: dict[str, Any], name: str, value: Any, source: str) -> None:
     """Set a key, or raise a `ConfigError` that says what is expected."""
     where = f"{name}={_show(value)} (from {source})"
     if name in SECTIONS:
         remedy = f"write {name}.<key>, see --help-config"
         raise ConfigError(f"{where}: '{name}' is a section; {remedy}")
-    hint = TYPES.get(name)
     parent, _, last = name.rpartition(".")
-    if hint is None and not (parent == "optimizer.args" and last.isidentifier()):
+    is_argument = parent == "optimizer.args" and last.isidentifier()
+    if name not in TYPES and not is_argument:
         raise ConfigError(f"unknown key {_show(name)!r} (from {source}); {_suggestion(name)}")
-    if name in AUTO and value == AUTO[name]["auto"]:  # only `auto` itself may say so
-        require(False, name, value, range_in_words(AUTO[name], value))
     try:
-        # OmegaConf would take "???" as a missing value, ${...} as another key's, and any number as
-        # a bool.
-        is_other = value == "???" or "${" in str(value)
-        if is_other or (hint is bool and type(value) is int and value not in (0, 1)):
-            raise ValueError
-        if value == "auto" and name in AUTO:
-            value = AUTO[name]["auto"]
-        if name in FOLDERS and isinstance(value, str):  # shells expand ~ only where a word begins
-            value = os.path.expanduser(value)
         str(value).encode()  # text that is not valid UTF-8 could not be saved with the run
-        section, _, its_key = name.partition(".")
-        if section not in merged:
-            merged[section] = OmegaConf.structured(SECTIONS[section])
-            OmegaConf.set_readonly(merged[section], False)  # a frozen dataclass starts read-only
-        OmegaConf.update(merged[section], its_key, value, merge=False)
-    except (OmegaConfBaseException, ValueError, OverflowError):
+        if is_argument:
+            values[parent] = values.get(parent, {}) | {last: plain_values(value)}
+        elif value == "auto" and name in AUTO:
+            values[name] = AUTO[name]["auto"]
+        else:
+            values[name] = _convert(TYPES[name], value)
+    except (ValueError, RecursionError):
         raise ConfigError(f"{where} is not {_expected(name, value)}") from None
+    if name in AUTO and value != "auto":  # only `auto` itself may say so
+        holds = values[name] != AUTO[name]["auto"]
+        require(holds, name, values[name], range_in_words(AUTO[name], values[name]))
+    if name in FOLDERS:  # shells expand ~ only where a word begins
+        values[name] = os.path.expanduser(values[name])
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """Return text as a value of this type; raise `ValueError` if it is none."""
+    if hint == dict[str, Any] and isinstance(value, dict):
+        return plain_values(value)
+    if hint == int | None and value is None:
+        return None
+    if isinstance(value, str):
+        if hint is str or value in _choices(hint):
+            return value
+        if hint is bool and value.lower() in BOOLS:
+            return BOOLS[value.lower()]
+        if hint in (int, int | None) and WHOLE.fullmatch(value):
+            return int(value)
+        if hint is float and NUMBER.fullmatch(value):
+            return float(value)
+    raise ValueError
+
+
+def plain_values(value: Any) -> Any:
+    """Return text, or lists and mappings of text, as plain values."""
+    if isinstance(value, list):
+        return [plain_values(element) for element in value]
+    if isinstance(value, dict):
+        return {str(name): plain_values(element) for name, element in value.items()}
+    for hint in (int, float, bool, str):
+        with contextlib.suppress(ValueError):
+            return _convert(hint, value)
+    if value is None:
+        return None
+    raise ValueError  # a date, bytes or a set
 
 
 # Answers to mistakes: what a key takes, and what an unknown name probably means.
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return ()
 
 
 def _expected(name: str, value: Any) -> str:
     """Describe what a key takes, with the nearest valid spelling."""
     hint = TYPES.get(name)
     if choices := _choices(hint):
+        words = f"one of {', '.join(choices)}"
         near = FOREIGN_VALUES.get(str(value).lower(), "")
-        near = near if near in choices else nearest(str(value), choices)
-        return f"one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
-    words = TYPE_NAMES[hint] + (" or auto" if name in AUTO else "")
-    if hint in (int, int | None) and isinstance(value, float) and value.is_integer():
-        words += f"; write {value:.0f}"
+        if near not in choices:
+            near = nearest(str(value), choices)
+        if near:
+            words += f"; did you mean {near}?"
+        return words
+    words = TYPE_NAMES[hint]
+    if name in AUTO:
+        words += " or auto"
+    with contextlib.suppress(ValueError):
+        number = float(str(value))
+        if hint in (int, int | None, float) and number.is_integer() and abs(number) < LARGEST:
+            words += f"; write {number:.0f}"  # not 010 or 1e1
     return words
 
 
@@ -577,7 +662,9 @@ def nearest_key(unknown: str) -> str:
     if near := nearest(last, [name.split(".")[1] for name in names]):
         names = [name for name in names if name.endswith(f".{near}")]
         return nearest(unknown, names, cutoff=0)
-    return f"optimizer.args.{last}" if section == "optimizer" and last.isidentifier() else ""
+    if section == "optimizer" and last.isidentifier():
+        return f"optimizer.args.{last}"
+    return ""
 
 
 def _show(value: Any) -> str:
@@ -585,4 +672,6 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     text = one_line(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    if len(text) > SHOWN_CHARACTERS:
+        text = text[: SHOWN_CHARACTERS - 3] + "..."
+    return text

@@ -15,7 +15,7 @@ from tests.bench.results import Figures, memory
 from w2v.distributed.ranks import SINGLE
 from w2v.model.optim import learning_rate
 from w2v.system.process import return_freed_memory
-from w2v.training import plan
+from w2v.training import build
 from w2v.training.metrics import Total
 from w2v.training.plan import Plan
 from w2v.training.plan import make_plan as make_plan
@@ -61,7 +61,7 @@ class Steps:
 
     def __init__(self, planned: Plan, total: int = 0):
         self.planned = planned
-        loop = plan.build(planned)
+        loop = build.build(planned)
         self.sampler, self.step = loop.sampler, loop.step
         self._total = total
         self._done = 0
@@ -131,8 +131,9 @@ class Steps:
 
 def train(planned: Plan, folder: Path) -> Trainer:
     """Train a whole run with its metrics in `folder`."""
-    loop, raw_words = plan.build(planned), planned.corpus.raw_words
-    held_out = plan.make_heldout(planned)
+    loop = build.build(planned)
+    raw_words = planned.corpus.raw_words
+    held_out = build.make_heldout(planned, loop)
     with Trainer(loop, planned.vocab, raw_words, folder, held_out) as trainer:
         trainer.train()
     return trainer

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from w2v.config import load_config
 from w2v.system.process import cores
 from w2v.text import Corpus, Vocab, open_corpus
-from w2v.training import plan
+from w2v.training import build, plan
 from w2v.vectors import datasets, evaluate
 
 # Block models: groups, nodes of each, and the probability of an edge inside and between them.
@@ -188,7 +188,7 @@ def train(case: dict[str, Any], path: Path, args: argparse.Namespace) -> dict[st
         train=replace(config.train, batch_size=size),
         optimizer=replace(config.optimizer, lr=lr),
     )
-    loop = plan.build(plan.make_plan(config, opened))
+    loop = build.build(plan.make_plan(config, opened))
     steps, began = 0, time.monotonic()
     for _ in range(config.train.epochs):
         loss, pairs = 0.0, 0.0

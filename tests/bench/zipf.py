@@ -60,12 +60,13 @@ def measure(
         occupied = cupy.cuda.Memory(int(args.occupied * 2**30))  # noqa: F841  # until the end
     with GpuMemory() as gpu:
         planned = plan.make_plan(config, text, ranks=ranks)
-        planned.log()
+        console.log.info(plan.describe(planned))
+        console.log.debug(plan.describe_bytes(planned))
         began = time.perf_counter()
         steps = Steps(planned)
         set_up = time.perf_counter() - began
         steps(args.warm_up)  # fills the GPU memory for rows
-    estimate = sum(planned.budget.takes.get("gpu", {}).values())
+    estimate = sum(planned.takes().get("gpu", {}).values())
     figures = steps.measure(args.steps)
     figures |= {"GPU estimate [GiB]": estimate / 2**30, "GPU peak [GiB]": gpu.bytes / 2**30}
     by_stage = stages.measure(steps)

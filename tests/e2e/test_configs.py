@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from w2v.config import OPTIMIZERS, load_config
-from w2v.training import plan
+from w2v.training import build, plan
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -38,9 +38,9 @@ def test_config_learns(path, corpus, one_thread):
     base = [ROOT / "configs" / "text8.yaml"] if path in OPTIMIZER_CONFIGS else []
     settings = [*SMALL, f"corpus.path={corpus}", f"corpus.data_dir={corpus.parent}"]
     planned = plan.make_plan(load_config([*base, path], [*settings, "train.batch_size=400"]))
-    loop = plan.build(planned)
+    loop = build.build(planned)
     weights = loop.step.inputs["weight"], loop.step.outputs["weight"]
-    held_out = plan.make_heldout(planned)
+    held_out = build.make_heldout(planned, loop)
 
     before = held_out.loss(*weights)
     losses = [float(done.loss) / float(done.pairs) for done in islice(loop.epoch(), STEPS)]

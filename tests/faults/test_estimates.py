@@ -1,4 +1,4 @@
-"""Estimated memory is 1.0 to 1.25 times the peak of a process of its own.
+"""Estimated memory is 1.0 to 1.5 times the peak of a process of its own.
 
 `make test-faults` measures ten runs on the CPU, and `make test-gpu` five on a GPU.
 """
@@ -24,7 +24,7 @@ from w2v.training import plan
 make_plan, estimates = plan.make_plan, {}
 def recorded(*arguments):
     planned = make_plan(*arguments)
-    estimates.update((place, sum(parts.values())) for place, parts in planned.budget.takes.items())
+    estimates.update((place, sum(parts.values())) for place, parts in planned.takes().items())
     return planned
 plan.make_plan = recorded
 with GpuMemory() as gpu:
@@ -92,7 +92,7 @@ def test_memory_of_the_cpu(arguments, tmp_path, settings):
     equal_runs = 4 if "train.kernels=reference" in settings else 1
     runs = [measure([*arguments, *settings], **folders) for _ in range(equal_runs)]
     estimates, peak = runs[0][0], max(peaks["host"] for _, peaks in runs)
-    assert 1 <= estimates["host"] / peak <= 1.25, (estimates, peak)
+    assert 1 <= estimates["host"] / peak <= 1.5, (estimates, peak)
 
 
 @pytest.mark.gpu
@@ -114,4 +114,4 @@ def test_memory_of_a_gpu(arguments, tmp_path, settings):
     folders = {"CUPY_CACHE_DIR": str(tmp_path / "cupy"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
     estimates, peaks = measure([*arguments, *more, *settings], **folders)
     for place, peak in peaks.items():
-        assert 1 <= estimates[place] / peak <= 1.25, (place, estimates, peaks)
+        assert 1 <= estimates[place] / peak <= 1.5, (place, estimates, peaks)

@@ -7,6 +7,7 @@ from tests.support.steps import records
 from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.training import plan
+from w2v.training.build import build as build_plan
 
 GPU = pytest.mark.gpu
 SETTINGS = """
@@ -26,7 +27,7 @@ def build(words, *assignments):
     """Return the plan and the loop of a run over so many words."""
     config = load_config([], [*SETTINGS, *assignments])
     planned = plan.make_plan(config, zipf_text(2000, words))
-    return planned, plan.build(planned)
+    return planned, build_plan(planned)
 
 
 def train(words, *assignments):

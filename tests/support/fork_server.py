@@ -23,7 +23,6 @@ from pathlib import Path
 
 import gensim.models
 import numpy
-import omegaconf
 import safetensors
 import scipy.stats
 import smart_open
@@ -40,13 +39,13 @@ from tests.support.tiny import tiny_arguments
 from w2v.api import commands
 from w2v.distributed import launcher
 from w2v.text import encode
-from w2v.training import metrics, plan, run_folder, step, trainer
+from w2v.training import build, metrics, plan, run_folder, step, trainer
 from w2v.vectors import evaluate as scores
 from w2v.vectors import export
 
 # Loaded for the programs.
-LOADED = gensim.models, numpy, omegaconf, safetensors, scipy.stats, smart_open, commands, encode
-LOADED += metrics, plan, run_folder, step, trainer, scores, export
+LOADED = gensim.models, numpy, safetensors, scipy.stats, smart_open, commands, encode
+LOADED += build, metrics, plan, run_folder, step, trainer, scores, export
 
 
 def rank(*arguments):

@@ -11,7 +11,7 @@ from w2v.config import ConfigError, OptimizerConfig, load_config
 from w2v.model import auto
 from w2v.model.auto import Use
 from w2v.text.vocab import Vocab
-from w2v.training import plan
+from w2v.training import build, plan
 
 SMALL = """
     vocab.min_count=1 model.vector_size=32 model.window=3 model.sample=0 train.epochs=5
@@ -69,7 +69,7 @@ def test_auto_learns_the_structure_of_a_text(kind, optimizer, tmp_path, one_thre
     path.write_text("\n".join(map(" ".join, sentences)))
     files = f"corpus.path={path}", f"corpus.data_dir={tmp_path}", f"optimizer.name={optimizer}"
     planned = plan.make_plan(load_config([], [*SMALL, *files]))
-    loop = plan.build(planned)
+    loop = build.build(planned)
     for _ in range(planned.config.train.epochs):
         for _ in loop.epoch():
             pass
@@ -147,7 +147,7 @@ def test_rates_rise_where_sentences_are_shorter_than_windows():
     assert rate(10) == rate(20, 10) == rate(1_000)  # they fill the windows
     assert rate(5) == rate(10, 10) == pytest.approx(2 * rate(1_000), rel=0.1)  # two digits
     assert rate(2, 5, "cbow") == rate(1_000, 5, "cbow")
-    assert choice(5).reasons["optimizer.lr"].endswith("in sentences that fill 0.5 of a window")
+    assert choice(5).reasons["optimizer.lr"].endswith("a sentence fills 0.5 of a window)")
 
 
 def test_short_sentences_raise_rates_at_most_to_that_of_seldom_centers():

@@ -157,6 +157,20 @@ def test_whole_numbers_are_arguments():
     assert RowOptimizer(config).arguments["betas"] == [0.0, 0.99]
 
 
+@each_case("name", OPTIMIZERS)
+def test_arguments_that_torch_refuses_in_a_step_are_one_line(name):
+    for argument in ("capturable", "fused", "differentiable", "foreach"):
+        try:
+            RowOptimizer(OptimizerConfig(name=name, args={argument: True}))
+        except ConfigError as error:
+            assert argument in str(error) and len(str(error).splitlines()) == 1
+
+
+def test_capturable_is_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match="capturable.* is refused by torch .*other arguments"):
+        RowOptimizer(OptimizerConfig(name="Adam", args={"capturable": True}))
+
+
 @each_case("name", NOT_ROWWISE)
 def test_optimizers_that_mix_rows_are_refused_with_alternatives(name):
     if hasattr(torch.optim, name):  # by trying it, too

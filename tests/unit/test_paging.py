@@ -13,7 +13,8 @@ from w2v.kernels.batch import CHUNK_BATCHES, StepShape
 from w2v.kernels.reference import ReferenceKernels
 from w2v.model.sampler import Sampler, TrainingText, negative_distribution
 from w2v.model.table import Table
-from w2v.training.paging import LOOKAHEAD_SHARE, MOST_STEPS, choose_lookahead, choose_paging
+from w2v.training.build import LOOKAHEAD_SHARE, choose_lookahead, choose_paging
+from w2v.training.memory import MOST_STEPS
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.links import Link
 

@@ -25,16 +25,16 @@ from w2v.model.sampler import Sampler
 from w2v.text.sources import CorpusError
 from w2v.text.vocab import Vocab
 from w2v.training import plan
-from w2v.training.memory import Budget, Machine, Task
-from w2v.training.plan import (
+from w2v.training.build import (
     build,
-    choose_device,
-    choose_engine,
-    choose_kernels,
     expected_uses,
     make_kernels,
-    make_plan,
+    make_paging,
+    make_peer_kernels,
+    make_text,
 )
+from w2v.training.memory import Machine, Plan
+from w2v.training.plan import choose_device, choose_engine, choose_kernels, describe, make_plan
 from w2v.transfer.cache import TorchCache
 from w2v.transfer.engine import Engine, Paged
 
@@ -66,15 +66,6 @@ def zipf_plan(rows, words, *assignments):
     """Plan a run on the CPU over a text by Zipf's law."""
     config = configured("vocab.min_count=1", "train.device=cpu", *assignments)
     return make_plan(config, zipf_text(rows, words))
-
-
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_memory_counts_fresh_negatives_until_a_pool_is_chosen(kernels):
-    needs = [
-        zipf_plan(5000, 50_000, f"train.kernels={kernels}", *pool).budget.task.needs()
-        for pool in ([], ["model.negative_pool=0"])
-    ]
-    assert needs[0] == needs[1]
 
 
 @each_case(
@@ -158,7 +149,7 @@ def test_nodes_are_rows_of_the_output_table(negative, rows, tmp_path):
     trained = loop.step.outputs["weight"].any(1)
     assert trained[: 4 if not negative else rows].all()
     # Node 3 is the root, and has the words of all centers below it.
-    uses_TV = expected_uses(made)
+    uses_TV = expected_uses(made, make_text(made), False)
     assert uses_TV.shape == (2, rows)
     assert uses_TV[1, 3 if not negative else 8] == pytest.approx(float(uses_TV[0].sum()))
 
@@ -246,7 +237,7 @@ def engine_of(config, machine, device, table_bytes):
     """Choose the engine for tables of so many bytes, which have rows of 1 KiB."""
     model = replace(config.model, vector_size=256)
     sgd = replace(config.optimizer, name="SGD", args={})
-    task = Task(
+    task = Plan(
         config=replace(config, model=model, train=replace(config.train, batch_size=1024)),
         machine=machine,
         vocab=SimpleNamespace(counts=np.broadcast_to(1, max(1, table_bytes >> 11))),
@@ -255,10 +246,15 @@ def engine_of(config, machine, device, table_bytes):
         optimizer=RowOptimizer(sgd),
         device=device,
         kernels="cuda",
+        free={
+            "host": HUGE,
+            "locked": machine.lockable_bytes,
+            "gpu": machine.gpu_free_bytes,
+            "disk": HUGE,
+            "files": HUGE,
+        },
     )
-    free = {"host": HUGE, "disk": HUGE, "files": HUGE, "locked": machine.lockable_bytes}
-    budget = Budget(task, free | {"gpu": machine.gpu_free_bytes})
-    return choose_engine(budget)
+    return choose_engine(task)
 
 
 @pytest.mark.parametrize("gib, engine", [(1, "resident"), (98, "resident"), (99, "mapped")])
@@ -331,9 +327,13 @@ def test_tables_in_files_are_gone_when_the_process_is_killed(tmp_path):
 
 def task_on_gpu(*settings, centers):
     config = configured(*settings)
-    optimizer = RowOptimizer(config.optimizer)
     return SimpleNamespace(
-        config=config, centers=centers, optimizer=optimizer, kernels="cuda", on_gpu=True
+        config=config,
+        centers=centers,
+        optimizer=RowOptimizer(config.optimizer),
+        kernels="cuda",
+        on_gpu=True,
+        ranks=SINGLE,
     )
 
 
@@ -404,26 +404,26 @@ def test_plan_in_words(tmp_path):
     text.write_text("one two three four\n" * 50)
     paths = f"corpus.path={text}", f"corpus.data_dir={tmp_path}", "train.device=cpu"
     made = make_plan(configured(*paths, "optimizer.lr=0.4"))
-    words = made.describe()
+    words = describe(made)
     assert len(words.splitlines()) <= 9
     for part in (
         "200 words in 50 sentences",
-        "4 kept of 4",
+        "4 of 4 distinct words kept",
         "2 x 4 x 100: weight + exp_avg_sq + step",
         "Adam, lr 0.4, linear, betas [0.0, 0.99], eps 1.0, weight_decay 0.05",
-        ", batches of 2, 5 epochs",
-        "auto      sample 0.25, so that the median word and 100% of the text are kept",
+        ", batch size 2, 5 epochs",
+        "auto      sample 0.25 (keeps the median word and 100% of the text)",
         "; batch_size 2 centers",
         "resident on cpu",
         "compiled by numba, precision float32",
     ):
         assert part in words
     sgd = "optimizer.name=SGD", "optimizer.occurrence_cap=0"
-    assert "each center a step" in make_plan(configured(*paths, *sgd)).describe()
+    assert "each center a step" in describe(make_plan(configured(*paths, *sgd)))
     plain = make_plan(configured(*paths, "train.kernels=reference", "train.precision=bf16"))
-    assert "plain torch, precision bf16" in plain.describe()
+    assert "plain torch, precision bf16" in describe(plain)
     text.write_text("One two, three four.\n" * 50)
-    assert "50 % of the tokens end in punctuation" in make_plan(configured(*paths)).describe()
+    assert "50 % of the tokens end in punctuation" in describe(make_plan(configured(*paths)))
 
 
 class Many(Threads):
@@ -433,22 +433,16 @@ class Many(Threads):
         return [fact] * self.size
 
 
-@pytest.mark.parametrize(
-    "batch, gpu_bytes, resident, paged",
-    [
-        (4096, 2**36, "0.8 times as fast as one: one is enough", "paging was not measured"),
-        (65_536, 2**36, "1.6 times as fast as one", "1.5 times as fast as one"),
-        (131_072, 2**36, "1.7 times as fast as one", "1.5 times as fast as one"),
-        (4096, 2**28, "one GPU would have to page", "paging was not measured"),
-    ],
-)
-def test_plan_says_how_fast_two_gpus_are_beside_one(monkeypatch, batch, gpu_bytes, resident, paged):
-    monkeypatch.setattr(Machine, "here", lambda ranks: replace(WITH_GPU, gpu_free_bytes=gpu_bytes))
+@pytest.mark.parametrize("batch, warned", [(4096, True), (65_536, False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_too_small_for_several_gpus_are_warned_of(
+    monkeypatch, caplog, batch, warned, ranks
+):
+    monkeypatch.setattr(Machine, "here", lambda ranks: WITH_GPU)
     settings = "transfer.engine=resident", "vocab.min_count=1", f"train.batch_size={batch}"
-    made = make_plan(configured(*settings), zipf_text(2000, 80_000), ranks=Many(0, 2, None))
-    assert resident in made.describe()
-    assert ("enough" in made.describe()) == ("enough" in resident)
-    assert paged in replace(made, engine="mapped", slots=10)._describe_gain()
+    made = make_plan(configured(*settings), zipf_text(2000, 80_000), ranks=Many(0, ranks, None))
+    assert ("faster on 2 GPUs" in caplog.text) == (warned and ranks == 2)
+    assert ("2, each with 1,000 rows" in describe(made)) == (ranks == 2)
 
 
 def test_automatic_arguments_have_an_eps_for_float16(caplog):
@@ -468,16 +462,21 @@ def test_vocabulary_smaller_than_the_ranks_is_an_error():
         make_plan(configured("train.device=cpu"), zipf_text(3, 1000), ranks=Many(4, 5, None))
 
 
+def paging_of(planned, **changes):
+    changed = replace(planned, **changes)
+    return make_paging(changed, make_text(changed))
+
+
 def test_pages_have_as_many_steps_as_there_is_room_for():
     made = zipf_plan(900, 8000, "train.batch_size=50")
     paged = replace(made, engine="mapped")
     slots = 1800, 1799, 900, 300, 0
-    found = [replace(paged, slots=number).paging.steps for number in slots]
+    found = [paging_of(paged, slots=number).steps for number in slots]
     assert found == sorted(found, reverse=True)
     assert found[0] == 8 and found[2] in (2, 4) and found[-1] == 1
     three = configured("transfer.steps_per_page=3").transfer
     wanted = replace(paged.config, transfer=three)
-    assert {replace(paged, slots=number, config=wanted).paging.steps for number in slots} == {3}
+    assert {paging_of(paged, slots=number, config=wanted).steps for number in slots} == {3}
 
 
 @pytest.mark.parametrize("settings", [["optimizer.lr=0.1"], [], ["transfer.steps_per_page=2"]])
@@ -496,7 +495,7 @@ def test_batch_too_large_for_the_cache_is_made_smaller(settings, monkeypatch, ca
     on_cpu = replace(tenth, device=CPU, kernels="cpu")
     kernels, config = make_kernels(on_cpu), on_cpu.config
     draws = {"subsample": kernels.subsample, "draw": kernels.draw}
-    sampler = Sampler(on_cpu.text, config.model, config.train.batch_size, 1, CPU, **draws)
+    sampler = Sampler(make_text(on_cpu), config.model, config.train.batch_size, 1, CPU, **draws)
     marks_TV = torch.zeros(2, 20_000, dtype=torch.bool)
     rows = []
     steps = max(1, config.transfer.steps_per_page)
@@ -510,17 +509,18 @@ def test_lookahead_where_rows_are_paged():
     made = zipf_plan(20_000, 800_000, "train.batch_size=256", "model.negative_pool=256")
     paged = replace(made, engine="mapped", slots=25_000)
     unpaged = made, replace(made, slots=25_000), replace(paged, slots=40_000)
-    assert not any(one.paging.lookahead for one in unpaged)
-    assert 0 < replace(paged, slots=14_000).paging.lookahead < paged.paging.lookahead
-    assert paged.paging.lookahead < 800_000 / 32 / 256
-    # The plan names cache, page and window.
-    words = paged.describe()
-    assert "cache of 25,000 rows" in words and f"steps_per_page={paged.paging.steps}" in words
-    window = re.search(r"lookahead window of (.+) words\n", words).group(1)
-    assert int(window.replace(",", "")) == paged.paging.lookahead * 32 * 256
+    assert not any(paging_of(one).lookahead for one in unpaged)
+    found = paging_of(paged)
+    assert 0 < paging_of(paged, slots=14_000).lookahead < found.lookahead < 800_000 / 32 / 256
+    assert "cache of 25,000 rows" in describe(paged)
     off = configured("transfer.lookahead=false").transfer
-    without = replace(paged, config=replace(made.config, transfer=off))
-    assert without.paging == (paged.paging.steps, 0)
+    assert paging_of(paged, config=replace(made.config, transfer=off)) == (found.steps, 0)
+
+
+def test_build_names_the_pages(caplog):
+    caplog.set_level("INFO", "w2v")
+    build(replace(zipf_plan(2_000, 8_000, "train.batch_size=64"), engine="staged", slots=3_000))
+    assert re.search("^pages .* steps each, lookahead window of [0-9,]+ words", caplog.messages[-1])
 
 
 def test_build_makes_the_planned_parts():
@@ -533,7 +533,7 @@ def test_build_makes_the_planned_parts():
         (replace(staged, kernels="reference"), TorchCache, ReferenceKernels),
         (replace(staged, kernels="reference", slots=0), Paged, ReferenceKernels),
     ):
-        step = plan.build(planned).step
+        step = build(planned).step
         assert type(step.engine) is engine and type(step.kernels) is kernels
         weights = step.inputs["weight"]
         assert 0 < weights.abs().max() <= 0.5 / 4 and weights.unique().numel() > 700
@@ -545,7 +545,7 @@ def test_rows_count_their_own_steps_where_kernels_step_them():
         given = f"optimizer.name={name}", "optimizer.step=auto"
         made = zipf_plan(200, 2000, *given)
         assert made.config.optimizer.step == step
-        assert ("steps by torch" in made.describe()) == (name == "NAdam")
+        assert ("steps by torch" in describe(made)) == (name == "NAdam")
 
 
 def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
@@ -558,7 +558,7 @@ def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
     rows_read = []
     tables = []
     for planned in (made, paged, blind):
-        loop = plan.build(planned)
+        loop = build(planned)
         for _ in range(2):
             list(loop.epoch())
         loop.step.engine.flush()
@@ -566,7 +566,7 @@ def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
         tables.append([loop.step.inputs.records_VR, loop.step.outputs.records_VR])
     for others in tables[1:]:
         assert all(map(torch.equal, others, tables[0]))
-    assert paged.paging.lookahead > 1 and blind.paging.lookahead == 0
+    assert paging_of(paged).lookahead > 1 and paging_of(blind).lookahead == 0
     assert rows_read[0] == 0 < rows_read[1] < 0.9 * rows_read[2]
 
 
@@ -574,7 +574,8 @@ def test_lookahead_changes_no_bit_and_reads_fewer_rows(one_thread):
 def test_small_steps_take_few_threads(centers, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     config = configured(f"train.batch_size={centers}", "model.vector_size=100", "model.window=5")
-    assert plan.useful_threads(config) == threads
+    made = replace(zipf_plan(200, 2000), config=config)
+    assert made.threads == threads
 
 
 def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
@@ -583,10 +584,8 @@ def test_lists_for_peers_have_room_for_the_pool_of_a_batch():
             [], ["train.batch_size=40", "model.negative=9", "model.negative_pool=32"]
         ),
         ranks=SimpleNamespace(size=2),
-        text=SimpleNamespace(tree=None),
         words=1_000,
-        paging=SimpleNamespace(steps=1),
         shape=StepShape(1_000, 8, torch.float32, CPU, world_size=2),
         is_hosted=False,
     )
-    assert make_kernels(planned, peers=object()).window.rows_out.shape[1] == 20 + 32
+    assert make_peer_kernels(planned, None, 1).window.rows_out.shape[1] == 20 + 32

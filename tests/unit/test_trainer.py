@@ -13,7 +13,7 @@ from tests.support.zipf import zipf_text
 from w2v.config import load_config
 from w2v.kernels.batch import FAULTS
 from w2v.model.optim import learning_rate
-from w2v.training import checkpoint, plan, trainer
+from w2v.training import build, checkpoint, plan, trainer
 from w2v.training.checkpoint import Checkpoints
 from w2v.training.divergence import Diverged
 from w2v.training.step import TrainingStep
@@ -27,7 +27,7 @@ def make_loop(*assignments, words=1000):
     model = "vocab.min_count=1", "model.vector_size=4", "model.sample=0", "train.device=cpu"
     schedule = "optimizer.lr=0.1", "optimizer.schedule=linear", f"train.epochs={EPOCHS}"
     config = load_config([], [*model, *schedule, "train.batch_size=50", *assignments])
-    return plan.build(plan.make_plan(config, zipf_text(100, words)))
+    return build.build(plan.make_plan(config, zipf_text(100, words)))
 
 
 class Clock:

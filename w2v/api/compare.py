@@ -31,7 +31,7 @@ from w2v.system.process import describe_environment
 from w2v.text import open_corpus
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab
-from w2v.training import plan
+from w2v.training import build, plan
 from w2v.training.divergence import Diverged
 from w2v.training.memory import Machine
 from w2v.training.trainer import Trainer
@@ -80,7 +80,7 @@ def planned_config(files: Sequence[str | Path], given: Sequence[str], name: str)
 
 def warm_up(planned: plan.Plan) -> None:
     """Train two steps, which compiles all kernels before the timed run."""
-    loop = plan.build(planned)
+    loop = build.build(planned)
     deque(islice(loop.epoch(), 2), maxlen=0)
     loop.step.engine.flush()
 
@@ -95,10 +95,11 @@ def train_and_score(
     """
     vocab, corpus = open_once(config.corpus, config.vocab)
     planned = plan.make_plan(config, (vocab, corpus))
-    held_out = plan.make_heldout(planned)
-    warm_up(planned)  # so that compiling does not count as training
+    warm_up(planned)  # compiling must not count as training
+    loop = build.build(planned)
+    held_out = build.make_heldout(planned, loop)
     try:
-        with Trainer(plan.build(planned), vocab, corpus.raw_words, folder, held_out) as trainer:
+        with Trainer(loop, vocab, corpus.raw_words, folder, held_out) as trainer:
             trainer.train()
         table = trainer.loop.step.inputs
         words = len(vocab.words)
@@ -155,7 +156,8 @@ def _run_folder(folder: Path, name: str, config: Config) -> Path:
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     for run in (folder / name for name in names):
         file = run / "config.yaml"
-        if not any(run.glob("*")) or (file.exists() and load_config([file]) == config):
+        is_ours = file.exists() and load_config([file], trains=False) == config
+        if is_ours or not any(run.glob("*")):
             break
     if run.exists() and not (run / "scores.json").exists():
         shutil.rmtree(run)
@@ -182,7 +184,7 @@ def folder_to_use(parent: Path, planned: Sequence[Config]) -> Path:
     if newest and not (newest / "runs.csv").exists():
         candidates = itertools.chain([newest], candidates)
     for folder in candidates:
-        configs = [load_config([file]) for file in folder.glob("*/config.yaml")]
+        configs = [load_config([file], trains=False) for file in folder.glob("*/config.yaml")]
         if all(with_seed(config) in known for config in configs):
             break
     return folder

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from w2v.api import compare
-from w2v.config import Config, ConfigError, find_config, load_config
+from w2v.config import Config, ConfigError, find_config, load_config, parse_yaml, plain_values
 from w2v.system import console
 from w2v.vectors import runs
 from w2v.vectors.datasets import Further
@@ -54,7 +53,7 @@ def parse_axes(assignments: Sequence[str]) -> dict[str, list[Any]]:
     for assignment in assignments:
         key, _, text = assignment.partition("=")
         try:
-            axes[key] = OmegaConf.to_container(OmegaConf.create(f"[{text}]"))
+            axes[key] = plain_values(parse_yaml(f"[{text}]"))
         except yaml.YAMLError:
             axes[key] = []
         if not axes[key]:
@@ -71,7 +70,7 @@ def grid(path: Path, assignments: Sequence[str], options: argparse.Namespace) ->
     files = [options.base, path]
     corpora = compare.by_corpus(options)
     given_axes = parse_axes(assignments)
-    axes = AXES.get(load_config(files).optimizer.name, {})
+    axes = AXES.get(load_config(files, trains=False).optimizer.name, {})
     if "optimizer.args" in given_axes:  # which would replace those of the points
         axes = {key: axes[key] for key in axes if not key.startswith("optimizer.args.")}
     axes = axes | given_axes

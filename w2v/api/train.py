@@ -85,7 +85,7 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
     starting = timeline.phase("starting")
     with timeline.phase("reading"), encoding as encoder, starting, signals.deferred():
         import_torch(config, is_new)
-        from w2v.training import plan, run_folder, trainer
+        from w2v.training import build, memory, plan, run_folder, trainer
         from w2v.transfer.links import measure_copy_rate
 
         ranks = plan.join_ranks(config)
@@ -107,10 +107,11 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         given = config
         planned = plan.make_plan(config, opened, folder, ranks)
         config = planned.config  # with a value for each `auto`
-        planned.log()
-        planned.budget.check()
-        with planned.budget.explained():
-            loop = plan.build(planned)
+        console.log.info(plan.describe(planned))
+        console.log.debug(plan.describe_bytes(planned))
+        planned.check()
+        with memory.explained(planned):
+            loop = build.build(planned)
     if options.dry_run:
         trial = trainer.Trial.of(loop, planned.corpus.raw_words, ranks)
         if ranks.rank == 0:
@@ -127,15 +128,15 @@ def train(options: argparse.Namespace, signals: Signals) -> None:
         lock = run_folder.lock(folder, ranks)
     console.log.info(f"run       {folder}")
     log_file = console.log_to_file(folder / "train.log", quiet=ranks.rank > 0)
-    with lock as leads, planned.budget.explained(folder), naming_file(folder), log_file:
+    with lock as leads, memory.explained(planned, folder), naming_file(folder), log_file:
         job = trainer.Trainer(
             loop,
             planned.vocab,
             planned.corpus.raw_words,
             folder,
-            held_out=plan.make_heldout(planned),
+            held_out=build.make_heldout(planned, loop),
             signals=signals,
-            copy_bytes=planned.budget.copies,
+            copy_bytes=planned.copies,
             ranks=ranks,
             link_rate=measure_copy_rate(planned.device) if planned.is_hosted else 0.0,
             timeline=timeline,
@@ -154,7 +155,7 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
     """Train on rank 0 alone, and print how fast all are beside it."""
     import torch
 
-    from w2v.training import plan, trainer
+    from w2v.training import build, plan, trainer
 
     gc.collect()
     ranks.all_gather(None)  # no rank has tables any more
@@ -163,8 +164,8 @@ def try_alone(config: Config, opened: tuple[Vocab, Corpus], trial: Trial, ranks:
     torch.set_num_threads(cores())
     try:
         planned = plan.make_plan(config, opened)
-        planned.budget.check()
-        alone = trainer.Trial.of(plan.build(planned), planned.corpus.raw_words)
+        planned.check()
+        alone = trainer.Trial.of(build.build(planned), planned.corpus.raw_words)
     except (ConfigError, MemoryError) as error:
         console.show(f"one rank  cannot train this: {one_line(error)}")
         return
@@ -207,7 +208,7 @@ def import_torch(config: Config, is_new: bool) -> None:
 
     if is_new and config.train.device != "cpu" and torch.cuda.is_available():
         threading.Thread(target=sampler.warm_up, name="warm_up", daemon=True).start()
-    from w2v.training import plan, trainer  # noqa: F401 - which the caller imports again
+    from w2v.training import build, plan, trainer  # noqa: F401 - which the caller imports again
 
     if is_new:
         gc.freeze()

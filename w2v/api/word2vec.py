@@ -38,8 +38,8 @@ from w2v.system.process import cores
 from w2v.text.corpus import Corpus, NoKnownWords
 from w2v.text.encode import encode_sentences
 from w2v.text.vocab import Vocab
-from w2v.training import plan
-from w2v.training.memory import Machine
+from w2v.training import build, plan
+from w2v.training.memory import Machine, explained
 from w2v.training.step import TrainingStep
 from w2v.training.trainer import TrainingLoop
 
@@ -377,13 +377,12 @@ class Word2Vec(word2vec.Word2Vec):
             planned = plan.make_plan(config, (vocab, corpus))
             # No checkpoint and no vectors are written to run.dir. Tables in files there, with
             # transfer.table_dir, fail by themselves where the disk is full.
-            free = {**planned.budget.free, "disk": float("inf")}
-            replace(planned.budget, free=free).check()
+            planned.check(saves=False)
             if planned.kernels in ON_CPU:
                 # More threads would only wait for small batches, which costs CPU time too.
-                torch.set_num_threads(plan.useful_threads(planned.config))
-            with planned.budget.explained():
-                loop = plan.build(planned, draws_vectors=False)  # but gensim's
+                torch.set_num_threads(planned.threads)
+            with explained(planned):
+                loop = build.build(planned, draws_vectors=False)  # but gensim's
         self._call(callbacks, "on_train_begin")
         trained = 0
         self.min_alpha_yet_reached: float = loop.lr

@@ -1,27 +1,27 @@
 """Settings that suit a text: batch size, learning rate, shared negatives.
 
-They were fitted to sweeps over texts of two domains and many sizes: docs/dev/tuning.md.
+The constants were fitted to sweeps over texts of two domains and many sizes: docs/dev/tuning.md.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from w2v.config import CONFIGS, Config, ConfigError, OptimizerConfig, load_config
 from w2v.text.vocab import Vocab
 
-LARGEST = 65_536  # centers of a step for each GPU; with more, it gains little
+# Batch size, in centers of a step.
+LARGEST = 65_536  # for each GPU; with more, it gains little
 MOST_GPUS = 4  # for which batches grow: scores of larger ones were not measured
 REPEATS = 32  # how often a batch has the word of one of its centers, at most
+STEPS = 700  # optimizer steps of a run
+MORE_STEPS = {"SGD": 5_000, "ASGD": 5_000}  # their steps are as long as a row's summed gradients
 LARGEST_SEQUENTIAL = 262_144  # where a batch is only what threads train between two waits
 SEQUENTIAL_STEPS = 200  # such batches of a run: as often the learning rate falls
-STEPS = 700  # optimizer steps of a run
-# Of SGD more, as its steps are as long as the sum of a row's gradients.
-MORE_STEPS = {"SGD": 5_000, "ASGD": 5_000}
 # Peak learning rates of runs with STEPS, CENTERS and DIM, by optimizer.
 RATES = {
     "AdamW": 0.075,
@@ -38,24 +38,24 @@ RATES = {
 }
 SUMMED = {"SGD", "ASGD"}  # optimizers that do not divide by the size of the gradients
 RISING = {*SUMMED, "Adam", "Adamax"}  # optimizers that gain by higher rates in short runs
-SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
-FEW_KEPT = 0.4  # share of a text that subsampling should keep; of running text it is about half
-KEPT = 0.6  # share that it keeps where it would be less
 CENTERS = 80  # of the median word in a run
 DIM = 128  # of the vectors
-STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
-# Exponents with which a rate falls as these grow.
+# Exponents with which a rate falls as these grow, or rises as a short run gets shorter.
 FALL_WITH_CENTERS = 0.55
 FALL_WITH_DIM = 0.25
 FALL_WITH_STEPS = 0.25
-RISE_WHERE_SHORT = 0.2  # exponent with which a rate rises as a short run gets shorter
+RISE_WHERE_SHORT = 0.2
 CBOW = 2.0  # times that CBOW's rate is higher, as it has one prediction for each center
-WEIGHED = 1.2  # times that rates are higher where windows are weighed, so that steps vary less
+WEIGHED = 1.2  # times that rates are higher with weighted windows, so that steps vary less
 HIGHEST = 2.0  # times that a rate is raised, at most
 HIGHEST_OF_SUMS = 1.5  # times that it is raised for rare words, of optimizers in SUMMED
 SHORT = 4e6  # centers of a short run, at most; SGD on a CPU trains them in seconds
-# Words of a block over window + 3: its edges then cut 2 % of the pairs.
-BLOCK_WINDOWS = 16
+STABLE = 3.2  # learning rate times cap on occurrences at which SGD still converges
+# Subsampling, blocks and pools of negatives.
+SAMPLE = 1e-4  # share of a text above which a word is subsampled, at least
+FEW_KEPT = 0.4  # share of a text that subsampling should keep; of running text it is about half
+KEPT = 0.6  # share that it keeps where it would be less
+BLOCK_WINDOWS = 16  # words of a block over window + 3: its edges then cut 2 % of the pairs
 SHARED_POOL = 65_536  # words that negatives are picked from, where rows are paged
 SHARED_STEPS = 8  # steps that share a pool
 
@@ -67,22 +67,26 @@ class Use(NamedTuple):
     median: float  # centers of the median word
     repeat: float  # probability that two centers are the same word
     cbow: bool = False  # with negative sampling alone; hierarchical softmax needs no higher rate
-    weighed: bool = False  # words of whole windows, which are not drawn
+    weighed: bool = False  # whether windows are full and weighted by distance
     fill: float = 1.0  # words of a mean sentence over those of a window, at most 1
 
     @classmethod
     def of(cls, config: Config, vocab: Vocab, sentences: int = 1) -> Use:
         """Return the use of a vocabulary in so many sentences, after subsampling."""
-        kept_V = vocab.kept_counts(config.model.sample)
+        model = config.model
+        kept_V = vocab.kept_counts(model.sample)
         kept = float(kept_V.sum())
-        repeat = float((kept_V**2).sum()) / max(kept, 1.0) ** 2
-        epochs, model = config.train.epochs, config.model
-        cbow = model.architecture == "cbow" and not model.hs
-        median = float(np.median(kept_V)) * epochs
         fill = 1.0
         if model.architecture == "skipgram":  # a center of CBOW has one prediction in any sentence
             fill = min(1.0, kept / max(sentences, 1) / (2 * model.window))
-        return cls(kept * epochs, median, repeat, cbow, model.weighs_windows, fill)
+        return cls(
+            centers=kept * config.train.epochs,
+            median=float(np.median(kept_V)) * config.train.epochs,
+            repeat=float((kept_V**2).sum()) / max(kept, 1.0) ** 2,
+            cbow=model.architecture == "cbow" and not model.hs,
+            weighed=model.weighs_windows,
+            fill=fill,
+        )
 
 
 class Choice(NamedTuple):
@@ -90,6 +94,15 @@ class Choice(NamedTuple):
 
     config: Config
     reasons: dict[str, str]  # by key
+
+    def with_value(self, key: str, value: Any, reason: str = "") -> Choice:
+        """Return the choice with a value for one more key."""
+        section, _, name = key.partition(".")
+        changed = replace(getattr(self.config, section), **{name: value})
+        reasons = self.reasons
+        if reason:
+            reasons = reasons | {key: reason}
+        return Choice(replace(self.config, **{section: changed}), reasons)
 
 
 def choose(
@@ -101,59 +114,71 @@ def choose(
     `ConfigError` if the learning rate is auto and the optimizer has none.
     """
     sequential = kernels == "sequential"
-    train, optimizer, model = config.train, config.optimizer, config.model
-    reasons: dict[str, str] = {}
-    if model.sample < 0:
-        model = replace(model, sample=subsampling(vocab))
-        if model.sample > SAMPLE:
-            kept = vocab.kept_counts(model.sample).sum() / vocab.counts.sum()
-            why = f"so that the median word and {kept:.0%} of the text are kept"
-            reasons["model.sample"] = f"{model.sample:.2g}, {why}"
+    choice = Choice(config, {})
+    if config.model.sample < 0:
+        share = subsampling(vocab)
+        kept = vocab.kept_counts(share).sum() / vocab.counts.sum()
+        reason = f"{share:.2g} (keeps the median word and {kept:.0%} of the text)"
+        choice = choice.with_value("model.sample", share, reason * (share > SAMPLE))
+    model = choice.config.model
     if model.shrink_by == "auto":
-        # Pairs of whole windows take time beside the rest only where each center is a step.
-        has_time = not sequential or vocab.kept_counts(model.sample).sum() * train.epochs <= SHORT
-        weighs = model.architecture == "skipgram" and model.shrink_windows and has_time
-        model = replace(model, shrink_by="weigh" if weighs else "draw")
-        if weighs:
-            reasons["model.shrink_by"] = "weigh, as there is time for whole windows"
-    config = replace(config, model=model)
-    use = Use.of(config, vocab, sentences)
-    if not train.batch_size:
-        size = batch_size(optimizer.name, use, sequential, gpus)
-        train = replace(train, batch_size=size)
-        steps = max(1, use.centers / size)
-        reasons["train.batch_size"] = f"{size:,} centers, for {steps:,.0f} steps"
-    if not optimizer.lr:
-        optimizer = optimizer if sequential else shipped(optimizer)
-        # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
-        alone = batch_size(optimizer.name, use)  # of one GPU
-        steps = None if sequential else use.centers / alone
-        grown = min(train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
-        lr = learning_rate(optimizer, use, config.model.vector_size, steps, max(1.0, grown))
-        optimizer = replace(optimizer, lr=lr)
-        why = f"{lr:g}, as the median word is {use.median:,.0f} of {use.centers:,.0f} centers"
-        short = f" in sentences that fill {use.fill:.2g} of a window" if use.fill < 1 else ""
-        reasons["optimizer.lr"] = why + short
-    if optimizer.step == "auto":
+        # Pairs of full windows take time beside the rest only where each center is a step.
+        centers = vocab.kept_counts(model.sample).sum() * config.train.epochs
+        has_time = not sequential or centers <= SHORT
+        if model.architecture == "skipgram" and model.shrink_windows and has_time:
+            reason = "weigh (full windows, weighted by distance)"
+            choice = choice.with_value("model.shrink_by", "weigh", reason)
+        else:
+            choice = choice.with_value("model.shrink_by", "draw")
+    use = Use.of(choice.config, vocab, sentences)
+    if not config.train.batch_size:
+        size = batch_size(config.optimizer.name, use, sequential, gpus)
+        reason = f"{size:,} centers ({max(1, use.centers / size):,.0f} steps)"
+        choice = choice.with_value("train.batch_size", size, reason)
+    if not config.optimizer.lr:
+        choice = _with_rate(choice, use, sequential, gpus)
+    if choice.config.optimizer.step == "auto":
+        step = "row"
         # Plain torch is slow at it, and rows of 16 bits cannot count so far.
-        counted = kernels in ("cpu", "cuda") and train.precision not in ("bf16", "fp16")
-        optimizer = replace(optimizer, step="row" if counted else "table")
-    if optimizer.occurrence_cap < 0 and sequential:
-        optimizer = replace(optimizer, occurrence_cap=0)
-    elif optimizer.occurrence_cap < 0:
-        # The sum of a gradient's weights is what counts, and the mean weight is (W + 1) / 2W.
-        pairs = 2 * model.window / (model.window + 1) if use.weighed else 1.0
-        cap = max(1, int(STABLE * pairs / optimizer.lr))
-        optimizer = replace(optimizer, occurrence_cap=cap)
-        reasons["optimizer.occurrence_cap"] = f"{cap}, so that lr times cap is {STABLE * pairs:.2g}"
-    if train.block_words < 0:
+        if kernels not in ("cpu", "cuda") or config.train.precision in ("bf16", "fp16"):
+            step = "table"
+        choice = choice.with_value("optimizer.step", step)
+    if config.optimizer.occurrence_cap < 0 and sequential:
+        choice = choice.with_value("optimizer.occurrence_cap", 0)
+    elif config.optimizer.occurrence_cap < 0:
+        stable = STABLE
+        if use.weighed:  # the sum of a gradient's weights counts; their mean is (W + 1) / 2W
+            stable *= 2 * model.window / (model.window + 1)
+        cap = max(1, int(stable / choice.config.optimizer.lr))
+        reason = f"{cap} (lr times cap is {stable:.2g})"
+        choice = choice.with_value("optimizer.occurrence_cap", cap, reason)
+    if config.train.block_words < 0:
         # A word that one page of a book repeats is then in several steps.
         words = BLOCK_WINDOWS * (model.window + 3)
-        words = 0 if sequential or words >= LARGEST else words
-        train = replace(train, block_words=words)
-        if words:
-            reasons["train.block_words"] = f"{words}, so that a step has words of many places"
-    return Choice(replace(config, model=model, train=train, optimizer=optimizer), reasons)
+        if sequential or words >= LARGEST:
+            return choice.with_value("train.block_words", 0)
+        reason = f"{words}: each batch mixes blocks of {words} words"
+        choice = choice.with_value("train.block_words", words, reason)
+    return choice
+
+
+def _with_rate(choice: Choice, use: Use, sequential: bool, gpus: int) -> Choice:
+    """Choose the learning rate, and the shipped arguments that it is for."""
+    config = choice.config
+    optimizer = config.optimizer
+    steps = None
+    # Smaller batches, as for a small cache, need no lower rate: a batch of 1,024 is as good.
+    alone = batch_size(optimizer.name, use)  # of one GPU
+    if not sequential:
+        optimizer = shipped(optimizer)
+        steps = use.centers / alone
+    grown = min(config.train.batch_size, batch_size(optimizer.name, use, gpus=gpus)) / alone
+    lr = learning_rate(optimizer, use, config.model.vector_size, steps, max(1.0, grown))
+    reason = f"half of the words are trained fewer than {use.median:,.0f} times"
+    if use.fill < 1:
+        reason += f"; a sentence fills {use.fill:.2g} of a window"
+    choice = Choice(replace(config, optimizer=optimizer), choice.reasons)
+    return choice.with_value("optimizer.lr", lr, f"{lr:g} ({reason})")
 
 
 def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
@@ -163,8 +188,9 @@ def shipped(optimizer: OptimizerConfig) -> OptimizerConfig:
         return optimizer
     ours = load_config([file]).optimizer
     # Other settings are as shipped already, or as the user has set them; see `load_config`.
-    step = ours.step if optimizer.step == "table" else optimizer.step
-    return replace(optimizer, args=ours.args, step=step)
+    if optimizer.step == "table":
+        optimizer = replace(optimizer, step=ours.step)
+    return replace(optimizer, args=ours.args)
 
 
 def subsampling(vocab: Vocab) -> float:
@@ -191,7 +217,7 @@ def batch_size(name: str, use: Use, sequential: bool = False, gpus: int = 1) -> 
     if sequential:
         size = min(use.centers / SEQUENTIAL_STEPS, LARGEST_SEQUENTIAL)
     else:
-        most = min(LARGEST, REPEATS / use.repeat) if use.repeat else LARGEST
+        most = min(LARGEST, REPEATS / max(use.repeat, REPEATS / LARGEST))
         size = min(use.centers / MORE_STEPS.get(name, STEPS), min(gpus, MOST_GPUS) * most)
     return 2 ** max(0, round(math.log2(max(size, 1))))
 
@@ -238,11 +264,14 @@ def share_negatives(config: Config, is_paged: bool) -> Choice:
     Negatives are most of the rows of a step. Shared by several steps, they cross the link once.
     """
     model = config.model
+    choice = Choice(config, {})
     if model.negative_pool >= 0:
-        return Choice(config, {})
+        return choice
     if not (is_paged and model.negative):
-        return Choice(replace(config, model=replace(model, negative_pool=0)), {})
-    steps = model.negative_pool_steps if model.negative_pool_steps > 1 else SHARED_STEPS
-    model = replace(model, negative_pool=SHARED_POOL, negative_pool_steps=steps)
-    why = f"{SHARED_POOL:,} negatives shared by {steps} steps, as rows are paged"
-    return Choice(replace(config, model=model), {"model.negative_pool": why})
+        return choice.with_value("model.negative_pool", 0)
+    steps = model.negative_pool_steps
+    if steps == 1:
+        steps = SHARED_STEPS
+    reason = f"{SHARED_POOL:,} negatives shared by {steps} steps, as rows are paged"
+    choice = choice.with_value("model.negative_pool", SHARED_POOL, reason)
+    return choice.with_value("model.negative_pool_steps", steps)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from w2v.config import OPTIMIZERS, ConfigError, OptimizerConfig, check_optimizer
 from w2v.kernels.batch import Hyper, TableLike
 from w2v.model.table import RowState
-from w2v.system.files import nearest, refused
+from w2v.system.files import nearest, one_line, refused
 
 Optimizer = torch.optim.Optimizer
 
@@ -53,8 +53,12 @@ class RowOptimizer:
         # first step sets it to the rate of that step.
         self.lr_states: list[str] = []
         with torch.device("cpu"):  # whatever torch.set_default_device says
-            with refused(ConfigError, f"{given} is not row-separable", remedy):
-                first = _find_state(self._class, self._args, rowwise=bool(self.formula))
+            try:
+                with refused(ConfigError, f"{given} is not row-separable", remedy):
+                    first = _find_state(self._class, self._args, rowwise=bool(self.formula))
+            except AssertionError as error:  # torch asserts what some arguments need
+                reason = one_line(error)
+                raise ConfigError(f"{given} is refused by torch ({reason}); {remedy}") from error
             if not self.formula:
                 other = _first_state(self._class, self._args | {"lr": 2 * self._args["lr"]})
                 self.lr_states = [key for key in first if not torch.equal(first[key], other[key])]
@@ -337,5 +341,8 @@ def _arguments(cls: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     args = defaults | given_args | {"lr": config.lr or 0.1}  # any rate will do while it is auto
     given = f"optimizer.args={config.args}" + f" or optimizer.lr={config.lr}" * bool(config.lr)
     with refused(ConfigError, f"{given} is refused by {config.name}", "change or omit it"):
-        cls([nn.Parameter(torch.zeros(1, 1))], **args)
+        try:
+            cls([nn.Parameter(torch.zeros(1, 1))], **args)
+        except AssertionError as error:
+            raise ValueError(str(error)) from error
     return args

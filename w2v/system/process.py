@@ -31,7 +31,7 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1
 LARGE_ARRAY_BYTES = 1 << 18
-PACKAGES = "w2v torch numpy numba gensim omegaconf safetensors cupy-cuda12x cupy-cuda13x".split()
+PACKAGES = "w2v torch numpy numba gensim safetensors cupy-cuda12x cupy-cuda13x".split()
 
 
 def cores() -> int:

@@ -1,21 +1,19 @@
-"""Estimate the bytes that a run takes, and find what this machine has.
+"""What this machine has, and an estimate of what a run needs.
 
-`Task.needs` is the one count of bytes, by place and purpose: the check before a run starts, the
-choice of the engine and the capacity of the GPU cache are all derived from it.
+An estimate is the tables, the working memory of the kernels and a fixed part. It is 1 to 1.5 times
+what the run takes. An automatic GPU cache gets what the estimate leaves free.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,42 +21,41 @@ import torch
 from w2v.config import Config, ConfigError
 from w2v.distributed.ranks import SINGLE, Ranks
 from w2v.kernels.batch import StepShape, chunk_words, max_rows, table_rows
-from w2v.kernels.cuda import DRAWN_AT_ONCE
 from w2v.kernels.launch import cuda_runtime
 from w2v.model.optim import RowOptimizer
 from w2v.model.sampler import EARLY_BATCHES, expected_negatives, negative_distribution, reach
-from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, padded, pinning_is_limited, record_width
+from w2v.model.table import ALIGNMENT, CPU_ALIGNMENT, pinning_is_limited, record_width
 from w2v.system.files import one_line
 from w2v.system.process import cores
 from w2v.system.resources import UNLIMITED, format_bytes, free_host_bytes, lockable_bytes, same_disk
 from w2v.text.corpus import Corpus
 from w2v.text.vocab import Vocab, keep_probabilities
 from w2v.training.checkpoint_files import FILE_BYTES
-from w2v.training.paging import MOST_STEPS
 from w2v.vectors.datasets import RESTRICT_VOCAB
 from w2v.vectors.export import EXPORT_BYTES
 
-PROGRAM_BYTES = 300 << 20  # CPU memory of torch, and what allocators keep
-COMPILER_BYTES = 196 << 20  # CPU memory of numba while it compiles kernels
-CUDA_BYTES = 600 << 20  # CPU memory of CUDA's context and libraries
-TORCH_CUDA_BYTES = 168 << 20  # CPU memory of torch's kernels, where it pages or steps
-UNUSED_CUDA_BYTES = 300 << 20  # CPU memory of torch's CUDA libraries where a CPU computes
-CUBLAS_BYTES = 300 << 20  # CPU memory of the libraries that plain torch needs on a GPU
-REUSED_BYTES = 90 << 20  # CPU memory of freed arrays, where `reuse_freed_memory` keeps it
-GAPS_BYTES = 32 << 20  # CPU memory of plain torch between arrays, in some runs
+MIB = 1 << 20
+# The fixed part of CPU memory.
+PROGRAM_BYTES = 440 * MIB  # torch, and what allocators keep
+COMPILER_BYTES = 80 * MIB  # more while numba compiles kernels
+UNUSED_CUDA_BYTES = 300 * MIB  # more with torch's CUDA libraries, where a CPU computes
+CUDA_BYTES = 600 * MIB  # more with CUDA's context and libraries
+TORCH_CUDA_BYTES = 470 * MIB  # more with torch's kernels, where it pages or steps rows
+RING_BYTES = 48 * MIB  # pinned by the staged link
+WORD_BYTES = 180  # a vocabulary word: its string, counts and probabilities
 PATH_BYTES = 5  # a node of a word's path in the tree: row and code
-WORD_BYTES = 180  # CPU memory of a vocabulary word: its string, counts and probabilities
-RING_BYTES = 48 << 20  # CPU memory pinned by the staged link
 
-# Memory of a batch on the compute device: bytes that stay, and those needed while it is drawn.
-CHUNK_WORD_BYTES, CHUNK_DRAW_BYTES = 8, 24  # a word of a chunk of the text
-NEGATIVE_BYTES, NEGATIVE_DRAW_BYTES = 4, 8  # a negative
-POOL_BYTES, POOL_DRAW_BYTES = 4, 32  # a word of the pool, which only torch keeps in memory
+# Memory of batches on the compute device, beside that of the kernels.
+CHUNK_WORD_BYTES = 32  # a word of a chunk of the text, also while it is subsampled
+NEGATIVE_BYTES = 4 * (1 + EARLY_BATCHES) + 8  # of the batches drawn ahead, and while one is drawn
+POOL_BYTES = 36  # a word of the pool of negatives, which plain torch keeps in memory
 SAMPLED = 100_000  # words of a vocabulary, at most, from which the rows of a batch are estimated
+PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
+MOST_STEPS = 8  # of a page, a power of two: with more the CPU saves nothing that can be measured
 
 # GPU memory besides the rows of the tables and batches.
-GPU_RESERVE = 512 << 20  # CUDA's modules, scores, and what torch's allocator cannot use
-DRAW_BYTES = 12  # a vocabulary word: its share of the negatives, and how often it is kept
+GPU_RESERVE = 512 * MIB  # CUDA's modules, scores, and what torch's allocator cannot use
+WORD_GPU_BYTES = 12  # a vocabulary word: its share of the negatives, and how often it is kept
 INDEX_BYTES = 4  # a table row: its index among the unique rows of a step
 ROUTE_BYTES = 20  # a vocabulary word, where several ranks exchange rows: indices and marks
 MAP_BYTES = 15  # a table row, where rows are paged: slot, rank by use, marks, lookahead
@@ -66,27 +63,34 @@ SORT_BYTES = 48  # a table row, while rows are sorted by use, before the cache i
 MOVE_BYTES = 24  # a cache slot: two lists of moves
 MAPPED_PART = 512  # the GPU's page tables take one byte for this many of pinned tables
 UNUSED_PART = 256  # the allocator leaves one byte unused for this many of the cache
-DEVIATIONS = 4  # a cache must hold a page's expected rows and this many standard deviations
-PAGES = 3  # pages whose batches are in memory: planned, computing, and the one before
+IDS_SHARE = 16  # ids of the text are on a GPU that has this many times their bytes free
 
-LEAST_COPIED = 256 << 20  # a CPU run waits only tenths of a second while less is written to disk
-SHORT = 0.9  # after a failed allocation, assume that this share of the needs is free
+PRODUCTS_PER_THREAD = 1 << 20  # of a step on the CPU; with fewer, threads cost more than they gain
+LEAST_COPIED = 256 * MIB  # a CPU run waits only tenths of a second while less is written to disk
+DEVIATIONS = 4  # a cache must hold a page's expected rows and this many standard deviations
 SPARE = 1 / 16  # share of the free CPU memory that checkpoint copies leave to the file cache
+# Type of rows by precision, float32 where it is not named.
+ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What is counted, with remedies where there is too little.
 PLACES = {
     "host": "CPU memory",
     "locked": "locked CPU memory",
     "gpu": "GPU memory",
-    "disk": "disk",
-    "files": "disk of transfer.table_dir",  # if it is another one
+    "disk": "disk space",
+    "files": "disk space of transfer.table_dir",  # if it is another disk
 }
-LIGHTER = ("RMSprop", "Adagrad", "SGD")  # optimizers with less state than Adam's, in that order
-IDS_SHARE = 16  # ids of the text are on a GPU that has this many times their bytes free
-# Type of rows by precision, float32 where it is not named.
-ROW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLER = "a smaller vocab.max_final_vocab, model.vector_size or train.batch_size"
+REMEDIES = {
+    "host": f"set {SMALLER}, or transfer.table_dir=FOLDER",
+    "locked": "set transfer.engine=staged, or raise ulimit -l",
+    "gpu": f"set transfer.engine=mapped or staged, or {SMALLER}",
+    "disk": "set run.dir=FOLDER on a larger disk, or run.checkpoint_minutes=0",
+    "files": "set transfer.table_dir=FOLDER on a larger disk",
+}
 
 
 class DoesNotFit(MemoryError):
-    """The run takes more than there is; names the place and remedies."""
+    """The run needs more than there is; names the place and remedies."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,18 @@ class Machine:
     @classmethod
     def here(cls, ranks: Ranks = SINGLE) -> Machine:
         """Return this computer, or a rank's share of it."""
-        gpus, share = torch.cuda.device_count(), ranks.local_size
+        gpus = torch.cuda.device_count()
+        share = ranks.local_size
         if 0 < gpus < share and "W2V_SHARED_GPUS" not in os.environ:  # set by tests alone
             remedy = f"start one a GPU: --gpus {gpus}, or set CUDA_VISIBLE_DEVICES="
             raise ConfigError(f"{share} ranks on a machine of {gpus} GPUs; {remedy}")
-        gpu, gpu_free, cupy = "", 0, ""
+        gpu = cupy = ""
+        gpu_free = 0
         if torch.cuda.is_available():
             # torch keeps the memory of earlier tables, for new ones.
             kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            gpu, gpu_free = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0] + kept
-            gpu_free //= -(-share // gpus)
+            gpu = torch.cuda.get_device_name()
+            gpu_free = (torch.cuda.mem_get_info()[0] + kept) // -(-share // gpus)
             with contextlib.suppress(ImportError):
                 version = cuda_runtime().runtimeGetVersion()
                 cupy = f"{version // 1000}.{version % 1000 // 10}"
@@ -148,13 +154,14 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained, what computes it, and how many bytes that takes.
+class Plan:
+    """What is trained, what computes it and why, and the bytes it takes.
 
-    Bytes are those of one rank, but for the disk, which all ranks share.
+    Bytes are those of one rank, but for the disk, which all ranks share. Device, kernels, engine
+    and slots are what the config's `auto` became on this machine.
     """
 
-    config: Config  # with a value for each `auto` that bytes depend on
+    config: Config  # with a value for each `auto` that depends on the text alone
     machine: Machine  # this rank's share of it
     vocab: Vocab
     corpus: Corpus
@@ -164,6 +171,10 @@ class Task:
     kernels: str  # reference, cpu, sequential or cuda
     ranks: Ranks = SINGLE
     engine: str = "resident"  # resident, mapped or staged
+    slots: int = 0  # capacity of the GPU cache in rows; with resident tables, all rows
+    free: Mapping[str, float] = field(default_factory=dict)  # bytes in each of PLACES
+    reason: str = ""  # why this engine
+    chosen: Mapping[str, str] = field(default_factory=dict)  # for `auto`, by key: what, and why
 
     @property
     def words(self) -> int:
@@ -213,7 +224,8 @@ class Task:
         return self._record_bytes(self.alignment)
 
     def _record_bytes(self, alignment: int) -> int:
-        dim, element = self.shape.dim, self.shape.dtype.itemsize
+        dim = self.shape.dim
+        element = self.shape.dtype.itemsize
         return record_width(dim, self.optimizer.states(dim), element, alignment) * element
 
     @property
@@ -225,6 +237,19 @@ class Task:
     def is_hosted(self) -> bool:
         """Whether the tables of a run on a GPU are in CPU memory or in files."""
         return self.engine != "resident"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the GPU has no room for some rows."""
+        return self.is_hosted and self.slots < 2 * self.shape.stride
+
+    @property
+    def threads(self) -> int:
+        """How many of torch's threads the steps of a run on a CPU keep busy."""
+        model = self.config.model
+        pairs = self.config.train.batch_size * model.window * (1 + model.negative)
+        busy = pairs * model.vector_size // PRODUCTS_PER_THREAD
+        return max(1, min(torch.get_num_threads(), busy))
 
     @property
     def cache_bytes(self) -> int | None:
@@ -242,8 +267,78 @@ class Task:
         counts_V = np.maximum(self.vocab.counts[: self.words], 1)
         return np.log2(counts_V.sum() / counts_V) + 1
 
+    def capacity(self) -> int:
+        """Return the capacity of the GPU cache in rows.
+
+        Resident tables have all rows on the GPU. An automatic cache gets the free memory that is
+        not needed otherwise.
+        """
+        rows = 2 * self.shape.stride
+        if not self.is_hosted:
+            return rows * self.on_gpu
+        if self.cache_bytes is not None:
+            return min(rows, self.cache_bytes // self.record_bytes)
+        needs = self.needs()["gpu"]
+        left = int(self.free["gpu"]) - sum(needs.values()) + needs["cache"]
+        return max(0, min(rows, left // self.slot_bytes))
+
+    def lacking(self) -> list[str]:
+        """Return the places that have less free than the run needs."""
+        needs = self.needs().items()
+        return [place for place, parts in needs if sum(parts.values()) > self.free[place]]
+
+    def check(self, saves: bool = True) -> None:
+        """Raise `DoesNotFit` if some place lacks bytes.
+
+        saves: whether checkpoints and vectors are written.
+        """
+        takes = self.takes()
+        lacking = [place for place in self.lacking() if saves or place != "disk"]
+        if lacking:
+            totals = (f"{PLACES[place]}: {self.total(place, takes[place])}" for place in lacking)
+            raise DoesNotFit(f"not enough {' and '.join(totals)}; {REMEDIES[lacking[0]]}")
+
+    def total(self, place: str, parts: Mapping[str, int]) -> str:
+        """Return the bytes that the run takes of a place, and what is free."""
+        words = format_bytes(sum(parts.values()))
+        if self.free[place] < UNLIMITED:
+            words += f" of {format_bytes(self.free[place])} free"
+        if place == "disk":
+            words += f" in {self.config.run.dir}"
+        return words
+
+    def takes(self) -> dict[str, dict[str, int]]:
+        """Return what is needed, with the cache and copies for checkpoints."""
+        needs = self.needs()
+        needs["host"]["copies"] = self.copies
+        if self.is_hosted:
+            needs["gpu"]["cache"] = self.slot_bytes * self.slots
+        return {place: parts for place, parts in needs.items() if any(parts.values())}
+
+    @property
+    def copies(self) -> int:
+        """Bytes of CPU memory for copies of the tables.
+
+        Copied files are written while training goes on: as many are copied as fit.
+        """
+        tables = self.table_bytes
+        if not self.config.run.checkpoint_minutes or self.is_small:
+            return 0
+        needs = sum(self.needs()["host"].values())
+        if self.config.transfer.table_dir:
+            needs += tables  # for the file cache, which makes tables in files fast
+        room = self.free["host"] * (1 - SPARE) - needs
+        if room >= tables:
+            return tables
+        return max(0, int(room) // FILE_BYTES * FILE_BYTES)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether tables are written to disk as fast as they would be copied."""
+        return not self.on_gpu and self.table_bytes < LEAST_COPIED
+
     def needs(self) -> dict[str, dict[str, int]]:
-        """Return the bytes by place and purpose."""
+        """Return the estimated bytes by place and purpose."""
         # The oldest checkpoint is removed when the third is whole.
         checkpoints = 3 if self.config.run.checkpoint_minutes else 1
         formats = len(self.config.run.formats.split(","))
@@ -257,7 +352,7 @@ class Task:
                 "tables": self.table_bytes * (self.engine == "mapped"),
                 "buffers": RING_BYTES * (self.engine == "staged"),
             },
-            "gpu": self._gpu_needs() if self.on_gpu else {},
+            "gpu": self._gpu_needs(),
             "disk": {
                 "checkpoints": checkpoints * 2 * self.rows * unpadded,
                 "vectors": (formats * 4 * self.shape.dim + 32) * self.words,
@@ -267,8 +362,13 @@ class Task:
         }
 
     def _host_needs(self) -> dict[str, int]:
-        compiles = self.on_gpu or self.kernels != "reference"
-        plain_on_gpu = self.on_gpu and self.kernels == "reference"
+        program = PROGRAM_BYTES
+        if self.on_gpu or self.kernels != "reference":
+            program += COMPILER_BYTES
+        if self.on_gpu:
+            program += CUDA_BYTES + TORCH_CUDA_BYTES * (self.is_hosted or not self.has_own_step)
+        elif self.machine.cuda_torch:
+            program += UNUSED_CUDA_BYTES
         tables = 0
         if not self.config.transfer.table_dir and (self.is_hosted or not self.on_gpu):
             # A CPU provides no memory for the rows of the input table that no word uses.
@@ -279,33 +379,29 @@ class Task:
         if self.on_gpu or self.ranks.size > 1:
             vectors += 4 * min(self.words, RESTRICT_VOCAB) * self.shape.dim
         return {
-            "program": PROGRAM_BYTES
-            + (CUDA_BYTES if self.on_gpu else UNUSED_CUDA_BYTES * bool(self.machine.cuda_torch))
-            + COMPILER_BYTES * compiles
-            + TORCH_CUDA_BYTES * (self.on_gpu and (self.is_hosted or not self.has_own_step))
-            + CUBLAS_BYTES * plain_on_gpu
-            + REUSED_BYTES * (not (self.on_gpu or self.has_own_step))
-            + GAPS_BYTES * (not self.on_gpu and self.kernels == "reference"),
+            "program": program,
             "tables": tables,
             "buffers": RING_BYTES * (self.engine == "staged"),
             "vocabulary": WORD_BYTES * self.words + self._tree_bytes,
             "vectors": vectors,
             # Freed before vectors are exported, so only the larger of the two counts.
-            "batches": 0 if self.on_gpu else max(0, self._batch_bytes() - vectors),
+            "batches": max(0, self.batch_bytes() - vectors) * (not self.on_gpu),
         }
 
     def _gpu_needs(self) -> dict[str, int]:
-        several = self.ranks.size > 1
+        if not self.on_gpu:
+            return {}
+        reserve = GPU_RESERVE
+        word_bytes = WORD_GPU_BYTES
+        if self.ranks.size > 1:  # buffers to exchange rows
+            reserve *= 4
+            word_bytes += ROUTE_BYTES
         rows = 2 * self.shape.stride
         needs = {
-            # Ranks have buffers to exchange rows.
-            "program": GPU_RESERVE * (4 if several else 1)
-            + self.table_bytes // MAPPED_PART * (self.engine == "mapped"),
-            "batches": self._batch_bytes(),
+            "program": reserve + self.table_bytes // MAPPED_PART * (self.engine == "mapped"),
+            "batches": self.batch_bytes(),
             "ids": 4 * len(self.corpus.ids) * self.ids_on_gpu,
-            "vocabulary": (DRAW_BYTES + ROUTE_BYTES * several) * self.words
-            + INDEX_BYTES * rows
-            + self._tree_bytes,
+            "vocabulary": word_bytes * self.words + INDEX_BYTES * rows + self._tree_bytes,
         }
         if not self.is_hosted:
             return needs | {"tables": self.table_bytes}
@@ -320,53 +416,36 @@ class Task:
             return 0
         return PATH_BYTES * int(self.path_lengths.sum()) + 8 * self.words
 
-    def _batch_bytes(self) -> int:
-        """Return the bytes of batches and gradients on the compute device.
-
-        What stays between steps, and the larger of what drawing a batch and a step take meanwhile.
-        """
-        model, shape, kernels = self.config.model, self.shape, self.kernels
-        dim = shape.dim
-        batch_size = -(-self.config.train.batch_size // shape.world_size)
+    def batch_bytes(self) -> int:
+        """Return the bytes of batches and gradients on the compute device."""
+        model, dim = self.config.model, self.shape.dim
+        batch_size = -(-self.config.train.batch_size // self.ranks.size)
         centers = min(batch_size, int(self.centers))
-        drawn = centers * model.negative
         chunk = min(chunk_words(batch_size), len(self.corpus.ids))
         window = reach(model.window, self.corpus.offsets)
         depth = math.ceil(self.path_lengths.max()) if model.hs else 0
-        # The next batches are drawn while this one is still there.
-        batches = 1 + EARLY_BATCHES if self.centers > centers else 1
-        stay = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * batches * drawn
-        drawing = max(CHUNK_DRAW_BYTES * chunk, NEGATIVE_DRAW_BYTES * drawn)
-        gradient = 4 * dim + 8  # with its row and pairs
-        step = 0
-        if kernels == "cuda":
-            # Buffers for the most rows that a batch may touch; larger ones are allocated beside
-            # them. The batches of several pages are under way, and those drawn with them.
+        found = CHUNK_WORD_BYTES * chunk + NEGATIVE_BYTES * centers * model.negative
+        gradient = 4 * dim + 16  # with its row, pairs and owner
+        if self.kernels == "cuda":
+            # Buffers for the most rows that a batch may touch; the batches of several pages.
             distinct = model.distinct_negatives(centers)
             most = max_rows(centers, distinct, window, depth, self.words)
-            under_way = PAGES * MOST_STEPS * centers + 2 * min(DRAWN_AT_ONCE, chunk)
-            stay += 4 * (1 + model.negative) * under_way
-            if self.has_own_step:
-                stay += 2 * gradient * sum(min(shape.stride, rows) for rows in most)
-        elif kernels == "cpu":
+            found += 4 * (1 + model.negative) * (PAGES * MOST_STEPS * centers + chunk)
+            found += 2 * gradient * sum(min(self.shape.stride, rows) for rows in most)
+        elif self.kernels == "reference":  # products of all pairs
+            found += POOL_BYTES * max(0, model.negative_pool)
+            found += 8 * centers * (2 * window + 1 + model.negative + depth) * dim
+        else:  # an index of each row, and gradients, of each thread
             threads = torch.get_num_threads()
-            touched = self.touched(-(-centers // threads))
-            gradient = 4 * padded(dim, 4, CPU_ALIGNMENT) + 16  # with its row, pairs and owner
-            stay += 8 * self.rows * (threads + 1) + gradient * threads * sum(touched)
-            if not self.has_own_step:  # the summed gradients are copied; at most so many
-                step = 4 * dim * threads * max(touched)
-        elif kernels == "reference":  # products of all pairs
-            pool = max(0, model.negative_pool)
-            stay += POOL_BYTES * pool
-            drawing = max(drawing, POOL_DRAW_BYTES * pool)
-            step = 8 * centers * (2 * window + 1 + model.negative + depth) * dim
+            found += 8 * self.rows * (threads + 1)
+            found += 2 * gradient * threads * sum(self.touched(-(-centers // threads)))
         if not self.has_own_step:
+            rows = sum(self.touched(centers))
             if self.on_gpu:  # gradients of all batches under way, and indices of rows
-                batches = PAGES * (MOST_STEPS if self.is_hosted else 1)
-                stay += batches * (gradient * sum(self.touched(centers)) + 8 * self.rows)
-            # torch steps copies of a table's rows.
-            step += max(self.touched(centers)) * (4 * dim + 3 * self.record_bytes)
-        return stay + max(drawing, step)
+                batches = PAGES * (1 + (MOST_STEPS - 1) * self.is_hosted)
+                found += batches * (gradient * rows + 8 * self.rows)
+            found += rows * (4 * dim + 3 * self.record_bytes)  # torch steps copies
+        return found
 
     def touched(self, centers: int) -> tuple[int, int]:
         """Return the expected unique rows of that many centers, in each table."""
@@ -385,7 +464,7 @@ class Task:
         outputs = 0
         if model.negative:  # a word that is a center and a negative has one row
             prob_V = negative_distribution(counts_V, model.ns_exponent)
-            drawn_V = expected_negatives(model, centers, self.shape.world_size) * prob_V
+            drawn_V = expected_negatives(model, centers, self.ranks.size) * prob_V
             outputs = unique(uses_V + drawn_V)
         if model.hs and inputs:
             # Paths to n of V words share the nodes above the level of n nodes.
@@ -393,217 +472,55 @@ class Task:
         return inputs, min(self.rows, outputs)
 
 
-def fitting_batch_size(task: Task, slots: int) -> int:
+def fitting_batch_size(plan: Plan, slots: int) -> int:
     """Return the batch size, halved until a page fits into the cache.
 
     Rows are estimated for words in random order. A text repeats words, so its pages have fewer.
     `slots` is the capacity of the cache on all ranks.
     """
-    size, steps = task.config.train.batch_size, max(1, task.config.transfer.steps_per_page)
+    size = plan.config.train.batch_size
+    steps = max(1, plan.config.transfer.steps_per_page)
     while size > 1:
-        rows = sum(task.touched(steps * size))
+        rows = sum(plan.touched(steps * size))
         if rows + DEVIATIONS * math.sqrt(rows) <= slots:
             break
         size //= 2
     return size
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A task and the bytes that are free for it, by place."""
+@contextlib.contextmanager
+def explained(plan: Plan, run: Path | None = None) -> Iterator[None]:
+    """Raise `DoesNotFit` if an allocation in the block fails nevertheless.
 
-    task: Task
-    free: Mapping[str, float]  # of each of PLACES
-
-    def check(self) -> None:
-        """Raise `DoesNotFit` if some place lacks bytes."""
-        if places := self.lacking(self.task):
-            problem = f"{' and '.join(map(PLACES.get, places))} would run out"
-            raise DoesNotFit(self._explain(problem, self.changes()))
-
-    @contextlib.contextmanager
-    def explained(self, run: Path | None = None) -> Iterator[None]:
-        """Raise `DoesNotFit` if an allocation in the block fails nevertheless.
-
-        run: the folder of a run that has begun, which can be resumed.
-        """
-        try:
-            yield
-        except (MemoryError, RuntimeError, OSError) as error:
-            if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
-                raise
-            reason = one_line(error)[:200]
-            place = "gpu" if self.task.on_gpu and _is_of_gpu(error) else "host"
-            changes = self._with_less(place).changes()
-            message = self._explain(f"memory ran out ({reason})", changes)
-            if run:
-                change = next((one for one in changes if one.startswith("transfer.")), None)
-                command = " ".join(["w2v train --resume", quote(str(run)), *filter(None, [change])])
-                message += f"; this run goes on with {command}"
-                message += "" if change else ", when more memory is free"
-            raise DoesNotFit(message) from None
-
-    def _with_less(self, place: str) -> Budget:
-        """Return this budget, with less free memory than is needed in a place."""
-        task = self.task
-        if task.is_hosted:  # an automatic cache takes what there was
-            cache_bytes = str(self.slots * task.record_bytes)
-            task = replace(task, config=_with(task.config, "transfer.gpu_bytes", cache_bytes))
-        short = SHORT * sum(task.needs()[place].values())
-        return Budget(task, {**self.free, place: min(short, self.free[place])})
-
-    def lacking(self, task: Task) -> list[str]:
-        """Return the places where the task does not fit."""
-        needs = task.needs().items()
-        return [place for place, parts in needs if sum(parts.values()) > self.free[place]]
-
-    def changes(self) -> list[str]:
-        """Return the smallest single changes that would make the task fit."""
-        task, config = self.task, self.task.config
-        lacking = self.lacking(task)
-        changes = []
-
-        def fits(key: str, value: Any) -> bool:
-            return not self.lacking(replace(task, config=_with(config, key, value)))
-
-        def find(key: str, below: int, spelled: Callable[[int], Any] = lambda n: n) -> None:
-            """Add the largest value of a key in [2, below) that fits, if any."""
-
-            def too_large(number: int) -> bool:
-                return not fits(key, spelled(number))
-
-            largest = 1 + bisect.bisect_left(range(2, below), True, key=too_large)
-            if largest > 1:
-                unit = 10 ** max(0, len(str(largest)) - 3)  # 3 digits are enough
-                changes.append(f"{key}={spelled(largest // unit * unit)}")
-
-        find("vocab.max_final_vocab", task.words)
-        find("model.vector_size", config.model.vector_size)
-        find("train.batch_size", config.train.batch_size)
-        for name in LIGHTER:
-            other = RowOptimizer(replace(config.optimizer, name=name, args={}))
-            if not self.lacking(replace(task, optimizer=other)):
-                changes.append(f"optimizer.name={name}")
-                break
-        if "gpu" in lacking or "locked" in lacking:
-            for name in ("mapped", "staged"):
-                if name != task.engine and not self.lacking(replace(task, engine=name)):
-                    changes.append(f"transfer.engine={name}")
-                    break
-            kept = task.cache_bytes or 0
-            shift, unit = (20, "MiB") if kept >> 30 else (10, "KiB")
-            find("transfer.gpu_bytes", kept >> shift, lambda n: f"{n}{unit}")
-        if lacking == ["host"] and not task.on_gpu and fits("transfer.table_dir", "FOLDER"):
-            changes.append("transfer.table_dir=FOLDER")
-        if lacking == ["disk"]:
-            if fits("run.checkpoint_minutes", 0.0):
-                changes.append("run.checkpoint_minutes=0")
-            changes.append("run.dir=FOLDER on a larger disk")
-        if lacking == ["files"]:
-            changes.append("transfer.table_dir=FOLDER on a larger disk")
-        return changes
-
-    @property
-    def takes(self) -> dict[str, dict[str, int]]:
-        """Bytes by place and purpose, with copies and a cache of what is left."""
-        needs = self.task.needs()
-        needs["host"]["copies"] = self.copies
-        if self.task.is_hosted:
-            needs["gpu"]["cache"] = self.task.slot_bytes * self.slots
-        return {place: parts for place, parts in needs.items() if any(parts.values())}
-
-    @property
-    def slots(self) -> int:
-        """Capacity of the GPU cache in rows.
-
-        Resident tables have all rows on the GPU. An automatic cache gets what all other needs leave
-        of the free memory.
-        """
-        task, rows = self.task, 2 * self.task.shape.stride
-        if not task.is_hosted:
-            return rows if task.on_gpu else 0
-        if task.cache_bytes is not None:
-            return min(rows, task.cache_bytes // task.record_bytes)
-        needs = task.needs()["gpu"]
-        left = int(self.free["gpu"]) - sum(needs.values()) + needs["cache"]
-        return max(0, min(rows, left // task.slot_bytes))
-
-    @property
-    def copies(self) -> int:
-        """Bytes of CPU memory for copies of the tables.
-
-        Copied files are written while training goes on: as many are copied as fit.
-        """
-        tables, config = self.task.table_bytes, self.task.config
-        if not config.run.checkpoint_minutes or self._small:
-            return 0
-        # Tables in files need the file cache to be fast, so it is not used for copies.
-        cached = tables if config.transfer.table_dir else 0
-        needs = sum(self.task.needs()["host"].values()) + cached
-        room = self.free["host"] * (1 - SPARE) - needs
-        return tables if room >= tables else max(0, int(room) // FILE_BYTES * FILE_BYTES)
-
-    @property
-    def saving(self) -> str:
-        """Whether training waits while a checkpoint is written, and why."""
-        tables, copies = self.task.table_bytes, self.copies
-        run = self.task.config.run
-        if not run.checkpoint_minutes:
-            end = "when training is over" if run.final_checkpoint else "if a signal ends training"
-            return f"one checkpoint, {end}"
-        if copies == tables:
-            return "checkpoints are written while training goes on, from a copy of the tables"
-        why = f"memory has room to copy {format_bytes(copies)} of {format_bytes(tables)}"
-        why = "small tables are written faster than copied" if self._small else why
-        return f"checkpoints are written while training waits: {why}"
-
-    @property
-    def _small(self) -> bool:
-        return not self.task.on_gpu and self.task.table_bytes < LEAST_COPIED
-
-    def __str__(self) -> str:
-        """Return a line for each place: bytes by purpose, sum, what is free."""
-        lines = []
-        for place, needs in self.takes.items():
-            parts = (f"{purpose} {format_bytes(n)}" for purpose, n in needs.items() if n)
-            lines.append(f"{place:9} {' + '.join(parts)} = {self._total(place, needs)}")
-        return "\n".join(lines)
-
-    @property
-    def totals(self) -> str:
-        """What each place needs and has, on one line."""
-        return ", ".join(f"{place} {self._total(place, n)}" for place, n in self.takes.items())
-
-    def _total(self, place: str, needs: Mapping[str, int]) -> str:
-        free = self.free[place]
-        of = f" of {format_bytes(free)} free" if free < UNLIMITED else ""
-        config = self.task.config
-        folder = {"disk": config.run.dir, "files": config.transfer.table_dir}.get(place)
-        where = f" in {folder}" if folder else ""
-        return f"{format_bytes(sum(needs.values()))}{of}{where}"
-
-    def _explain(self, problem: str, changes: list[str]) -> str:
-        """Return the problem, the bytes and changes that help, on one line."""
-        needs = "; ".join(" ".join(line.split()) for line in str(self).splitlines())
-        remedy = "no single change is enough: take a larger machine"
-        if changes:
-            remedy = f"it would fit with {' or '.join(changes)}"
-        return f"{problem}: {needs}; {remedy}"
-
-
-def _with(config: Config, key: str, value: Any) -> Config:
-    """Return the config with another value of one key."""
-    section, name = key.split(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    run: the folder of a run that has begun, which can be resumed.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, DoesNotFit) or not _is_out_of_memory(error):
+            raise
+        place = "gpu" if plan.on_gpu and _is_of_gpu(error) else "host"
+        remedy = REMEDIES[place]
+        if run:  # whose tables must stay as they are
+            remedy = f"continue with w2v train --resume {quote(str(run))}"
+            if place == "gpu":
+                remedy += " transfer.gpu_bytes=50%"
+            elif not plan.config.transfer.table_dir:
+                remedy += " transfer.table_dir=FOLDER"
+            else:
+                remedy += ", when more memory is free"
+        problem = f"{PLACES[place]} ran out ({one_line(error)[:200]})"
+        takes = plan.total(place, plan.takes()[place])
+        raise DoesNotFit(f"{problem}: {takes}; {remedy}") from None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    words = "can't allocate memory", "out of memory"  # of torch on the CPU, and of CUDA
-    return getattr(error, "errno", None) == errno.ENOMEM or any(
-        word in str(error) for word in words
-    )
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # Of torch on the CPU, and of CUDA.
+    return "can't allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def _is_of_gpu(error: Exception) -> bool:

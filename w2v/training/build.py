@@ -1,0 +1,355 @@
+"""Build what a plan decides: tables, kernels, cache, sampler and step.
+
+Shapes: V rows of a table, N ids of the text, n ids of a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.peers import PeerExchange, PeerMemory
+from w2v.distributed.ranks import SINGLE, Ranks
+from w2v.kernels import Kernels
+from w2v.kernels.batch import Batch, StepState, Tree, chunk_words, max_rows
+from w2v.kernels.cuda import CudaKernels, TorchStepKernels
+from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
+from w2v.kernels.reference import ReferenceKernels
+from w2v.model import heldout
+from w2v.model.heldout import HeldOut
+from w2v.model.row_file import nameless_records
+from w2v.model.sampler import Sampler, TrainingText, negative_distribution
+from w2v.model.table import Storage, Table, record_width, side_by_side, uniform
+from w2v.system.process import on_threads, return_freed_memory, reuse_freed_memory
+from w2v.training.memory import MOST_STEPS, ROW_TYPES
+from w2v.training.plan import Plan
+from w2v.training.step import TrainingStep
+from w2v.training.trainer import TrainingLoop
+from w2v.transfer.cache import MappedCache, TorchCache
+from w2v.transfer.engine import Engine, Paged
+from w2v.transfer.links import MappedLink, link_between
+
+log = logging.getLogger("w2v")
+PRODUCT_TYPES = ROW_TYPES | {"amp": torch.bfloat16}  # of matrix products in plain torch
+STORAGE: dict[str, Storage] = {"mapped": "pinned", "staged": "cpu"}  # of paged tables, by engine
+IDS_AT_ONCE = 1 << 22  # ids that a thread copies to the GPU at a time
+# Share of the cache for rows of the lookahead window; with more, rows are evicted too early.
+LOOKAHEAD_SHARE = 7 / 8
+
+
+def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
+    """Allocate the tables and make the objects of a run.
+
+    Vectors begin as in word2vec.c: inputs uniform in +-0.5 / D, unless the caller sets them, and
+    outputs zero.
+    """
+    if plan.config.train.deterministic:
+        # cuBLAS repeats its bits only in a workspace of fixed size, set before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    text = make_text(plan)
+    paging = make_paging(plan, text)
+    if plan.is_hosted:
+        words = paging.lookahead * chunk_words(plan.config.train.batch_size)
+        log.info(f"pages     {paging.steps} steps each, lookahead window of {words:,} words")
+    inputs, outputs = make_tables(plan, paging, draws_vectors)
+    kernels: Any  # `ShardKernels` or peers' where the exchange needs it
+    if peers := find_peers(plan):
+        kernels = make_peer_kernels(plan, text.tree, paging.steps)
+    else:
+        kernels = make_kernels(plan)
+    sampler = make_sampler(plan, text, kernels, plan.ranks, paging.lookahead)
+    planning = torch.cuda.Stream(plan.device, priority=-1) if plan.on_gpu else None
+    state = StepState(plan.device)
+    engine = make_engine(plan, text, [inputs, outputs], paging.lookahead > 0)
+    exchange = Exchange(kernels, paging.steps)
+    if peers:
+        exchange = PeerExchange(kernels, paging.steps, state, peers, engine.page())
+    elif plan.ranks.size > 1:
+        exchange = RankExchange(kernels, paging.steps, state, plan.ranks, plan.shape, planning)
+    step = TrainingStep(inputs, outputs, kernels, engine, exchange, plan.optimizer, state, planning)
+    return_freed_memory()
+    if not (plan.on_gpu or plan.has_own_step):
+        reuse_freed_memory()
+    return TrainingLoop(plan.config, sampler, step)
+
+
+def make_text(plan: Plan) -> TrainingText:
+    """Return the text and the distributions that batches are drawn from."""
+    model = plan.config.model
+    counts_V = plan.vocab.counts
+    tree = None
+    if model.hs:
+        from w2v.model.huffman import make_tree  # numba takes half a second
+
+        tree = make_tree(counts_V, first_row=len(counts_V) * (model.negative > 0))
+    return TrainingText(
+        ids_N=load_ids(plan),
+        offsets_S=plan.corpus.offsets,
+        keep_V=plan.vocab.keep_probabilities(model.sample),
+        negative_prob_V=negative_distribution(counts_V, model.ns_exponent),
+        held_out=heldout.choose(plan.corpus.offsets, plan.config.train.held_out_words),
+        tree=tree,
+    )
+
+
+def load_ids(plan: Plan) -> np.ndarray | Tensor:
+    """Return the ids of the text, on the GPU if the plan has room there."""
+    ids_N = plan.corpus.ids
+    if not plan.ids_on_gpu:
+        return ids_N
+    on_gpu = torch.empty(len(ids_N), dtype=torch.int32, device=plan.device)
+
+    def copy(start: int) -> None:
+        part = np.array(ids_N[start : start + IDS_AT_ONCE])
+        on_gpu[start : start + len(part)] = torch.from_numpy(part)
+
+    on_threads(copy, range(0, len(ids_N), IDS_AT_ONCE), torch.get_num_threads())
+    return on_gpu
+
+
+def make_tables(plan: Plan, paging: Paging, draws_vectors: bool) -> tuple[Table, Table]:
+    """Return this rank's rows of both tables, with drawn vectors or zeros."""
+    size = plan.config.model.vector_size
+    dtype = plan.shape.dtype
+    states = plan.optimizer.states(size)
+    rows = plan.ranks.shard_rows(plan.shape.rows)
+    width = record_width(size, states, dtype.itemsize, plan.alignment)
+    storage: Storage = "cpu"
+    if plan.is_hosted:
+        storage = STORAGE[plan.engine]
+    elif plan.on_gpu:
+        storage = "cuda"
+    memory: Sequence[Tensor | None] = (None, None)
+    if folder := plan.config.transfer.table_dir:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        memory = [nameless_records(folder, rows, width, dtype) for _ in range(2)]
+    elif storage == "pinned" and paging.lookahead:
+        # Both rows of a word then move at much the same time, so they lie side by side.
+        memory = side_by_side(2, rows, width, dtype).unbind()
+
+    def table(name: str, memory_VR: Tensor | None) -> Table:
+        return Table(
+            name,
+            rows,
+            size,
+            states,
+            plan.optimizer.scalars,
+            storage,
+            dtype,
+            alignment=plan.alignment,
+            memory_VR=memory_VR,
+        )
+
+    inputs = table("input", memory[0])
+    outputs = table("output", memory[1])
+    if draws_vectors:
+        values = uniform(size, 0.5 / size, plan.config.train.seed)
+        threads = 1 if storage == "cuda" else torch.get_num_threads()  # a GPU fills by itself
+        inputs.initialise(
+            lambda rows_n: values(plan.ranks.global_rows(rows_n)),
+            plan.device,
+            threads,
+            # Memory of rows that no word uses is not touched, so a CPU does not provide it.
+            last_row=plan.ranks.shard_rows(plan.words),
+        )
+    return inputs, outputs
+
+
+def find_peers(plan: Plan) -> PeerMemory | None:
+    """Return the memory of all ranks' GPUs, if ranks can read each other's."""
+    is_in_place = plan.slots or not plan.is_hosted  # records have one address in all pages
+    if plan.ranks.size == 1 or plan.kernels != "cuda" or not is_in_place:
+        return None
+    peers = PeerMemory(plan.ranks)
+    if why := peers.obstacle(plan.device):
+        log.info(f"ranks send rows by NCCL: {why}")
+        return None
+    log.info("ranks read each other's memory")
+    return peers
+
+
+def make_peer_kernels(plan: Plan, tree: Tree | None, steps: int) -> CudaPeerKernels:
+    """Return kernels that read the memory of all ranks' GPUs."""
+    model = plan.config.model
+    centers = -(-plan.config.train.batch_size // plan.ranks.size)
+    depth = tree.depth if tree else 0
+    negatives = model.distinct_negatives(centers)
+    most = max_rows(centers, negatives, model.window, depth, plan.words)
+    return CudaPeerKernels(plan.shape, most, steps, plan.is_hosted)
+
+
+def make_kernels(plan: Plan) -> Kernels:
+    """Return the kernels of the plan."""
+    if plan.kernels == "cuda":
+        if plan.ranks.size > 1:
+            return CudaShardKernels(plan.shape)
+        if plan.optimizer.formula:
+            return CudaKernels(plan.shape)
+        return TorchStepKernels(plan.shape)
+    if plan.kernels == "reference":
+        return ReferenceKernels(plan.shape, PRODUCT_TYPES.get(plan.config.train.precision))
+    from w2v.kernels.cpu import CpuKernels, SequentialSgdKernels  # numba takes half a second
+
+    if plan.kernels == "cpu":
+        return CpuKernels(plan.shape, plan.threads)
+    # Threads overtake each other in sequential SGD, so that only one is deterministic.
+    threads = 1 if plan.config.train.deterministic else plan.threads
+    return SequentialSgdKernels(plan.shape, threads)
+
+
+def make_sampler(
+    plan: Plan, text: TrainingText, kernels: Kernels, ranks: Ranks, lookahead: int
+) -> Sampler:
+    """Return a sampler of a rank's share of the text, by the plan's settings."""
+    train = plan.config.train
+    return Sampler(
+        text,
+        plan.config.model,
+        train.batch_size,
+        train.seed,
+        plan.device,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        lookahead=lookahead,
+        block_words=train.block_words,
+        draw=kernels.draw,
+        subsample=kernels.subsample,
+        draws_in_thread=plan.kernels in ("cpu", "sequential") and plan.threads > 1,
+    )
+
+
+def make_engine(plan: Plan, text: TrainingText, tables: list[Table], looks_ahead: bool) -> Engine:
+    """Return the engine of the plan."""
+    if not plan.is_hosted:
+        return Engine(tables)
+    link = link_between(tables[0], plan.device)
+    if not plan.slots:
+        return Paged(link, tables, plan.device)
+    uses_TV = expected_uses(plan, text, looks_ahead)
+    if isinstance(link, MappedLink):
+        return MappedCache(tables, plan.slots, plan.device, uses_TV)
+    return TorchCache(link, tables, plan.slots, plan.device, uses_TV)
+
+
+def expected_uses(plan: Plan, text: TrainingText, looks_ahead: bool) -> Tensor:
+    """Return the expected uses of this rank's rows an epoch: float64 [2, V]."""
+    model = plan.config.model
+    kept_V = plan.vocab.kept_counts(model.sample)
+    words = len(kept_V)
+    uses_TV = np.zeros((2, plan.shape.rows))
+    uses_TV[0, :words] = kept_V
+    if model.negative:
+        uses_TV[1, :words] = kept_V
+    if model.negative and not looks_ahead:
+        # With lookahead, both rows of a word have the same rank, so that they move together.
+        uses_TV[1, :words] += text.negative_prob_V * (model.negative * kept_V.sum())
+    if tree := text.tree:  # a node is used by all words below it
+        uses_P = np.repeat(kept_V, np.diff(tree.begin_V.numpy()))
+        uses_TV[1] += np.bincount(tree.nodes_P.numpy(), uses_P, minlength=plan.shape.rows)
+    return torch.from_numpy(uses_TV[:, plan.ranks.rank :: plan.ranks.size].copy()).to(plan.device)
+
+
+def make_heldout(plan: Plan, loop: TrainingLoop) -> HeldOut | None:
+    """Return the held-out sentences; None if there are none."""
+    text = replace(loop.sampler.text, ids_N=plan.corpus.ids)
+    if not len(text.held_out):
+        return None
+    return HeldOut(text, plan.config.model, plan.device)
+
+
+# Size of a page and of the lookahead window, found by counting the rows of the text's first pages.
+
+
+class Paging(NamedTuple):
+    """Size of a page and of the lookahead window."""
+
+    steps: int  # batches of a page, whose rows come to the GPU together
+    lookahead: int = 0  # chunks of text after the current one whose rows are evicted last
+
+
+def make_paging(plan: Plan, text: TrainingText) -> Paging:
+    """Choose the steps that share a page, and the lookahead window."""
+    transfer = plan.config.transfer
+    if not plan.is_paged or not plan.slots:
+        # With all rows on the GPU, long pages cost nothing and save CPU time. But where torch
+        # steps, the gradients of all batches of a page are kept.
+        steps = MOST_STEPS if plan.slots and plan.has_own_step else 1
+        return Paging(transfer.steps_per_page or steps)
+    # Batches of all ranks are drawn, to count how many of them find room in the caches.
+    kernels = make_kernels(plan)
+    sampler = make_sampler(plan, text, kernels, SINGLE, lookahead=0)
+    zeros_TV = torch.zeros(2, plan.rows, dtype=torch.bool, device=plan.device)
+    slots = plan.ranks.size * plan.slots
+    paging, marks_TV = choose_paging(
+        sampler.epoch(), kernels, zeros_TV, slots, transfer.steps_per_page
+    )
+    # Several ranks do not look ahead: each would need the others' text. Nor does hierarchical
+    # softmax, as the text does not name its nodes.
+    looks_ahead = transfer.lookahead and plan.ranks.size == 1 and not plan.config.model.hs
+    if not looks_ahead or marks_TV is None:
+        return paging
+    words = chunk_words(plan.config.train.batch_size)
+    return paging._replace(lookahead=choose_lookahead(text.ids_N, words, marks_TV, plan.slots))
+
+
+def choose_paging(
+    batches: Iterable[Batch], kernels: Kernels, marks_TV: Tensor, slots: int, steps: int = 0
+) -> tuple[Paging, Tensor | None]:
+    """Choose the most steps a page for which two pages fit into the cache.
+
+    The rows of the first batches are marked in `marks_TV`, bool [2, V], which is False before.
+    `slots` is the capacity of the caches of all ranks together, in rows. `steps` is given if
+    configured. Returns also the marks of two pages, if they fit.
+    """
+    chosen: tuple[Paging, Tensor | None] = Paging(steps or 1), None
+    counted = [2 * steps] if steps else [2, 4, 8, 2 * MOST_STEPS]
+    for number, batch in enumerate(islice(batches, counted[-1]), start=1):
+        kernels.mark(batch, marks_TV)
+        if number in counted:
+            if int(marks_TV.sum()) > slots:
+                break
+            chosen = Paging(number // 2), marks_TV.clone()
+    return chosen
+
+
+def choose_lookahead(
+    ids_N: np.ndarray | Tensor, chunk_words: int, page_marks_TV: Tensor, slots: int
+) -> int:
+    """Return the longest lookahead window whose rows fit into the cache.
+
+    A row stays on the GPU between two uses at most a window apart. The text is read from its
+    beginning forward, and from its end backward, as one epoch follows the other: a word last used
+    `past` chunks ago, and used next in `future` chunks, stays if past + future is in the window.
+    The rows in `page_marks_TV`, those of two pages, are on the GPU anyway. `slots` is the capacity
+    of the cache in rows.
+    """
+    device = page_marks_TV.device
+    chunks = len(ids_N) // chunk_words
+    rows = page_marks_TV.shape[1]
+    future_V = torch.full((rows,), 2 * chunks + 2, dtype=torch.int32, device=device)
+    past_V = future_V.clone()
+
+    def note_uses(uses_V: Tensor, chunk: int, distance: int) -> None:
+        part = ids_N[chunk * chunk_words : (chunk + 1) * chunk_words]
+        if isinstance(part, np.ndarray):
+            part = torch.from_numpy(np.array(part))
+        words_n = part.to(device).long()
+        uses_V[words_n] = uses_V[words_n].clamp(max=distance)
+
+    for window in range(1, chunks):
+        note_uses(future_V, window - 1, window - 1)
+        note_uses(past_V, chunks - window, window)
+        stays_V = past_V + future_V <= window
+        if int((page_marks_TV | stays_V).sum()) > LOOKAHEAD_SHARE * slots:
+            return window - 1
+    return max(0, chunks - 1)

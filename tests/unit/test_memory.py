@@ -19,6 +19,7 @@ from w2v.text.vocab import keep_probabilities
 from w2v.training import memory
 from w2v.training.memory import DoesNotFit, Machine, Plan, explained
 from w2v.training.plan import describe_bytes
+from w2v.vectors.export import EXPORT_BYTES
 
 GIB = 1 << 30
 PLENTY = dict.fromkeys(["host", "locked", "gpu", "disk", "files"], 1000 * GIB)
@@ -83,10 +84,10 @@ def test_table_bytes_are_those_of_tables(name, dim):
 def test_needs_on_the_cpu():
     needs = make_task().needs()
     assert needs["host"]["tables"] == 2 * 1_000_000 * RECORD
-    assert needs["host"]["vectors"] == 80 << 20  # they are written block by block
+    assert needs["host"]["vectors"] == EXPORT_BYTES  # they are written block by block
     assert make_task(counts=1000).needs()["host"]["vectors"] == 2 * 4 * 1000 * 128
     scored = 4 * 300_000 * 128
-    assert make_task(device="cuda").needs()["host"]["vectors"] == (80 << 20) + scored
+    assert make_task(device="cuda").needs()["host"]["vectors"] == EXPORT_BYTES + scored
     assert not needs["gpu"] and not any(needs["locked"].values())
     assert needs["disk"] == {
         "checkpoints": 3 * 2 * 1_000_000 * RECORD,

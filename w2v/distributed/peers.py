@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -43,8 +43,8 @@ class PeerExchange(Exchange):
     page: InitVar[Page]  # the records of all pages
 
     def __post_init__(self, memory: PeerMemory, page: Page) -> None:
-        records = *page.inputs, *page.outputs, *self.kernels.window
-        self.kernels.join(memory.rank, memory.addresses(*records), page)
+        addresses = memory.addresses(self.kernels.shared(page))
+        self.kernels.join(memory.rank, addresses, page)
 
     def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
         page = list(islice(batches, self.batches_per_page))
@@ -89,12 +89,12 @@ class PeerMemory:
         if obstacle := next(filter(None, ranks.all_gather(own)), ""):
             return obstacle
         try:
-            self.addresses(torch.zeros(1, device=device))
+            self.addresses([torch.zeros(1, device=device)])
         except OSError as error:
             return str(error)
         return ""
 
-    def addresses(self, *tensors: Tensor | None) -> list[list[int]]:
+    def addresses(self, tensors: Iterable[Tensor | None]) -> list[list[int]]:
         """Return where this process finds the tensors of each rank; 0 for None.
 
         They are used until all ranks have stopped to exchange rows. Raises `OSError` if CUDA cannot

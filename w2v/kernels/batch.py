@@ -205,7 +205,7 @@ class Page(NamedTuple):
 class TableGrads(NamedTuple):
     """Unique rows of one table that a batch touches, with a gradient for each.
 
-    Buffers may be longer than the number of unique rows, `row_count`.
+    Buffers may be longer than the number of unique rows, `row_count`; without it they are not.
     """
 
     index_V: Tensor  # int32, where each touched row is among the unique ones
@@ -213,6 +213,14 @@ class TableGrads(NamedTuple):
     grad_UD: Tensor
     pairs_U: Tensor | None  # int32, how many pairs each gradient sums, where they are counted
     row_count: Tensor | None  # int64 scalar on the device
+
+    def unique_rows(self) -> Tensor:
+        """Return the rows without the rest of the buffer; wait for the device."""
+        if self.rows_U is None:
+            raise ValueError("rows borrowed from other ranks are not listed by table")
+        if self.row_count is None:
+            return self.rows_U
+        return self.rows_U[: int(self.row_count)]
 
 
 class Grads(NamedTuple):

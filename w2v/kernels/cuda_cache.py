@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from w2v.kernels.launch import THREADS, blocks_for, launch
+from w2v.kernels.launch import THREADS, blocks_for, kernel
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
@@ -54,6 +54,52 @@ class PageRows(NamedTuple):
     is_counted: bool = True
 
 
+class Rows(NamedTuple):
+    """Bits of rows, as struct Rows of cache.cu."""
+
+    wanted: Tensor
+    in_use: Tensor | None
+    cached: Tensor
+    late: Tensor
+
+
+class RowCounts(NamedTuple):
+    """Prefix sums of numbers of rows, as struct RowCounts of cache.cu."""
+
+    misses: Tensor
+    evict_first: Tensor
+    evict_last: Tensor
+    stretches: int
+
+
+class Wanted(NamedTuple):
+    """What a page needs, as struct Wanted of cache.cu."""
+
+    marks: Tensor | None = None
+    used_soon: Tensor | None = None
+    rows: int = 0
+    uses: Tensor | None = None
+    is_counted: bool = False
+    halve: bool = False
+
+
+class PlanSlots(NamedTuple):
+    """The slots of rows before and after a plan, as struct PlanSlots of cache.cu."""
+
+    slot_of: Tensor | None = None
+    before: Tensor | None = None
+    old_slots: Tensor | None = None
+    new_slots: Tensor | None = None
+
+
+class SlotMap(NamedTuple):
+    """The slots of cached rows, as struct SlotMap of cache.cu."""
+
+    cached: Tensor
+    before: Tensor
+    slots: Tensor
+
+
 class MovePlanner(ABC):
     """Plans the moves of a cache on the GPU.
 
@@ -78,8 +124,9 @@ class MovePlanner(ABC):
         # Bits by place in the order: rows that two plans want, cached rows, rows evicted last.
         self._bits = torch.zeros(bits, words, dtype=torch.int32, device=device)
         *self._wanted, self._cached_W, self._late_W = self._bits[:4]
-        counts = torch.empty(3, self._warps + 1, dtype=torch.int32, device=device)
-        self._counts = *counts, self._warps
+        shape = 3, self._warps + 1
+        misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+        self._counts = RowCounts(misses, first, last, self._warps)
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self.counters = torch.tensor([0, 0, 0, 0, 1], device=device)
         numbers = torch.zeros(2, 6, dtype=torch.int64, device=device)
@@ -103,24 +150,39 @@ class MovePlanner(ABC):
         """
 
     def _launch(
-        self,
-        number: int,
-        in_use: int,
-        marks: tuple[Tensor | int | None, ...],  # from marks to `halve`, as cache.cu has them
-        order_N: Tensor | None,
-        slot_map: tuple[Tensor | None, ...],  # from slot_of to new_slots
+        self, number: int, in_use: int, page: Wanted, order_N: Tensor | None, slots: PlanSlots
     ) -> None:
         is_final = in_use == number
-        previous = None if is_final else self._wanted[in_use % 2]
-        wanted_W, next_W = self._wanted[number % 2], self._wanted[(number + 1) % 2]
-        bits = wanted_W, previous, self._cached_W, self._late_W
-        *lists, numbers = self.moves[number % 2]
-        found = self._done, self.counters, numbers, self._notices[number % 2]
+        previous_W = None if is_final else self._wanted[in_use % 2]
+        rows = Rows(self._wanted[number % 2], previous_W, self._cached_W, self._late_W)
+        moves = self.moves[number % 2]
         blocks = -(-32 * self._warps // THREADS)
-        counted = *self._counts, self._capacity, is_final, *found
-        launch("cache.cu", "survey", {}, blocks, *bits, *marks, order_N, self._rows, *counted)
-        listed = numbers, *lists, next_W
-        launch("cache.cu", "list", {}, blocks, *bits, order_N, *self._counts, *slot_map, *listed)
+        kernel("cache.cu", "survey")(
+            blocks,
+            all=rows,
+            page=page,
+            order=order_N,
+            count=self._rows,
+            counts=self._counts,
+            slots=self._capacity,
+            final=is_final,
+            done=self._done,
+            totals=self.counters,
+            plan=moves.numbers,
+            notice=self._notices[number % 2],
+        )
+        kernel("cache.cu", "list")(
+            blocks,
+            all=rows,
+            order=order_N,
+            counts=self._counts,
+            rows=slots,
+            plan=moves.numbers,
+            loaded=moves.entering,
+            evicted=moves.evicted,
+            slots=moves.slots,
+            next_wanted=self._wanted[(number + 1) % 2],
+        )
 
     def _make_room(self, number: int, wanted: int) -> None:
         """Have lists of a plan for so many wanted rows."""
@@ -153,8 +215,9 @@ class MarkPlanner(MovePlanner):
         assert not isinstance(page, PageRows), "rows are marked"
         if page is not None:
             self._make_room(number, self._rows)
-        marks = page, soon_V, self._slot_of_TV.shape[1], None, False, False
-        self._launch(number, in_use, marks, self._order_N, (self._slot_of_TV, None, None, None))
+        wanted = Wanted(marks=page, used_soon=soon_V, rows=self._slot_of_TV.shape[1])
+        slots = PlanSlots(slot_of=self._slot_of_TV)
+        self._launch(number, in_use, wanted, self._order_N, slots)
 
 
 class ListPlanner(MovePlanner):
@@ -177,7 +240,7 @@ class ListPlanner(MovePlanner):
     def plan(
         self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
-        uses: tuple[Tensor | None, bool, bool] = None, False, False
+        wanted = Wanted()
         if page is not None:
             assert isinstance(page, PageRows) and soon_V is None, "rows are in lists"
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
@@ -185,21 +248,32 @@ class ListPlanner(MovePlanner):
                 self._mark(rows_U, None, self._wanted[number % 2])
             for rows_N, known in page.soon:
                 self._mark(rows_N, known, self._late_W)
-            uses = self._uses, page.is_counted, number % AGE == 0
+            is_old = number % AGE == 0
+            wanted = Wanted(uses=self._uses, is_counted=page.is_counted, halve=is_old)
         self._old_slots, self._slots = self._slots, self._old_slots
-        of_rows = self._before, self._old_slots, self._slots
-        self._launch(number, in_use, (None, None, 0, *uses), None, (None, *of_rows))
+        slots = PlanSlots(None, self._before, self._old_slots, self._slots)
+        self._launch(number, in_use, wanted, None, slots)
         moves = self.moves[number % 2]
-        entering = moves.numbers, moves.entering, moves.slots
-        blocks = blocks_for(moves.entering.shape[0])
-        launch("cache.cu", "fill_slots", {}, blocks, *self._slot_map, *entering)
+        kernel("cache.cu", "fill_slots")(
+            blocks_for(moves.entering.shape[0]),
+            map=self._slot_map,
+            plan=moves.numbers,
+            loaded=moves.entering,
+            slots_loaded=moves.slots,
+        )
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
         """Return the slots of rows, int32; S for rows that are not cached."""
         count = rows_U.shape[0]
         slots_U = torch.empty(count, dtype=torch.int32, device=self._device)
-        asked = rows_U, count, self._capacity, slots_U
-        launch("cache.cu", "find_slots", {}, blocks_for(count), *self._slot_map, *asked)
+        kernel("cache.cu", "find_slots")(
+            blocks_for(count),
+            map=self._slot_map,
+            rows=rows_U,
+            count=count,
+            none=self._capacity,
+            found=slots_U,
+        )
         return slots_U
 
     def cached_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,14 +288,14 @@ class ListPlanner(MovePlanner):
             yield rows_U, slots_U.long()
 
     @property
-    def _slot_map(self) -> tuple[Tensor, ...]:
-        return self._cached_W, self._before, self._slots
+    def _slot_map(self) -> SlotMap:
+        return SlotMap(self._cached_W, self._before, self._slots)
 
     def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
         count = rows_U.shape[0]
-        marked = rows_U, count, known, words_W
-        launch("cache.cu", "mark_rows", {}, blocks_for(count), *marked)
+        launch = kernel("cache.cu", "mark_rows")
+        launch(blocks_for(count), rows=rows_U, count=count, known=known, words=words_W)
 
 
 class Span(NamedTuple):
@@ -266,6 +340,16 @@ def numbers_of(spans: int) -> int:
     return 2 + 4 * spans
 
 
+class LookUpArgs(NamedTuple):
+    """A look-up as struct LookUp of cache.cu."""
+
+    spans: Tensor
+    tables: int
+    ranks: int
+    each: int
+    numbers: Tensor
+
+
 class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
@@ -293,28 +377,39 @@ def find_rows(
     With `is_filled`, -1 stands behind the rows, and alone if an id is no row; and the last id of
     each row is found. With `are_rows`, ids are rows of one rank, of all tables in any order.
     """
-    ids, parts, device = ids_N.shape[0], spans.on_device.shape[0], ids_N.device
+    assert spans.ranks == 1 or not are_rows, "rows of one rank"
+    ids, device = ids_N.shape[0], ids_N.device
     word_blocks = -(-spans.words // THREADS)
-    numbers, words = numbers_of(parts), word_blocks * THREADS
+    words = word_blocks * THREADS
     # Few allocations, as each takes the CPU as long as a launch. The first two are freed on return,
-    # unless `last_N` is a part of `zeros`.
-    filled = ids if is_filled else 0
-    zeros = torch.zeros(numbers + words // 2 + 1 + filled, dtype=torch.int64, device=device)
+    # unless `last_N` is a part of `numbers`: numbers, words, done and last ids.
+    size = numbers_of(spans.on_device.shape[0]) + words // 2 + 1
+    numbers = torch.zeros(size + ids * is_filled, dtype=torch.int64, device=device)
     before_W = torch.empty(words + word_blocks + 1, dtype=torch.int32, device=device)
     kept = torch.empty(2 * ids + 2, dtype=torch.int64, device=device)
     places_N, rows_N, known = kept.split([ids, ids, 2])
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
-    last_N = zeros[len(zeros) - ids :] if is_filled else None
-    bits, counts = zeros.data_ptr() + 8 * numbers, before_W.data_ptr() + 4 * words
-    given = ids_N, ids
-    tables = spans.on_device, spans.tables, 0 if are_rows else spans.ranks, each, zeros
+    rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
+    ranks = 0 if are_rows else spans.ranks
+    look_up = LookUpArgs(spans.on_device, spans.tables, ranks, each, numbers)
     blocks = blocks_for(ids)
-    launch("cache.cu", "mark_ids", {}, blocks, *given, *tables, bits)
-    launch("cache.cu", "count_ids", {}, word_blocks, bits, counts, bits + 4 * words, zeros)
-    listed = before_W, rows_N, narrow_N
-    launch("cache.cu", "list_ids", {}, word_blocks, bits, counts, *tables, *listed)
-    placed = before_W, places_N, readback, known, rows_N if is_filled else None, last_N
-    launch("cache.cu", "place_ids", {}, blocks, *given, bits, *tables, *placed)
+    kernel("cache.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
+    kernel("cache.cu", "count_ids")(word_blocks, look_up=look_up, before=before_W)
+    kernel("cache.cu", "list_ids")(
+        word_blocks, look_up=look_up, before=before_W, unique=rows_N, narrow=narrow_N
+    )
+    kernel("cache.cu", "place_ids")(
+        blocks,
+        ids=ids_N,
+        count=ids,
+        look_up=look_up,
+        before=before_W,
+        places=places_N,
+        told=readback,
+        known=known,
+        rest=rest_N,
+        last=last_N,
+    )
     return FoundRows(places_N, rows_N, narrow_N, known, last_N)
 
 
@@ -329,7 +424,17 @@ def exchange_records(
 ) -> None:
     """Write evicted records back, and read the entering ones."""
     itemsize = records_SR.element_size()
-    width, row_stride = records_SR.shape[1] * itemsize // 16, stride * itemsize // 16
-    records = addresses_T, rows, row_stride, records_SR, width
-    slots = slot_of_TV, no_slot
-    launch("rows.cu", "exchange", {}, EXCHANGE_BLOCKS, *records, *moves, *slots)
+    kernel("rows.cu", "exchange")(
+        EXCHANGE_BLOCKS,
+        tables=addresses_T,
+        rows=rows,
+        stride=stride * itemsize // 16,
+        records=records_SR,
+        width=records_SR.shape[1] * itemsize // 16,
+        loaded=moves.entering,
+        evicted=moves.evicted,
+        slots=moves.slots,
+        numbers=moves.numbers,
+        slot_of=slot_of_TV,
+        none=no_slot,
+    )

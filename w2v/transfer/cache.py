@@ -359,7 +359,8 @@ class MappedCache(RowCache):
         return cuda_cache.MarkPlanner(self.slots, self._slot_of_TV, order_N)
 
     def _all_rows_have_slots(self) -> bool:
-        return self._planned.query() and self._planner.notices[self._plan % 2][0] == 0
+        is_planned = self._planned is None or self._planned.query()
+        return is_planned and self._planner.notices[self._plan % 2][0] == 0
 
     def _rows_over_capacity(self) -> int:
         return max(int(excess) for _, excess in self._planner.notices)

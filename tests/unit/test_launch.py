@@ -89,6 +89,18 @@ def as_seen(parameter, value):
     return seen
 
 
+def seen_in(parameters, addresses, source):
+    """Return what a kernel sees at the addresses of its parameters."""
+    args = {}
+    for (name, (members, _)), address in zip(parameters.items(), addresses, strict=True):
+        if members[0].ctype in launch.PACKED:
+            fields = read(launch.struct_members(source, members[0].ctype), address)
+            args |= {f"{name}.{field}": value for field, value in fields.items()}
+        else:
+            args |= read(members, address)
+    return args
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Launches of kernels, none of which is compiled: a GPU whose memory is that of the CPU."""
@@ -101,11 +113,11 @@ def launches(monkeypatch):
         def driver(function, blocks, *others):
             assert others[:7] == (1, 1, launch.THREADS, 1, 1, 0, 0) and others[8] == 0
             addresses = (ctypes.c_void_p * len(signature)).from_address(others[7])
-            args = {}
-            for (name, parameter), address in zip(signature.items(), addresses, strict=True):
-                args |= read(parameter.members, address)
-                expected = as_seen(parameter, given[-1][name])
-                assert expected == {key: args[key] for key in expected}
+            args = seen_in(signature, addresses, source)
+            for name, parameter in signature.items():
+                if parameter.members[0].ctype not in launch.PACKED:
+                    expected = as_seen(parameter, given[-1][name])
+                    assert expected == {key: args[key] for key in expected}
             found.append(Launch(source, kernel, blocks, args))
 
         return 7, driver
@@ -319,10 +331,10 @@ def mark_rows_args(**changes):
     [
         ({"row": torch.arange(4)}, "mark_rows of cache.cu has no parameter row"),
         ({"rows": torch.arange(4).int()}, "rows is long long[*], not a tensor of torch.int32"),
-        ({"rows": torch.arange(8)[::2]}, "rows .* with strides"),
+        ({"rows": torch.arange(8)[::2]}, r"rows .* strides \(2,\)"),
         ({"rows": None}, "rows is long long[*], not None"),
         ({"rows": 2**40}, "rows is long long[*], not 1099511627776"),
-        ({"count": torch.tensor(4)}, "count is long long, not a tensor"),
+        ({"count": torch.tensor(4)}, "count is long long, not 4"),
         ({"count": None}, "count is long long, not None"),
     ],
     ids=str,
@@ -359,6 +371,18 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
         with pytest.raises(TypeError, match="own of shard.cu: a struct has the fields"):
             kernel.bind(inputs=wrong)
     assert kernel.bind(inputs=TableGrads(*[None] * 5))
+
+
+def test_a_packed_struct_is_of_its_own_type(launches):
+    span = Spans.of([Span(ROWS, 3, (0,))], [], CPU).on_device
+    args = cuda_cache.LookUpArgs(span, 1, 1, 4, span)
+    launch.kernel("cache.cu", "mark_ids").bind(look_up=launch.packed("cache.cu", "LookUp", args))
+    kernel = launch.kernel("unique.cu", "mark", WINDOW=1, TARGETS=2, PATHS=0)
+    for wrong in (launch.packed("cache.cu", "LookUp", args), args, bytes(80)):
+        with pytest.raises(TypeError, match="mark of unique.cu: batch is Batch, not"):
+            kernel.bind(batch=wrong)
+    with pytest.raises(TypeError, match="LookUp: numbers is Numbers[*], not a tensor of"):
+        launch.packed("cache.cu", "LookUp", args._replace(numbers=span.float()))
 
 
 def test_arguments_of_a_launch_may_be_in_any_order(launches, mark_rows):

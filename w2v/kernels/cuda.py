@@ -24,6 +24,7 @@ from w2v.kernels.batch import (
     Batch,
     BatchSeed,
     Grads,
+    Hyper,
     OptimizerLike,
     Page,
     Pool,
@@ -35,7 +36,7 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, kernel
+from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, kernel, packed
 from w2v.system.random import signed
 
 SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
@@ -49,7 +50,7 @@ INPUT_FAULT = 2  # bit of FAULTS; that of the output table is the next
 
 
 class BatchArgs(NamedTuple):
-    """A batch as struct Batch of batch.cuh."""
+    """A batch as struct Batch of batch.cuh, which `packed` packs for launches."""
 
     words: Tensor
     sentences: Tensor
@@ -63,13 +64,13 @@ class BatchArgs(NamedTuple):
     codes: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch) -> BatchArgs:
+    def packed(cls, batch: Batch) -> bytes:
         words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
         length, centers, tree = words_n.shape[0], windows_B.shape[0], batch.objective.tree
         args = cls(words_n, sentences_n, length, first, centers, windows_B, negatives_BK)
-        if tree is None:
-            return args
-        return args._replace(path_begin=tree.begin_V, nodes=tree.nodes_P, codes=tree.codes_P)
+        if tree is not None:
+            args = args._replace(path_begin=tree.begin_V, nodes=tree.nodes_P, codes=tree.codes_P)
+        return packed("batch.cuh", "Batch", args)
 
 
 class Borrowed(NamedTuple):
@@ -93,8 +94,8 @@ class SlotGrads(NamedTuple):
     """Gradients of rows that no index finds, as struct TableGrads of unique.cuh."""
 
     index_V: None
-    rows_U: Tensor  # int32, their slots
-    grad_UD: Tensor
+    rows_U: Tensor | None  # int32, their slots
+    grad_UD: Tensor | None
     pairs_U: None
     row_count: Tensor
 
@@ -204,11 +205,12 @@ class CudaKernels(Kernels):
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
         self._bound: dict[Hashable, tuple[tuple, Kernel]] = {}
+        self._batch: tuple[Batch, bytes] | None = None  # the last one that was launched
 
     def mark(self, batch: Batch, marks_TV: Tensor) -> None:
         inputs_V, outputs_V = marks_TV.unbind()
         _list_kernel("mark", batch)(
-            _blocks(batch), batch=BatchArgs.of(batch), input_marks=inputs_V, output_marks=outputs_V
+            _blocks(batch), batch=self._packed(batch), input_marks=inputs_V, output_marks=outputs_V
         )
 
     def unique_rows(self, batch: Batch) -> Grads:
@@ -252,7 +254,7 @@ class CudaKernels(Kernels):
         what = *form, inputs, outputs, rows.inputs, rows.outputs
         launch = self._bind("gradients", what, bind)
         blocks = blocks_for(32 * batch.windows_B.shape[0])
-        launch(blocks, batch=BatchArgs.of(batch), loss=rows.loss, pairs=rows.pairs)
+        launch(blocks, batch=self._packed(batch), loss=rows.loss, pairs=rows.pairs)
         return rows
 
     def optimizer_step(self, update: Update, page: Page, grads: Grads, state: StepState) -> None:
@@ -263,7 +265,8 @@ class CudaKernels(Kernels):
         inputs, outputs = page
 
         def bind() -> Kernel:
-            launch = _step_kernel(optimizer, inputs.records_SR, self.shape.dim, self._peers)
+            form = optimizer.formula, optimizer.state_count, inputs.records_SR.dtype
+            launch = _step_kernel(*form, self.shape.dim, self._peers)
             return launch.bind(
                 inputs=inputs,
                 input_grads=grads.inputs,
@@ -306,7 +309,13 @@ class CudaKernels(Kernels):
 
         form = batch.window, _word_targets(batch), batch.objective
         launch = self._bind(slot, (*form, inputs, outputs), bind)
-        launch(_blocks(batch), batch=BatchArgs.of(batch))
+        launch(_blocks(batch), batch=self._packed(batch))
+
+    def _packed(self, batch: Batch) -> bytes:
+        """Return a batch for kernels; two launches of a step share it."""
+        if self._batch is None or self._batch[0] is not batch:
+            self._batch = batch, BatchArgs.packed(batch)
+        return self._batch[1]
 
     def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
         """Return buffers with the sums of a step, which are zero."""
@@ -420,17 +429,11 @@ class Bags(NamedTuple):
 
     def args(self, places_N: Tensor, padding: int | None) -> BagArgs:
         """Return the bags for kernels; padding: the place that is left out."""
-        return BagArgs(
-            places=places_N,
-            length=places_N.shape[0] // self.tables,
-            begins=self.begins,
-            given=0 if self.begins is None else self.begins.shape[0],
-            size=self.size,
-            bags=self.number,
-            all=self.tables * self.number,
-            padding=-1 if padding is None else padding,
-            mean=self.is_mean,
-        )
+        number, begins, size, is_mean, tables = self
+        given = 0 if begins is None else begins.shape[0]
+        length, left_out = places_N.shape[0] // tables, -1 if padding is None else padding
+        bags = number, tables * number
+        return BagArgs(places_N, length, begins, given, size, *bags, left_out, is_mean)
 
 
 def gather_bags(
@@ -499,32 +502,54 @@ def step_rows(
         slots_U = _numbers(device, 1 << max(0, rows - 1).bit_length())
     if count is None:
         count = torch.full((), rows, dtype=torch.int64, device=device)
-    # One table, of which the kernel gets slots in place of rows, and no slot of each row. A fault
-    # would be the sum of this step and a bit, both 0.
-    no_rows, stepped, fault = _zeros(device, torch.int64)
-    loss, *_ = _zeros(device, torch.float64)
-    view, hyper = View(records_SR, None), optimizer.hyper(lr)
-    _step_kernel(optimizer, records_SR, dim, ranks=0)(
+    launch = _step_of_one_table(
+        optimizer.formula,
+        optimizer.state_count,
+        optimizer.hyper(0.0),
+        records_SR.dtype,
+        device,
+        dim,
+        step_column,
+    )
+    launch(
         blocks_for(32 * rows),
-        inputs=view,
+        inputs=View(records_SR, None),
+        # The kernel gets slots in place of rows, and no slot of each row.
         input_grads=SlotGrads(None, slots_U, grad_UD, None, count),
-        outputs=view,
-        output_grads=SlotGrads(None, slots_U, grad_UD, None, no_rows),
         row_width=records_SR.shape[1],
+        lr=lr,
+        table_step=step,
+        seed_in=seed,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _step_of_one_table(
+    formula: str,
+    states: int,
+    hyper: Hyper,
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    step_column: int,
+) -> Kernel:
+    """Return a step whose output table has no rows."""
+    no_rows, stepped, fault = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    return _step_kernel(formula, states, dtype, dim, ranks=0).bind(
+        outputs=View(torch.empty(1, dtype=dtype, device=device), None),
+        output_grads=SlotGrads(None, None, None, None, no_rows),
         dim=dim,
         step_column=step_column,
         cap=0,
         hyper=hyper,
         places=Places(),
         stepped=stepped,
+        # A fault would be the sum of this step and a bit, both 0.
         fault=fault,
         bit=0,
         done=None,
-        lr=hyper.lr,
-        table_step=step,
-        seed_in=seed,
         seed_out=0,
-        loss=loss,
+        loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,
     )
 
@@ -535,11 +560,6 @@ def _numbers(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-@functools.cache
-def _zeros(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return torch.zeros(3, dtype=dtype, device=device).unbind()
-
-
 def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     """List the unique rows that the batch touches, in buffers.
 
@@ -547,7 +567,7 @@ def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     """
     inputs, outputs = rows
     launch = _list_kernel("unique_rows", batch)
-    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=BatchArgs.of(batch))
+    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=BatchArgs.packed(batch))
 
 
 def with_room(
@@ -580,13 +600,13 @@ def _list_kernel(name: str, batch: Batch) -> Kernel:
     return kernel("unique.cu", name, WINDOW=batch.window, TARGETS=targets, PATHS=paths)
 
 
-def _step_kernel(optimizer: OptimizerLike, records_SR: Tensor, dim: int, ranks: int) -> Kernel:
+def _step_kernel(formula: str, states: int, dtype: torch.dtype, dim: int, ranks: int) -> Kernel:
     return kernel(
         "optim.cu",
         "step",
-        STEP=optimizer.formula,
-        STATES=optimizer.state_count,
-        ELEMENT=ELEMENTS[records_SR.dtype],
+        STEP=formula,
+        STATES=states,
+        ELEMENT=ELEMENTS[dtype],
         WIDE=1 if dim % 4 else 4,
         RANKS=ranks,
     )

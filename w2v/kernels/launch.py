@@ -12,7 +12,7 @@ import hashlib
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +35,11 @@ TYPES = {
     "double": ("d", torch.float64),
     "unsigned char": ("B", torch.uint8),
 }
+KNOWN = 4096  # addresses of tensors that are remembered for a pointer
+PACKED = {"Batch", "LookUp"}  # structs of several launches, which take what `packed` returns
 GLOBAL = r"__global__ void (?:__launch_bounds__\([^)]*\) )?"
 
-Argument = Tensor | float | tuple[Any, ...] | None  # a tuple: a NamedTuple
+Argument = Tensor | float | tuple[Any, ...] | bytes | None  # a tuple: a NamedTuple
 
 
 class Member(NamedTuple):
@@ -48,6 +50,14 @@ class Member(NamedTuple):
     code: str  # format in `struct`; "" for a struct
     dtype: torch.dtype | str | None  # of a pointer's tensor, or "any"; None: a number
     marks: set[str]
+
+    def takes(self, kind: type) -> bool:
+        """Return whether values of this type may be given."""
+        if self.ctype in PACKED:
+            return kind is _packed_type(self.ctype)
+        if self.dtype is None:  # `struct` checks numbers
+            return kind not in (Tensor, type(None))
+        return kind is Tensor or (kind is type(None) and "OPTIONAL" in self.marks)
 
 
 class Parameter(NamedTuple):
@@ -77,7 +87,10 @@ def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter
     for declaration in declarations.split(","):
         (member,) = _declared(declaration, element)
         parameters[member.name] = Parameter([member])
-        if not member.code:
+        if member.ctype in PACKED:
+            size = _fields(source, member.ctype, torch._C._cuda_getDevice()).size
+            parameters[member.name] = Parameter([member._replace(code=f"{size}s")])
+        elif not member.code:
             members = struct_members(source, member.ctype, element)
             named = [field._replace(name=f"{member.name}.{field.name}") for field in members]
             fields = tuple(field.name for field in members)
@@ -114,6 +127,14 @@ def _declared(declaration: str, element: int) -> Iterator[Member]:
         yield Member(name, ctype + stars, code, dtype, MARKS.intersection(words))
 
 
+class Plan(NamedTuple):
+    """How to pack values of these types."""
+
+    types: tuple[type, ...] = ()
+    tensors: Sequence[int] = ()  # where they are
+    nulls: Sequence[int] = ()
+
+
 class Arguments:
     """Packs arguments of a kernel into memory as C lays them out, and checks them.
 
@@ -126,7 +147,10 @@ class Arguments:
         self._kernel = kernel
         self._device = device
         self._members = [member for one in parameters.values() for member in one.members]
-        self._dtypes = [member.dtype for member in self._members]
+        # Of each pointer: the addresses of tensors that have been checked.
+        self._known: list[set[int]] = [set() for _ in self._members]
+        self._plans: dict[tuple[type, ...], Plan] = {}
+        self._plan = Plan()  # the last one
         self._structs = [(n, one.fields) for n, one in enumerate(parameters.values()) if one.fields]
         self._structs.reverse()  # `pack_into` replaces each by its fields
         self.begins: dict[str, int] = {}
@@ -140,54 +164,79 @@ class Arguments:
     def pack_into(self, memory: Any, start: int, values: Iterable[Argument]) -> None:
         """Check the values of all parameters, in order, and write them.
 
-        Every launch does, so there are few operations for each value.
+        Every launch does, so there are few operations for each value: a tensor is checked when its
+        address is new.
         """
         flat: list[Any] = list(values)
         for n, fields in self._structs:
             if getattr(flat[n], "_fields", None) != fields:
                 raise TypeError(f"{self._kernel}: a struct has the fields {fields}, not {flat[n]}")
             flat[n : n + 1] = flat[n]
-        device, numbers = self._device, []
-        for value, dtype in zip(flat, self._dtypes, strict=True):
-            if (
-                type(value) is Tensor
-                and value.dtype is dtype
-                and value.get_device() == device
-                and value.is_contiguous()
-            ):
-                numbers.append(value.data_ptr())
-            elif dtype is None and value is not None and type(value) is not Tensor:
-                numbers.append(value)
-            else:
-                numbers.append(self._address(self._members[len(numbers)], value))
+        types, plan = tuple(map(type, flat)), self._plan
+        if types != plan.types:
+            plan = self._plan = self._plans.get(types) or self._new_plan(types, flat)
+        for n in plan.tensors:
+            address = flat[n].data_ptr()
+            if address not in self._known[n]:
+                self._check(n, flat[n])
+            flat[n] = address
+        for n in plan.nulls:
+            flat[n] = 0
         try:
-            self._layout.pack_into(memory, start, *numbers)
+            self._layout.pack_into(memory, start, *flat)
         except (struct.error, OverflowError):
-            self._refuse(numbers)
-            raise
+            for n, member in enumerate(self._members):
+                try:
+                    struct.pack(member.code, flat[n])
+                except (struct.error, OverflowError) as error:
+                    raise ValueError(self._refusal(n, flat[n])) from error
 
-    def _address(self, member: Member, value: Any) -> int:
-        """Return the address for a pointer, or raise `TypeError`."""
-        if value is None and "OPTIONAL" in member.marks:
-            return 0
-        if type(value) is Tensor:
-            on_host = value.is_cpu and "HOST" in member.marks
-            is_contiguous = value.is_contiguous() or "STRIDED" in member.marks
-            is_there = on_host or value.get_device() == self._device
-            if member.dtype in (value.dtype, "any") and is_there and is_contiguous:
-                return value.data_ptr()
-            strides = "" if is_contiguous else f" with strides {value.stride()}"
-            value = f"a tensor of {value.dtype} on {value.device}{strides}"
-        raise TypeError(f"{self._kernel}: {member.name} is {member.ctype}, not {value}")
+    def _new_plan(self, types: tuple[type, ...], values: list[Any]) -> Plan:
+        for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):
+            if not member.takes(kind):
+                raise TypeError(self._refusal(n, values[n]))
+        tensors = [n for n, kind in enumerate(types) if kind is Tensor]
+        nulls = [n for n, kind in enumerate(types) if kind is type(None)]
+        plan = self._plans[types] = Plan(types, tensors, nulls)
+        return plan
 
-    def _refuse(self, numbers: Iterable[float]) -> None:
-        """Raise `ValueError` for the number that its type cannot hold."""
-        for member, number in zip(self._members, numbers, strict=True):
-            try:
-                struct.pack(member.code, number)
-            except (struct.error, OverflowError) as error:
-                message = f"{self._kernel}: {member.name} is {member.ctype}, not {number!r}"
-                raise ValueError(message) from error
+    def _check(self, n: int, tensor: Tensor) -> None:
+        """Raise `TypeError` unless the n-th pointer takes the tensor."""
+        member, known = self._members[n], self._known[n]
+        on_host = tensor.is_cpu and "HOST" in member.marks
+        is_there = on_host or tensor.get_device() == self._device
+        is_contiguous = tensor.is_contiguous() or "STRIDED" in member.marks
+        if member.dtype not in (tensor.dtype, "any") or not is_there or not is_contiguous:
+            strides = f"strides {tensor.stride()}"
+            found = f"a tensor of {tensor.dtype} on {tensor.device}, {strides}"
+            raise TypeError(self._refusal(n, found))
+        if len(known) > KNOWN:
+            known.clear()
+        known.add(tensor.data_ptr())
+
+    def _refusal(self, n: int, value: Any) -> str:
+        return f"{self._kernel}: {self._members[n].name} is {self._members[n].ctype}, not {value}"
+
+
+@functools.cache
+def _packed_type(ctype: str) -> type[bytes]:
+    return type(f"Packed{ctype}", (bytes,), {})
+
+
+@functools.cache
+def _fields(source: str, ctype: str, device: int) -> Arguments:
+    """Return what packs the fields of a struct."""
+    members = struct_members(source, ctype)
+    fields = tuple(member.name for member in members)
+    return Arguments(ctype, device, {ctype: Parameter(members, fields)})
+
+
+def packed(source: str, ctype: str, value: tuple[Any, ...]) -> bytes:
+    """Return a struct of PACKED for launches; it does not keep the tensors."""
+    arguments = _fields(source, ctype, torch._C._cuda_getDevice())
+    memory = bytearray(arguments.size)
+    arguments.pack_into(memory, 0, (value,))
+    return _packed_type(ctype)(memory)
 
 
 @functools.cache

@@ -182,7 +182,7 @@ def list_cache(kind, slots, rows=ROWS, device="cpu"):
     table = Table("rows", rows, 4, {}, {}, storage, torch.float32)
     table["weight"].copy_(torch.arange(rows)[:, None])
     if kind is ListedCache:
-        return kind([table], slots, torch.device(device))
+        return kind(table, slots, torch.device(device))
     link = MappedLink() if device == "cuda" else Link()
     return kind(link, [table], slots, torch.device(device))
 

@@ -226,7 +226,7 @@ def cache_rows():
     marked = MappedCache(tables, 20, CPU)
     marked.prefetch(torch.zeros(2, ROWS, dtype=torch.bool), torch.zeros(ROWS, dtype=torch.bool))
     marked.page()
-    listed = ListedCache(tables[:1], 20, CPU)
+    listed = ListedCache(tables[0], 20, CPU)
     rows_U, known = torch.arange(5), torch.tensor([5, 0])
     listed.prefetch(PageRows([rows_U], [(rows_U, None), (rows_U, known)]))
     listed.wait()

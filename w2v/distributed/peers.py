@@ -34,10 +34,11 @@ from w2v.system.files import one_line
 
 
 @dataclass(eq=False)
-class PeerExchange(Exchange):
-    """Exchange of ranks on GPUs of one host."""
+class PeerExchange(Exchange[int]):
+    """Exchange of ranks on GPUs of one host; a batch's rows are in a slot of its lists."""
 
     kernels: CudaPeerKernels
+    batches_per_page: int
     state: StepState  # its fault is shared with the other ranks
     memory: InitVar[PeerMemory]
     page: InitVar[Page]  # the records of all pages
@@ -46,16 +47,16 @@ class PeerExchange(Exchange):
         addresses = memory.addresses(self.kernels.shared(page))
         self.kernels.join(memory.rank, addresses, page)
 
-    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch]:
+    def next_page(self, batches: Iterator[Batch]) -> list[PlannedBatch[int]]:
         page = list(islice(batches, self.batches_per_page))
         slots = self.kernels.list_rows(page)
         return [PlannedBatch(batch, slot) for batch, slot in zip(page, slots, strict=True)]
 
-    def mark(self, page: list[PlannedBatch], marks_TV: Tensor) -> None:
+    def mark(self, page: list[PlannedBatch[int]], marks_TV: Tensor) -> None:
         self.kernels.mark_owned(marks_TV)
 
-    def borrow(self, rows: int, page: Page) -> tuple[Grads, Page]:
-        return self.kernels.borrow(rows), page
+    def borrow(self, planned: PlannedBatch[int], page: Page) -> tuple[Grads, Page]:
+        return self.kernels.borrow(planned.rows), page
 
     def reduce(self, grads: Grads) -> Grads:
         return self.kernels.find_gradients(grads, self.state.fault)

@@ -113,9 +113,12 @@ class MovePlanner(ABC):
         counters: int64 [5]: slots in use, rows used, read and written so far, and the number of
             uses above which rows are evicted last.
         moves: Of plan n: `moves[n % 2]`; its lists have room for the largest page so far.
+        slot_of_TV: The slot of each row, if there is such an array.
         notices: For both, int64 [2] in pinned memory: rows that found no slot beside those in use,
             and rows that were refused since no slot is left at all.
     """
+
+    slot_of_TV: Tensor | None = None
 
     def __init__(self, slots: int, rows: int, bits: int, device: torch.device):
         self._capacity, self._rows, self._device = slots, rows, device
@@ -206,7 +209,8 @@ class MarkPlanner(MovePlanner):
 
     def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
         super().__init__(slots, slot_of_TV.numel(), 4, slot_of_TV.device)
-        self._slot_of_TV = slot_of_TV
+        self.slot_of_TV = slot_of_TV
+        self._table_rows = slot_of_TV.shape[1]
         self._order_N = order_N
 
     def plan(
@@ -215,8 +219,8 @@ class MarkPlanner(MovePlanner):
         assert not isinstance(page, PageRows), "rows are marked"
         if page is not None:
             self._make_room(number, self._rows)
-        wanted = Wanted(marks=page, used_soon=soon_V, rows=self._slot_of_TV.shape[1])
-        slots = PlanSlots(slot_of=self._slot_of_TV)
+        wanted = Wanted(marks=page, used_soon=soon_V, rows=self._table_rows)
+        slots = PlanSlots(slot_of=self.slot_of_TV)
         self._launch(number, in_use, wanted, self._order_N, slots)
 
 

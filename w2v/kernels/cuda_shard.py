@@ -260,15 +260,6 @@ class CudaPeerKernels(RankKernels):
             )
             for slot in range(slots)
         ]
-        self._mark_listed = [
-            self._kernel("mark_listed").bind(
-                inputs=of_inputs,
-                outputs=of_outputs,
-                next_counts=self._counts[(slot + 1) % slots],
-                rows_each=shape.stride,
-            )
-            for slot, (of_inputs, of_outputs) in enumerate(self._lists)
-        ]
         self._facts = torch.zeros(3, dtype=torch.int64, device=device)
         self._flags = torch.zeros(2, size, dtype=torch.int32, device=device)
         self._marks: Tensor | None = None
@@ -347,6 +338,15 @@ class CudaPeerKernels(RankKernels):
             most_in=self._most[0],
             most_out=self._most[1],
         )
+        self._mark_listed = [
+            self._kernel("mark_listed").bind(
+                inputs=of_inputs,
+                outputs=of_outputs,
+                next_counts=self._counts[(slot + 1) % len(self._lists)],
+                rows_each=shape.stride,
+            )
+            for slot, (of_inputs, of_outputs) in enumerate(self._lists)
+        ]
         listed = sum(self._most)
         self._mark_blocks, self._borrow_blocks = blocks_for(listed), blocks_for(4 * listed)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import w2v
 from w2v.config import Config, ConfigError
 from w2v.distributed import launcher
-from w2v.distributed.exchange import Exchange, RankExchange
+from w2v.distributed.exchange import Exchange, LocalExchange, RankExchange
 from w2v.distributed.peers import PeerExchange, PeerMemory
 from w2v.distributed.ranks import SINGLE, ProcessGroup, Ranks
 from w2v.kernels import Kernels
@@ -513,7 +513,7 @@ def build(plan: Plan, draws_vectors: bool = True) -> TrainingLoop:
     state = StepState(plan.device)
     engine = make_engine(plan, [inputs, outputs])
     steps = plan.paging.steps
-    exchange = Exchange(kernels, steps)
+    exchange: Exchange = LocalExchange(kernels, steps)
     if peers:
         exchange = PeerExchange(kernels, steps, state, peers, engine.page())
     elif plan.ranks.size > 1:

@@ -28,7 +28,7 @@ from w2v.kernels.batch import (
 )
 from w2v.kernels.cuda import Bags, CudaKernels, TorchStepKernels
 from w2v.kernels.cuda_cache import PageRows, Span, Spans
-from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels, Peer
+from w2v.kernels.cuda_shard import CudaPeerKernels, CudaShardKernels
 from w2v.model.optim import RowOptimizer
 from w2v.transfer.cache import ListedCache, MappedCache
 from w2v.transfer.links import MappedLink
@@ -375,7 +375,7 @@ def test_structs_are_named_tuples_with_the_fields_in_order(launches):
 
 def test_a_packed_struct_is_of_its_own_type(launches):
     span = Spans.of([Span(ROWS, 3, (0,))], [], CPU).on_device
-    args = cuda_cache.LookUpArgs(span, 1, 1, 4, span)
+    args = cuda_cache.LookUp(span, 1, 1, 4, span)
     launch.kernel("cache.cu", "mark_ids").bind(look_up=launch.packed("cache.cu", "LookUp", args))
     kernel = launch.kernel("unique.cu", "mark", WINDOW=1, TARGETS=2, PATHS=0)
     for wrong in (launch.packed("cache.cu", "LookUp", args), args, bytes(80)):
@@ -412,11 +412,6 @@ def test_a_kernel_is_launched_on_the_gpu_of_its_arguments(mark_rows, monkeypatch
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     with pytest.raises(RuntimeError, match="mark_rows is bound to GPU -1, not 1"):
         mark_rows(1, **mark_rows_args())
-
-
-def test_what_one_process_reads_of_another_is_in_the_order_of_the_struct():
-    members = launch.struct_members("unique.cuh", "Peer")
-    assert tuple(member.name for member in members) == Peer._fields
 
 
 def test_hyperparameters_are_in_the_order_of_the_struct():

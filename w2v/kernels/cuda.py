@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, kernel, packed
+from w2v.kernels.launch import ELEMENTS, THREADS, Kernel, blocks_for, c_struct, kernel, packed
 from w2v.system.random import signed
 
 SUMS = (torch.float64, ()), (torch.int64, ())  # of a step: loss and pairs
@@ -49,64 +49,23 @@ READ_BLOCKS, WRITE_BLOCKS = 64, 48
 INPUT_FAULT = 2  # bit of FAULTS; that of the output table is the next
 
 
-class BatchArgs(NamedTuple):
-    """A batch as struct Batch of batch.cuh, which `packed` packs for launches."""
-
-    words: Tensor
-    sentences: Tensor
-    length: int
-    first: int
-    centers: int
-    windows: Tensor
-    negatives: Tensor
-    path_begin: Tensor | None = None
-    nodes: Tensor | None = None
-    codes: Tensor | None = None
-
-    @classmethod
-    def packed(cls, batch: Batch) -> bytes:
-        words_n, sentences_n, first, windows_B, negatives_BK = batch[:5]
-        length, centers, tree = words_n.shape[0], windows_B.shape[0], batch.objective.tree
-        args = cls(words_n, sentences_n, length, first, centers, windows_B, negatives_BK)
-        if tree is not None:
-            args = args._replace(path_begin=tree.begin_V, nodes=tree.nodes_P, codes=tree.codes_P)
-        return packed("batch.cuh", "Batch", args)
-
-
-class Borrowed(NamedTuple):
-    """Where the weights of other ranks' rows are, as struct Borrowed of gradients.cu."""
-
-    inputs: int = 0  # elements from the first record of the table
-    outputs: int = 0
-    me: int = 0
-
-
-class Places(NamedTuple):
-    """Where other ranks have the gradients of rows, as struct Places of unique.cuh."""
-
-    peers: Tensor | None = None
-    places_in: Tensor | None = None
-    places_out: Tensor | None = None
-    room: int = 0
-
-
-class SlotGrads(NamedTuple):
-    """Gradients of rows that no index finds, as struct TableGrads of unique.cuh."""
-
-    index_V: None
-    rows_U: Tensor | None  # int32, their slots
-    grad_UD: Tensor | None
-    pairs_U: None
-    row_count: Tensor
-
-
-class TextArgs(NamedTuple):
-    """Words of a text and where its sentences begin, as struct Text of draw.cu."""
-
-    words: Tensor
-    length: int
-    edges: Tensor
-    sentences: int
+def packed_batch(batch: Batch) -> bytes:
+    """Return a batch for launches."""
+    tree = batch.objective.tree
+    begin_V, nodes_P, codes_P, _ = tree or (None, None, None, 0)
+    args = c_struct("batch.cuh", "Batch")(
+        words=batch.words_n,
+        sentences=batch.sentences_n,
+        length=batch.words_n.shape[0],
+        first=batch.first,
+        centers=batch.windows_B.shape[0],
+        windows=batch.windows_B,
+        negatives=batch.negatives_BK,
+        path_begin=begin_V,
+        nodes=nodes_P,
+        codes=codes_P,
+    )
+    return packed("batch.cuh", "Batch", args)
 
 
 def draw(
@@ -159,7 +118,10 @@ def subsample(
     stretches = -(-count // WARP_WORDS)
     kept = torch.empty(stretches, WARP_WORDS // 32, dtype=torch.int32, device=device)
     counts = torch.zeros(stretches + 2, dtype=torch.int32, device=device)
-    text = TextArgs(words_N, count, edges, len(trained_S))
+    sentences = len(trained_S)
+    text = c_struct("draw.cu", "Text")(
+        words=words_N, length=count, edges=edges, sentences=sentences
+    )
     blocks = max(1, -(-32 * stretches // THREADS))
     kernel("draw.cu", "choose_kept")(
         blocks,
@@ -194,13 +156,12 @@ class CudaKernels(Kernels):
     plans_rows = False  # batches share one set of buffers, which is free after the optimizer's step
     draw = staticmethod(draw)
     subsample = staticmethod(subsample)
-    # Of ranks that read each other's memory: how many, and where they find what.
-    _peers = 0
-    _borrowed = Borrowed()
-    _places = Places()
+    _peers = 0  # ranks that read each other's memory
 
     def __init__(self, shape: StepShape):
         self.shape = shape
+        self._borrowed = c_struct("gradients.cu", "Borrowed")(inputs=0, outputs=0, me=0)
+        self._places = no_places()
         self._rows: tuple[TableGrads, TableGrads] | None = None
         self._sums = zeros_by_step(shape.device, *SUMS)
         self._done = torch.zeros((), dtype=torch.int32, device=shape.device)  # blocks of a step
@@ -314,7 +275,7 @@ class CudaKernels(Kernels):
     def _packed(self, batch: Batch) -> bytes:
         """Return a batch for kernels; two launches of a step share it."""
         if self._batch is None or self._batch[0] is not batch:
-            self._batch = batch, BatchArgs.packed(batch)
+            self._batch = batch, packed_batch(batch)
         return self._batch[1]
 
     def _with_sums(self, rows: tuple[TableGrads, TableGrads]) -> Grads:
@@ -399,20 +360,6 @@ def copy_repeated(places_N: Tensor, last_U: Tensor, records_NR: Tensor) -> None:
     )
 
 
-class BagArgs(NamedTuple):
-    """Ids in bags, as struct Bags of rows.cu."""
-
-    places: Tensor
-    length: int
-    begins: Tensor | None
-    given: int
-    size: int
-    bags: int
-    all: int
-    padding: int
-    mean: bool
-
-
 class Bags(NamedTuple):
     """How the ids of a table are divided into bags whose vectors are summed.
 
@@ -427,13 +374,20 @@ class Bags(NamedTuple):
     is_mean: bool = False
     tables: int = 1
 
-    def args(self, places_N: Tensor, padding: int | None) -> BagArgs:
-        """Return the bags for kernels; padding: the place that is left out."""
-        number, begins, size, is_mean, tables = self
-        given = 0 if begins is None else begins.shape[0]
-        length, left_out = places_N.shape[0] // tables, -1 if padding is None else padding
-        bags = number, tables * number
-        return BagArgs(places_N, length, begins, given, size, *bags, left_out, is_mean)
+    def args(self, places_N: Tensor, padding: int | None) -> Any:
+        """Return the bags as struct Bags; padding: the place that is left out."""
+        begins = self.begins
+        return c_struct("rows.cu", "Bags")(
+            places=places_N,
+            length=places_N.shape[0] // self.tables,
+            begins=begins,
+            given=0 if begins is None else begins.shape[0],
+            size=self.size,
+            bags=self.number,
+            all=self.tables * self.number,
+            padding=-1 if padding is None else padding,
+            mean=self.is_mean,
+        )
 
 
 def gather_bags(
@@ -515,7 +469,7 @@ def step_rows(
         blocks_for(32 * rows),
         inputs=View(records_SR, None),
         # The kernel gets slots in place of rows, and no slot of each row.
-        input_grads=SlotGrads(None, slots_U, grad_UD, None, count),
+        input_grads=slot_grads(slots_U, grad_UD, count),
         row_width=records_SR.shape[1],
         lr=lr,
         table_step=step,
@@ -537,12 +491,12 @@ def _step_of_one_table(
     no_rows, stepped, fault = torch.zeros(3, dtype=torch.int64, device=device).unbind()
     return _step_kernel(formula, states, dtype, dim, ranks=0).bind(
         outputs=View(torch.empty(1, dtype=dtype, device=device), None),
-        output_grads=SlotGrads(None, None, None, None, no_rows),
+        output_grads=slot_grads(None, None, no_rows),
         dim=dim,
         step_column=step_column,
         cap=0,
         hyper=hyper,
-        places=Places(),
+        places=no_places(),
         stepped=stepped,
         # A fault would be the sum of this step and a bit, both 0.
         fault=fault,
@@ -552,6 +506,18 @@ def _step_of_one_table(
         loss=torch.zeros((), dtype=torch.float64, device=device),
         this_step=0,
     )
+
+
+def slot_grads(slots_U: Tensor | None, grad_UD: Tensor | None, count: Tensor) -> Any:
+    """Return gradients of rows that no index finds, as struct TableGrads."""
+    grads = c_struct("unique.cuh", "TableGrads")
+    return grads(index_V=None, rows_U=slots_U, grad_UD=grad_UD, pairs_U=None, row_count=count)
+
+
+def no_places() -> Any:
+    """Return struct Places of a process whose gradients no other one has."""
+    places = c_struct("unique.cuh", "Places")
+    return places(peers=None, places_in=None, places_out=None, room=0)
 
 
 @functools.lru_cache(maxsize=4)
@@ -567,7 +533,7 @@ def find_unique_rows(batch: Batch, rows: tuple[TableGrads, TableGrads]) -> None:
     """
     inputs, outputs = rows
     launch = _list_kernel("unique_rows", batch)
-    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=BatchArgs.packed(batch))
+    launch(_blocks(batch), inputs=inputs, outputs=outputs, batch=packed_batch(batch))
 
 
 def with_room(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from w2v.kernels.launch import THREADS, blocks_for, kernel, packed
+from w2v.kernels.launch import THREADS, blocks_for, c_struct, kernel, packed
 
 WARP_ROWS = 1024  # rows that one warp of cache.cu surveys
 # As in cache.cu: bits of a row's number of uses, the limit at which all numbers are halved, and the
@@ -26,19 +26,24 @@ LISTED_WORDS = 1 << 16  # words of bits that `cached_rows` expands at a time
 # Blocks for both directions at once: few enough that kernels which compute meanwhile do not wait
 # for GPU memory behind reads of CPU memory (docs/dev/log.md has the figures).
 EXCHANGE_BLOCKS = 16
+Rows, RowCounts, SlotMap, Wanted, PlanSlots, LookUp = (
+    c_struct("cache.cu", name)
+    for name in ("Rows", "RowCounts", "SlotMap", "Wanted", "PlanSlots", "LookUp")
+)
+NOTHING = Wanted(marks=None, used_soon=None, rows=0, uses=None, is_counted=False, halve=False)
 
 
 class Moves(NamedTuple):
     """Rows that enter the cache and rows that leave it, on the GPU.
 
-    numbers: int64: how many rows enter, and how many of them go to unused slots, which are first in
+    plan: int64: how many rows enter, and how many of them go to unused slots, which are first in
     the list; the others take the slots of the evicted rows, in order.
     """
 
     entering: Tensor  # int32
     evicted: Tensor  # int32
     slots: Tensor  # int32, of the entering rows
-    numbers: Tensor
+    plan: Tensor
 
 
 class PageRows(NamedTuple):
@@ -52,52 +57,6 @@ class PageRows(NamedTuple):
     lists: Sequence[Tensor]  # int64
     soon: Sequence[tuple[Tensor, Tensor | None]] = ()
     is_counted: bool = True
-
-
-class Rows(NamedTuple):
-    """Bits of rows, as struct Rows of cache.cu."""
-
-    wanted: Tensor
-    in_use: Tensor | None
-    cached: Tensor
-    late: Tensor
-
-
-class RowCounts(NamedTuple):
-    """Prefix sums of numbers of rows, as struct RowCounts of cache.cu."""
-
-    misses: Tensor
-    evict_first: Tensor
-    evict_last: Tensor
-    stretches: int
-
-
-class Wanted(NamedTuple):
-    """What a page needs, as struct Wanted of cache.cu."""
-
-    marks: Tensor | None = None
-    used_soon: Tensor | None = None
-    rows: int = 0
-    uses: Tensor | None = None
-    is_counted: bool = False
-    halve: bool = False
-
-
-class PlanSlots(NamedTuple):
-    """The slots of rows before and after a plan, as struct PlanSlots of cache.cu."""
-
-    slot_of: Tensor | None = None
-    before: Tensor | None = None
-    old_slots: Tensor | None = None
-    new_slots: Tensor | None = None
-
-
-class SlotMap(NamedTuple):
-    """The slots of cached rows, as struct SlotMap of cache.cu."""
-
-    cached: Tensor
-    before: Tensor
-    slots: Tensor
 
 
 class MovePlanner(ABC):
@@ -129,7 +88,9 @@ class MovePlanner(ABC):
         *self._wanted, self._cached_W, self._late_W = self._bits[:4]
         shape = 3, self._warps + 1
         misses, first, last = torch.empty(shape, dtype=torch.int32, device=device).unbind()
-        self._counts = RowCounts(misses, first, last, self._warps)
+        self._counts = RowCounts(
+            misses=misses, evict_first=first, evict_last=last, stretches=self._warps
+        )
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self.counters = torch.tensor([0, 0, 0, 0, 1], device=device)
         numbers = torch.zeros(2, 6, dtype=torch.int64, device=device)
@@ -153,11 +114,15 @@ class MovePlanner(ABC):
         """
 
     def _launch(
-        self, number: int, in_use: int, page: Wanted, order_N: Tensor | None, slots: PlanSlots
+        self, number: int, in_use: int, page: Any, order_N: Tensor | None, slots: Any
     ) -> None:
         is_final = in_use == number
-        previous_W = None if is_final else self._wanted[in_use % 2]
-        rows = Rows(self._wanted[number % 2], previous_W, self._cached_W, self._late_W)
+        rows = Rows(
+            wanted=self._wanted[number % 2],
+            in_use=None if is_final else self._wanted[in_use % 2],
+            cached=self._cached_W,
+            late=self._late_W,
+        )
         moves = self.moves[number % 2]
         blocks = -(-32 * self._warps // THREADS)
         kernel("cache.cu", "survey")(
@@ -171,7 +136,7 @@ class MovePlanner(ABC):
             final=is_final,
             done=self._done,
             totals=self.counters,
-            plan=moves.numbers,
+            plan=moves.plan,
             notice=self._notices[number % 2],
         )
         kernel("cache.cu", "list")(
@@ -180,10 +145,7 @@ class MovePlanner(ABC):
             order=order_N,
             counts=self._counts,
             rows=slots,
-            plan=moves.numbers,
-            loaded=moves.entering,
-            evicted=moves.evicted,
-            slots=moves.slots,
+            moves=moves,
             next_wanted=self._wanted[(number + 1) % 2],
         )
 
@@ -195,7 +157,7 @@ class MovePlanner(ABC):
             torch.cuda.synchronize()  # moves on another stream may read the lists that go
             room = min(self._capacity, self._rows, room + room // 8)
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
-            self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.numbers)
+            self.moves[number % 2] = Moves(lists[0], lists[1], lists[2], moves.plan)
 
 
 class MarkPlanner(MovePlanner):
@@ -219,8 +181,8 @@ class MarkPlanner(MovePlanner):
         assert not isinstance(page, PageRows), "rows are marked"
         if page is not None:
             self._make_room(number, self._rows)
-        wanted = Wanted(marks=page, used_soon=soon_V, rows=self._table_rows)
-        slots = PlanSlots(slot_of=self.slot_of_TV)
+        wanted = NOTHING._replace(marks=page, used_soon=soon_V, rows=self._table_rows)
+        slots = PlanSlots(slot_of=self.slot_of_TV, before=None, old_slots=None, new_slots=None)
         self._launch(number, in_use, wanted, self._order_N, slots)
 
 
@@ -244,7 +206,7 @@ class ListPlanner(MovePlanner):
     def plan(
         self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
     ) -> None:
-        wanted = Wanted()
+        wanted = NOTHING
         if page is not None:
             assert isinstance(page, PageRows) and soon_V is None, "rows are in lists"
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
@@ -253,18 +215,15 @@ class ListPlanner(MovePlanner):
             for rows_N, known in page.soon:
                 self._mark(rows_N, known, self._late_W)
             is_old = number % AGE == 0
-            wanted = Wanted(uses=self._uses, is_counted=page.is_counted, halve=is_old)
+            wanted = NOTHING._replace(uses=self._uses, is_counted=page.is_counted, halve=is_old)
         self._old_slots, self._slots = self._slots, self._old_slots
-        slots = PlanSlots(None, self._before, self._old_slots, self._slots)
+        slots = PlanSlots(
+            slot_of=None, before=self._before, old_slots=self._old_slots, new_slots=self._slots
+        )
         self._launch(number, in_use, wanted, None, slots)
         moves = self.moves[number % 2]
-        kernel("cache.cu", "fill_slots")(
-            blocks_for(moves.entering.shape[0]),
-            map=self._slot_map,
-            plan=moves.numbers,
-            loaded=moves.entering,
-            slots_loaded=moves.slots,
-        )
+        blocks = blocks_for(moves.entering.shape[0])
+        kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
         """Return the slots of rows, int32; S for rows that are not cached."""
@@ -292,8 +251,8 @@ class ListPlanner(MovePlanner):
             yield rows_U, slots_U.long()
 
     @property
-    def _slot_map(self) -> SlotMap:
-        return SlotMap(self._cached_W, self._before, self._slots)
+    def _slot_map(self) -> Any:
+        return SlotMap(cached=self._cached_W, before=self._before, slots=self._slots)
 
     def _mark(self, rows_U: Tensor, known: Tensor | None, words_W: Tensor) -> None:
         """Set the bits of rows."""
@@ -344,16 +303,6 @@ def numbers_of(spans: int) -> int:
     return 2 + 4 * spans
 
 
-class LookUpArgs(NamedTuple):
-    """A look-up as struct LookUp of cache.cu."""
-
-    spans: Tensor
-    tables: int
-    ranks: int
-    each: int
-    numbers: Tensor
-
-
 class FoundRows(NamedTuple):
     """What `find_rows` returns."""
 
@@ -395,7 +344,9 @@ def find_rows(
     narrow_N = torch.empty(ids, dtype=torch.int32, device=device)
     rest_N, last_N = (rows_N, numbers[size:]) if is_filled else (None, None)
     ranks = 0 if are_rows else spans.ranks
-    args = LookUpArgs(spans.on_device, spans.tables, ranks, each, numbers)
+    args = LookUp(
+        spans=spans.on_device, tables=spans.tables, ranks=ranks, each=each, numbers=numbers
+    )
     look_up = packed("cache.cu", "LookUp", args)
     blocks = blocks_for(ids)
     kernel("cache.cu", "mark_ids")(blocks, ids=ids_N, count=ids, look_up=look_up)
@@ -436,10 +387,7 @@ def exchange_records(
         stride=stride * itemsize // 16,
         records=records_SR,
         width=records_SR.shape[1] * itemsize // 16,
-        loaded=moves.entering,
-        evicted=moves.evicted,
-        slots=moves.slots,
-        numbers=moves.numbers,
+        moves=moves,
         slot_of=slot_of_TV,
         none=no_slot,
     )

@@ -8,7 +8,7 @@ read each other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,10 @@ from w2v.kernels.batch import (
     max_batch_rows,
     zeros_by_step,
 )
-from w2v.kernels.cuda import Borrowed, CudaKernels, Places, find_unique_rows, with_room
-from w2v.kernels.launch import ELEMENTS, Kernel, blocks_for, kernel
+from w2v.kernels.cuda import CudaKernels, find_unique_rows, with_room
+from w2v.kernels.launch import ELEMENTS, Kernel, blocks_for, c_struct, kernel
 
 ROOM = 1 << 15  # rows by which buffers for requested rows grow
-
-
-class RequestedIds(NamedTuple):
-    """Ids that ranks request of this one, as struct RequestedIds of shard.cu."""
-
-    ids: Tensor
-    length: int
-    stride: int
 
 
 class RankKernels(CudaKernels):
@@ -98,20 +90,12 @@ class CudaShardKernels(RankKernels, ShardKernels):
             listed=scratch_N,
             rows=rows_U,
             ids=ids_U,
-            ids_before=before.ids_M,
-            sent_before=before.count_N,
+            before=before,
         )
         return rows_U, ids_U
 
     def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
-        self._kernel("read_counts")(
-            1,
-            ids=received.ids_M,
-            received=received.count_N,
-            next_sent=following.send_N,
-            next_received=following.recv_N,
-            both=host_2N,
-        )
+        self._kernel("read_counts")(1, received=received, following=following, both=host_2N)
 
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
         inputs_V, outputs_V = marks_TV.unbind()
@@ -202,30 +186,9 @@ class CudaShardKernels(RankKernels, ShardKernels):
     def _bind(self, use: Hashable, what: tuple, bind: Callable[[], Kernel]) -> Kernel:
         return bind()  # weights are borrowed into other memory in each step
 
-    def _requests(self, ids_M: Tensor) -> RequestedIds:
-        return RequestedIds(ids_M, ids_M.shape[0], self.shape.stride)
-
-
-class Peer(NamedTuple):
-    """Memory of a rank that the others read, as struct Peer of unique.cuh.
-
-    Lists of rows have a slot for each of the last batches; marks are those of the last two pages.
-    """
-
-    records_in: Tensor
-    slot_in: Tensor | None
-    records_out: Tensor
-    slot_out: Tensor | None
-    grads_in: Tensor  # float32, of the rows of the batch at hand
-    grads_out: Tensor
-    pairs_in: Tensor | None  # int32, how many pairs each gradient sums
-    pairs_out: Tensor | None
-    rows_in: Tensor  # int32, the unique rows of each batch
-    rows_out: Tensor
-    counts: Tensor  # int64, their number in both tables
-    facts: Tensor  # int64, loss, pairs and fault of this rank's step
-    flags: Tensor  # int32 [2, N]: how often each rank has met all, in steps and in plans
-    marks: Tensor | None  # bool [2, N, 2, V], the rows of each rank that this rank's page needs
+    def _requests(self, ids_M: Tensor) -> Any:
+        requests = c_struct("shard.cu", "RequestedIds")
+        return requests(ids=ids_M, length=ids_M.shape[0], stride=self.shape.stride)
 
 
 class CudaPeerKernels(RankKernels):
@@ -283,10 +246,10 @@ class CudaPeerKernels(RankKernels):
         self.rows_borrowed = torch.zeros((), dtype=torch.int64, device=device)  # so far
         self._listed = self._pages = self._meetings = 0  # so far
 
-    def shared(self, page: Page) -> Peer:
-        """Return what the other ranks read; page: this rank's records."""
+    def shared(self, page: Page) -> Sequence[Tensor | None]:
+        """Return what the other ranks read, as struct Peer; page: this rank's records."""
         inputs, outputs = self._buffers
-        return Peer(
+        return c_struct("unique.cuh", "Peer")(
             records_in=page.inputs.records_SR,
             slot_in=page.inputs.slot_of_V,
             records_out=page.outputs.records_SR,
@@ -315,10 +278,12 @@ class CudaPeerKernels(RankKernels):
         self._rank, self._peers = rank, shape.world_size
         self._peers_N = torch.tensor(addresses, device=shape.device)
         places_in, places_out, room = self._own_places
-        self._places = Places(self._peers_N, places_in, places_out, room)
+        self._places = c_struct("unique.cuh", "Places")(
+            peers=self._peers_N, places_in=places_in, places_out=places_out, room=room
+        )
         own_in, own_out = self._owned
         grads_in, grads_out = self._grads
-        self._borrowed = Borrowed(
+        self._borrowed = c_struct("gradients.cu", "Borrowed")(
             inputs=_elements_between(page.inputs.records_SR, self._weights_in),
             outputs=_elements_between(page.outputs.records_SR, self._weights_out),
             me=rank,

@@ -6,6 +6,7 @@ name; a NamedTuple with the fields of a C struct is passed as that struct.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import hashlib
@@ -104,6 +105,13 @@ def struct_members(source: str, name: str, element: int = 0) -> list[Member]:
     (body,) = set(re.findall(pattern, source_text(source), re.DOTALL))
     *declarations, _ = body.split(";")
     return [member for text in declarations for member in _declared(text, element)]
+
+
+@functools.cache
+def c_struct(source: str, name: str) -> Any:
+    """Return a type of tuples with the fields of a struct, which are passed as it."""
+    make: Any = collections.namedtuple  # the fields are known only here
+    return make(name, [member.name for member in struct_members(source, name)])
 
 
 def _declared(declaration: str, element: int) -> Iterator[Member]:

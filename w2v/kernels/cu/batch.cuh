@@ -11,7 +11,7 @@ struct Path {
     int length;
 };
 
-struct Batch {  // as `BatchArgs` of cuda.py
+struct Batch {
     const int *words, *sentences;  // word and sentence id at each position of the text
     long long length, first, centers;
     const int *windows, *negatives;

@@ -31,12 +31,18 @@ struct Plan {
     long long unplaced;               // misses that found no slot
 };
 
+struct Moves {  // of cuda_cache.py
+    int *entering, *evicted;
+    int* slots;  // of the entering rows
+    Plan* plan;
+};
+
 struct Notice {  // in CPU memory
     long long unplaced;  // as in Plan
     long long refused;   // not 0 once rows found no slot though nothing else was in use
 };
 
-struct Rows {  // bits; as `Rows` of cuda_cache.py
+struct Rows {  // bits
     unsigned* wanted;                 // by this plan
     OPTIONAL const unsigned* in_use;  // wanted by the previous plan; null when it is done
     unsigned* cached;        // in a slot, or about to be loaded
@@ -50,7 +56,7 @@ struct Rows {  // bits; as `Rows` of cuda_cache.py
     __device__ unsigned evict_last(long long word) const { return evictable(word) & late[word]; }
 };
 
-// What `survey` counts, as prefix sums over the stretches; as `RowCounts` of cuda_cache.py.
+// What `survey` counts, as prefix sums over the stretches.
 struct RowCounts {
     int *misses, *evict_first, *evict_last;
     int stretches;
@@ -87,7 +93,7 @@ __device__ unsigned count_uses(
     return more;
 }
 
-// What a page needs; as `Wanted` of cuda_cache.py. With `uses` in place of marks, Rows::wanted and
+// What a page needs. With `uses` in place of marks, Rows::wanted and
 // Rows::late have their bits from mark_rows, and rows with more than totals->limit uses become late
 // too; this limit rises where others do not suffice. With neither, rows that the previous plan left
 // unplaced are placed.
@@ -100,7 +106,7 @@ struct Wanted {
     bool halve;
 };
 
-// The slots of rows; as `PlanSlots` of cuda_cache.py: slot_of, the slot of each row, updated when
+// The slots of rows: slot_of, the slot of each row, updated when
 // the rows move (rows.cu), or else the SlotMap of `before` and old_slots. Then the slots of rows
 // that stay are copied to new_slots; `fill_slots` adds those of rows that enter.
 struct PlanSlots {
@@ -204,8 +210,10 @@ struct SlotMap {
 // least frequent of those evictable. all, order, counts: those of `survey`.
 // next_wanted: bits of the next plan, which become 0; may be those in use.
 extern "C" __global__ void list(
-    Rows all, OPTIONAL const int* order, RowCounts counts, PlanSlots rows, const Plan* plan,
-    int* loaded, int* evicted, int* slots, unsigned* next_wanted) {
+    Rows all, OPTIONAL const int* order, RowCounts counts, PlanSlots rows, Moves moves,
+    unsigned* next_wanted) {
+    const Plan* plan = moves.plan;
+    int *loaded = moves.entering, *evicted = moves.evicted, *slots = moves.slots;
     const int *slot_of = rows.slot_of, *old_slots = rows.old_slots;
     if (warp_id() >= counts.stretches) return;
     const long long first = 32 * warp_id(), word = first + lane_id();
@@ -260,9 +268,9 @@ extern "C" __global__ void list(
 }
 
 // Add the slots of the rows that enter.
-extern "C" __global__ void fill_slots(
-    SlotMap map, const Plan* plan, const int* loaded, const int* slots_loaded) {
-    each_thread(plan->loads, [&](long long n) { *map.at(loaded[n]) = slots_loaded[n]; });
+extern "C" __global__ void fill_slots(SlotMap map, Moves moves) {
+    each_thread(
+        moves.plan->loads, [&](long long n) { *map.at(moves.entering[n]) = moves.slots[n]; });
 }
 
 // Find the slots of rows; `none` for a row that is not cached.
@@ -304,7 +312,7 @@ extern "C" __global__ void mark_rows(
     each_thread(count, [&](long long i) { atomicOr(words + rows[i] / 32, 1u << rows[i] % 32); });
 }
 
-struct LookUp {  // as `LookUpArgs` of cuda_cache.py
+struct LookUp {
     const Span* spans;
     int tables, ranks;  // ranks = 0: ids are numbers of rows of one rank, in any order
     long long each;     // ids of each table, 0 if they differ

@@ -11,7 +11,7 @@ __device__ long long chosen(unsigned long long bits, long long choices) {
     return (bits >> 11) % choices;
 }
 
-struct Text {  // as `TextArgs` of cuda.py
+struct Text {
     const int* words;
     long long length;
     const long long* edges;  // where each sentence begins

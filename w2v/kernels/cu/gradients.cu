@@ -28,7 +28,7 @@ constexpr int LANE_ELEMENTS = PER_LANE * LANES_WIDE;  // elements of a row in on
 constexpr int GROUP = LANE_ELEMENTS >= 32 ? 1 : LANE_ELEMENTS > 8 ? 2 : LANE_ELEMENTS > 4 ? 4 : 8;
 constexpr int TAKEN = PATHS || GROUP < TARGETS ? GROUP : TARGETS;
 
-struct Borrowed {  // as `Borrowed` of cuda.py
+struct Borrowed {
     // Where copies of other ranks' weights begin, in elements from a table's first record.
     long long inputs, outputs;
     int me;  // this rank

@@ -71,29 +71,34 @@ __device__ float4* record_of(
     return tables[row / rows] + row % rows * stride;
 }
 
-// Load row loaded[n] into slots[n] for each n < numbers[0]. From n = into_empty = numbers[1] on,
+struct Moves {  // of cuda_cache.py: rows of all tables, see `list` of cache.cu
+    const int *entering, *evicted, *slots;
+    const long long* plan;
+};
+
+// Load row entering[n] into slots[n] for each n < plan[0]. From n = into_empty = plan[1] on,
 // first write the row evicted[n - into_empty] back from that slot. One kernel does both, so that
 // reads and writes keep pace, which gets more of the link than one kernel for each.
 // slot_of: the slot of each row, `none` if it is not cached; may be null.
 extern "C" __global__ void exchange(
     float4* const* tables, long long rows, long long stride, float4* records, int width,
-    const int* loaded, const int* evicted, const int* slots, const long long* numbers,
-    OPTIONAL int* slot_of, int none) {
-    const long long into_empty = numbers[1];
-    each_warp(numbers[0], [&](long long n) {
-        float4* slot = records + (long long)slots[n] * width;
-        float4* back =
-            n < into_empty ? nullptr : record_of(tables, rows, stride, evicted[n - into_empty]);
-        float4* from = record_of(tables, rows, stride, loaded[n]);
+    Moves moves, OPTIONAL int* slot_of, int none) {
+    const long long into_empty = moves.plan[1];
+    each_warp(moves.plan[0], [&](long long n) {
+        const int loaded = moves.entering[n], at = moves.slots[n];
+        const int evicted = n < into_empty ? 0 : moves.evicted[n - into_empty];
+        float4* slot = records + (long long)at * width;
+        float4* back = n < into_empty ? nullptr : record_of(tables, rows, stride, evicted);
+        float4* from = record_of(tables, rows, stride, loaded);
         copy_records(from, slot, back ? slot : nullptr, back, width);
         if (slot_of && lane_id() == 0) {
-            if (back) slot_of[evicted[n - into_empty]] = none;
-            slot_of[loaded[n]] = slots[n];
+            if (back) slot_of[evicted] = none;
+            slot_of[loaded] = at;
         }
     });
 }
 
-// Bags of the ids of tables, as `BagArgs` of cuda.py. Each table has `length` ids and `bags` bags:
+// Bags of the ids of tables. Each table has `length` ids and `bags` bags:
 // bag b begins at begins[b], or at b * size; the last of the `given` begins ends with the table's
 // ids.
 struct Bags {

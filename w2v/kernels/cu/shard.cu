@@ -48,6 +48,16 @@ struct Unique {
     }
 };
 
+struct Requests {  // of batch.py
+    int* ids_M;
+    const int* count_N;  // of each rank
+};
+
+struct Counts {  // of batch.py
+    const int* send_N;
+    int* recv_N;
+};
+
 // Count the ids to send to each rank, header included. sent: zeros before.
 extern "C" __global__ void count_owners(TableGrads inputs, TableGrads outputs, int* sent) {
     __shared__ int here[RANKS];  // counts of this block
@@ -63,10 +73,10 @@ extern "C" __global__ void count_owners(TableGrads inputs, TableGrads outputs, i
 //
 // rows: the row, plus rows_all in the output table; -1 in headers. ids: as the owner knows the row.
 // sent: from count_owners. listed: zeros before; ids listed so far for each rank.
-// ids_before, sent_before: of the batch one page before, whose headers get the counts `sent`.
+// before: of the batch one page before, whose headers get the counts `sent`.
 extern "C" __global__ void group_by_owner(
     TableGrads inputs, TableGrads outputs, long long rows_all, int stride, const int* sent,
-    int* listed, long long* rows, int* ids, int* ids_before, const int* sent_before) {
+    int* listed, long long* rows, int* ids, Requests before) {
     __shared__ int begin[RANKS];  // of each rank's ids
     __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
@@ -75,7 +85,7 @@ extern "C" __global__ void group_by_owner(
     if (blockIdx.x == 0)
         each_rank([&](int rank) {
             for (int n = begin[rank]; n < begin[rank] + HEADER_ROWS; n++) rows[n] = ids[n] = -1;
-            ids_before[begin_of(rank, sent_before)] = ~sent[rank];
+            before.ids_M[begin_of(rank, before.count_N)] = ~sent[rank];
         });
     const Unique unique(inputs, outputs);
     for (long long first = (long long)blockIdx.x * blockDim.x; first < unique.total();
@@ -140,15 +150,14 @@ struct RequestedIds {
 
 // Read from the headers how many ids each rank will send for the batch one page later.
 //
-// received: ids of this batch from each rank. next_sent: ids to send for the later batch.
-// both: for the CPU, next_sent and then next_received.
+// received: ids of this batch. following: of the later batch, of which the ids to send are known.
+// both: for the CPU, the ids to send and then those to receive.
 extern "C" __global__ void read_counts(
-    const int* ids, const int* received, const int* next_sent, int* next_received,
-    HOST int* both) {
+    Requests received, Counts following, HOST int* both) {
     each_thread(RANKS, [&](long long rank) {
-        next_received[rank] = ~ids[begin_of(rank, received)];
-        both[rank] = next_sent[rank];
-        both[RANKS + rank] = next_received[rank];
+        following.recv_N[rank] = ~received.ids_M[begin_of(rank, received.count_N)];
+        both[rank] = following.send_N[rank];
+        both[RANKS + rank] = following.recv_N[rank];
     });
 }
 

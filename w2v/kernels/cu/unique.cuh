@@ -34,20 +34,20 @@ struct TableGrads {
     }
 };
 
-// What each rank of a host lets the others read, at addresses of this process: records of both
-// tables, and its buffers. As `Peer` of cuda_shard.py.
+// What each rank of a host lets the others read, at addresses of this process. Lists of rows have a
+// slot for each of the last batches.
 struct Peer {
-    const void* records_in;
+    const void* records_in;  // of both tables
     OPTIONAL const int* slot_in;
     const void* records_out;
     OPTIONAL const int* slot_out;
-    float *grads_in, *grads_out;
-    int *pairs_in, *pairs_out;
-    const int *rows_in, *rows_out;
-    const unsigned long long* counts;
-    long long* facts;
-    int* flags;
-    OPTIONAL const bool* marks;
+    float *grads_in, *grads_out;  // of the rows of the batch at hand
+    int *pairs_in, *pairs_out;    // that each gradient sums
+    const int *rows_in, *rows_out;     // the unique rows of each batch
+    const unsigned long long* counts;  // their number in both tables
+    long long* facts;                  // loss, pairs and fault of the rank's step
+    int* flags;  // [2, N]: how often each rank has met all, in steps and in plans
+    OPTIONAL const bool* marks;  // [2, N, 2, V]: of the last two pages, the rows of each rank
 };
 
 // Where each rank has the gradients of the unique rows of both tables, -1 for none: those of rank r

@@ -1,6 +1,7 @@
 """Launches by name, from every call site, with a driver that only reads the arguments."""
 
 import ctypes
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -17,9 +18,9 @@ from w2v.kernels.batch import (
     BatchSeed,
     Counts,
     Hyper,
+    IdsByRank,
     Page,
     Pool,
-    Requests,
     StepShape,
     StepState,
     TableGrads,
@@ -38,7 +39,7 @@ ROWS, DIM = 40, 4
 KERNELS = {
     (path.name, name)
     for path in launch.SOURCES.glob("*.cu")
-    for name in launch.kernel_names(path.name)
+    for name in re.findall(rf"{launch.GLOBAL}(\w+)\(", launch.source_text(path.name))
 }
 # `cupy.cuda` needs what CuPy sets before it imports it. As compiled modules do, it does not wait.
 CUPY = "import time; time.sleep(0.3); version = 13; import cupy.cuda"
@@ -192,7 +193,7 @@ def exchange_rows():
     batch = random_batch()
     send_N, scratch_N, recv_N = torch.zeros(3, 2, dtype=torch.int32)
     ids_M = torch.zeros(9, dtype=torch.int32)
-    requests = Requests(ids_M, recv_N)
+    requests = IdsByRank(ids_M, recv_N)
     rows_U, _ = kernels.list_requests(batch, send_N, scratch_N, requests)
     kernels.read_counts(requests, Counts(send_N, recv_N), torch.zeros(2, 2, dtype=torch.int32))
     kernels.mark_requested(ids_M, torch.zeros(2, ROWS // 2, dtype=torch.bool))
@@ -403,7 +404,7 @@ def test_elements_are_those_of_the_macro(launches):
 def test_memory_of_the_cpu_is_refused_but_where_a_kernel_takes_it(launches, monkeypatch):
     on_cpu = torch.arange(4)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
-    launch.kernel("cache.cu", "place_ids").bind(told=on_cpu)
+    launch.kernel("cache.cu", "place_ids").bind(readback=on_cpu)
     with pytest.raises(TypeError, match="ids is .* on cpu"):
         launch.kernel("cache.cu", "place_ids").bind(ids=on_cpu)
 

@@ -34,8 +34,8 @@ from w2v.kernels.batch import (
     Batch,
     Counts,
     Grads,
+    IdsByRank,
     Page,
-    Requests,
     StepShape,
     StepState,
     zeros_by_step,
@@ -138,9 +138,9 @@ class Route(NamedTuple):
     counts: Counts
 
     @property
-    def received(self) -> Requests:
+    def received(self) -> IdsByRank:
         """The ids of `ids_M`, with their counts on the device."""
-        return Requests(self.ids_M, self.counts.recv_N)
+        return IdsByRank(self.ids_M, self.counts.recv_N)
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ class RankExchange(Exchange[Route]):
         # The last page of an epoch may have fewer batches.
         for batch, listed in zip(self._batches_after, self._lists, strict=False):
             send_N, recv_N, scratch_N = next(self._zeros)
-            before = Requests(listed.ids_U, listed.counts.send_N)
+            before = IdsByRank(listed.ids_U, listed.counts.send_N)
             rows_U, ids_U = self.kernels.list_requests(batch, send_N, scratch_N, before)
             self._lists_after.append(OwnerLists(rows_U, ids_U, Counts(send_N, recv_N)))
 

@@ -72,7 +72,7 @@ class Lookahead(NamedTuple):
 
     @property
     def soon_V(self) -> Tensor:
-        """Whether the text has the word again; such rows are evicted last."""
+        """Return which words the text repeats; their rows are evicted last."""
         return self.last_piece_V >= self.next
 
 
@@ -243,8 +243,8 @@ class Counts(NamedTuple):
     recv_N: Tensor  # known once the ids of the page before have arrived
 
 
-class Requests(NamedTuple):
-    """Ids of requested rows, grouped by rank."""
+class IdsByRank(NamedTuple):
+    """Ids of requested rows, those of rank 0 first."""
 
     ids_M: Tensor  # int32
     count_N: Tensor  # int32, how many of them each rank has

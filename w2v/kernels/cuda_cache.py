@@ -1,6 +1,7 @@
 """Moves of a row cache, planned and made on the GPU (cache.cu, rows.cu).
 
-Rows are counted through all T tables, t * V + v. Shapes: S slots, N = T * V rows, W words of bits.
+Rows are counted through all T tables, t * V + v. Shapes: S slots, A = T * V rows, W words of bits,
+N ids.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ NOTHING = Wanted(marks=None, used_soon=None, rows=0, uses=None, is_counted=False
 
 
 class Moves(NamedTuple):
-    """Rows that enter the cache and rows that leave it, on the GPU.
+    """Lists of rows to load and to evict, on the GPU.
 
-    plan: int64: how many rows enter, and how many of them go to unused slots, which are first in
-    the list; the others take the slots of the evicted rows, in order.
+    plan: int64: the number of loaded rows, and how many of them get unused slots, which are first
+    in the list; the others get the slots of the evicted rows, in order.
     """
 
-    entering: Tensor  # int32
+    loaded: Tensor  # int32
     evicted: Tensor  # int32
-    slots: Tensor  # int32, of the entering rows
+    slots: Tensor  # int32, of the loaded rows
     plan: Tensor
 
 
 class PageRows(NamedTuple):
     """Rows of one table that a page needs, in lists.
 
-    soon: rows that pages after it need, which are evicted last: pairs of a list and None, or of a
-    buffer with rows at its front and `FoundRows.known`, which says how many. is_counted: whether
-    the page adds 1 to the number of uses of its rows.
+    soon: rows of later pages, which are evicted last: pairs of a list and None, or of a buffer and
+    `FoundRows.known`, the number of rows at its front. is_counted: whether the page adds 1 to the
+    number of uses of its rows.
     """
 
     lists: Sequence[Tensor]  # int64
@@ -114,7 +115,7 @@ class MovePlanner(ABC):
         """
 
     def _launch(
-        self, number: int, in_use: int, page: Any, order_N: Tensor | None, slots: Any
+        self, number: int, in_use: int, page: Any, order_A: Tensor | None, slots: Any
     ) -> None:
         is_final = in_use == number
         rows = Rows(
@@ -129,7 +130,7 @@ class MovePlanner(ABC):
             blocks,
             all=rows,
             page=page,
-            order=order_N,
+            order=order_A,
             count=self._rows,
             counts=self._counts,
             slots=self._capacity,
@@ -142,7 +143,7 @@ class MovePlanner(ABC):
         kernel("cache.cu", "list")(
             blocks,
             all=rows,
-            order=order_N,
+            order=order_A,
             counts=self._counts,
             rows=slots,
             moves=moves,
@@ -153,7 +154,7 @@ class MovePlanner(ABC):
         """Have lists of a plan for so many wanted rows."""
         moves = self.moves[number % 2]
         room = min(self._capacity, wanted)
-        if moves.entering.shape[0] < room:
+        if moves.loaded.shape[0] < room:
             torch.cuda.synchronize()  # moves on another stream may read the lists that go
             room = min(self._capacity, self._rows, room + room // 8)
             lists = torch.empty(3, room, dtype=torch.int32, device=self._device).unbind()
@@ -166,14 +167,14 @@ class MarkPlanner(MovePlanner):
     Args:
         slots: Capacity of the cache in rows.
         slot_of_TV: The slot of each row, which `exchange_records` keeps current.
-        order_N: int32, rows by falling expected use.
+        order_A: int32, rows by falling expected use.
     """
 
-    def __init__(self, slots: int, slot_of_TV: Tensor, order_N: Tensor):
+    def __init__(self, slots: int, slot_of_TV: Tensor, order_A: Tensor):
         super().__init__(slots, slot_of_TV.numel(), 4, slot_of_TV.device)
         self.slot_of_TV = slot_of_TV
         self._table_rows = slot_of_TV.shape[1]
-        self._order_N = order_N
+        self._order_A = order_A
 
     def plan(
         self, page: Tensor | PageRows | None, soon_V: Tensor | None, number: int, in_use: int
@@ -183,7 +184,7 @@ class MarkPlanner(MovePlanner):
             self._make_room(number, self._rows)
         wanted = NOTHING._replace(marks=page, used_soon=soon_V, rows=self._table_rows)
         slots = PlanSlots(slot_of=self.slot_of_TV, before=None, old_slots=None, new_slots=None)
-        self._launch(number, in_use, wanted, self._order_N, slots)
+        self._launch(number, in_use, wanted, self._order_A, slots)
 
 
 class ListPlanner(MovePlanner):
@@ -212,8 +213,8 @@ class ListPlanner(MovePlanner):
             self._make_room(number, sum(rows_U.shape[0] for rows_U in page.lists))
             for rows_U in page.lists:
                 self._mark(rows_U, None, self._wanted[number % 2])
-            for rows_N, known in page.soon:
-                self._mark(rows_N, known, self._late_W)
+            for soon_U, known in page.soon:
+                self._mark(soon_U, known, self._late_W)
             is_old = number % AGE == 0
             wanted = NOTHING._replace(uses=self._uses, is_counted=page.is_counted, halve=is_old)
         self._old_slots, self._slots = self._slots, self._old_slots
@@ -222,7 +223,7 @@ class ListPlanner(MovePlanner):
         )
         self._launch(number, in_use, wanted, None, slots)
         moves = self.moves[number % 2]
-        blocks = blocks_for(moves.entering.shape[0])
+        blocks = blocks_for(moves.loaded.shape[0])
         kernel("cache.cu", "fill_slots")(blocks, map=self._slot_map, moves=moves)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
@@ -361,7 +362,7 @@ def find_rows(
         look_up=look_up,
         before=before_W,
         places=places_N,
-        told=readback,
+        readback=readback,
         known=known,
         rest=rest_N,
         last=last_N,
@@ -378,7 +379,7 @@ def exchange_records(
     slot_of_TV: Tensor | None = None,  # kept current, if given
     no_slot: int = 0,  # of rows that are not cached
 ) -> None:
-    """Write evicted records back, and read the entering ones."""
+    """Write evicted records back, and load others into their slots."""
     itemsize = records_SR.element_size()
     kernel("rows.cu", "exchange")(
         EXCHANGE_BLOCKS,

@@ -18,8 +18,8 @@ from w2v.kernels.batch import (
     Batch,
     Counts,
     Grads,
+    IdsByRank,
     Page,
-    Requests,
     StepShape,
     TableGrads,
     View,
@@ -55,14 +55,14 @@ class CudaShardKernels(RankKernels, ShardKernels):
         assert 2 * shape.stride < 2**31, "ids of rows are int32"
         self._listed: tuple[TableGrads, TableGrads] | None = None
         self._owned: tuple[TableGrads, TableGrads] | None = None
-        # Requests are listed on the planning stream, which must not share zeros with the steps.
+        # IdsByRank are listed on the planning stream, which must not share zeros with the steps.
         self._listed_counts = zeros_by_step(shape.device, *[(torch.int64, ())] * 2)
         # Where each row of the batch at hand is among the borrowed weights.
         size = 2, shape.rows
         self._number_TV = torch.empty(size, dtype=torch.int32, device=shape.device)
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
         shape = self.shape
         # Room for numbers alone: these rows get no gradients.
@@ -94,7 +94,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
         )
         return rows_U, ids_U
 
-    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
         self._kernel("read_counts")(1, received=received, following=following, both=host_2N)
 
     def mark_requested(self, ids_M: Tensor, marks_TV: Tensor) -> None:
@@ -165,7 +165,7 @@ class CudaShardKernels(RankKernels, ShardKernels):
         )
 
     def collect(
-        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
+        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
         ids_M, recv_N = received
         grad_MD, pairs_M = grads

@@ -75,11 +75,6 @@ def source_text(source: str) -> str:
     return re.sub('#include "(.*)"', lambda match: source_text(match[1]), text)
 
 
-def kernel_names(source: str) -> list[str]:
-    """Return the names of the kernels in a file."""
-    return re.findall(rf"{GLOBAL}(\w+)\(", source_text(source))
-
-
 @functools.cache
 def signature(source: str, kernel: str, element: int = 0) -> dict[str, Parameter]:
     """Return the parameters of a kernel by name; element: its macro ELEMENT."""
@@ -198,6 +193,7 @@ class Arguments:
                     struct.pack(member.code, flat[n])
                 except (struct.error, OverflowError) as error:
                     raise ValueError(self._refusal(n, flat[n])) from error
+            raise
 
     def _new_plan(self, types: tuple[type, ...], values: list[Any]) -> Plan:
         for n, (member, kind) in enumerate(zip(self._members, types, strict=True)):

@@ -24,11 +24,11 @@ from w2v.kernels.batch import (
     BatchSeed,
     Counts,
     Grads,
+    IdsByRank,
     Objective,
     Page,
     Pairs,
     Pool,
-    Requests,
     StepShape,
     StepState,
     TableGrads,
@@ -353,7 +353,7 @@ class ReferenceKernels(ShardKernels):
             state.rows_updated += rows_U.shape[0]
 
     def list_requests(
-        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: Requests
+        self, batch: Batch, send_N: Tensor, scratch_N: Tensor, before: IdsByRank
     ) -> tuple[Tensor, Tensor]:
         shape, size = self.shape, self.shape.world_size
         rows = self.unique_rows(batch)
@@ -370,7 +370,7 @@ class ReferenceKernels(ShardKernels):
         ids_U = torch.cat([no_row, inputs_U // size, outputs_U // size + shape.stride])
         return rows_U[order], ids_U.int()[order]
 
-    def read_counts(self, received: Requests, following: Counts, host_2N: Tensor) -> None:
+    def read_counts(self, received: IdsByRank, following: Counts, host_2N: Tensor) -> None:
         following.recv_N.copy_(~received.ids_M[_starts(received.count_N)])
         host_2N.copy_(torch.stack(following))
 
@@ -411,7 +411,7 @@ class ReferenceKernels(ShardKernels):
             words_UD[start:].view(-1)[:HEADER_WORDS] = facts.view(torch.int32)
 
     def collect(
-        self, received: Requests, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
+        self, received: IdsByRank, grads: tuple[Tensor, Tensor | None], owned: Grads, fault: Tensor
     ) -> None:
         grad_MD, pairs_M = grads
         by_table = self._by_table(received.ids_M)

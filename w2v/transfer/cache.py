@@ -17,7 +17,7 @@ Moves follow the order of their plans, and the writes of a plan come before its 
 computation waits for its reads. A plan waits for the page before the current one, whose rows it may
 evict.
 
-Shapes: T tables, V rows of a table, S slots, N = T * V rows counted through all tables.
+Shapes: T tables, V rows of a table, S slots, A = T * V rows counted through all tables.
 """
 
 from __future__ import annotations
@@ -53,19 +53,11 @@ class RowCache(ABC):
         tables: Tables of one shape.
         slots: Capacity of the cache in rows.
         device: The compute device.
-        is_timed: Whether stats tell how long the computation waits.
     """
 
-    moves_rows = True
+    is_timed = True  # whether stats have the seconds that the computation waits
 
-    def __init__(
-        self,
-        link: Link,
-        tables: Sequence[Table],
-        slots: int,
-        device: torch.device,
-        is_timed: bool = True,
-    ):
+    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
         assert len({(table.rows, table.width) for table in tables}) == 1, "tables of one shape"
         self.link = link
         self._tables = tables
@@ -86,7 +78,6 @@ class RowCache(ABC):
         self._moved = [self._record(), self._record()]
         self._arrived = self._moved[0]
         self._waits = Waits()
-        self._is_timed = is_timed
 
     @abstractmethod
     def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
@@ -142,7 +133,7 @@ class RowCache(ABC):
         # A step calls this twice; only the first call after a plan has to wait.
         self._require_whole()
         if self._arrived_plan != self._plan:
-            with self._waits.counted(self.records_SR.device, self._is_timed):
+            with self._waits.counted(self.records_SR.device, self.is_timed):
                 self._finish_plan()
                 self._wait(self._arrived)
             self._arrived_plan = self._plan
@@ -199,15 +190,10 @@ class RowCache(ABC):
 class PagedCache(RowCache, Engine):
     """Row cache with an array of the slot of each row, for pages of marked rows."""
 
-    def __init__(
-        self,
-        link: Link,
-        tables: Sequence[Table],
-        slots: int,
-        device: torch.device,
-        is_timed: bool = True,
-    ):
-        super().__init__(link, tables, slots, device, is_timed)
+    moves_rows = True
+
+    def __init__(self, link: Link, tables: Sequence[Table], slots: int, device: torch.device):
+        super().__init__(link, tables, slots, device)
         self._slot_of_TV = torch.full(self._shape, slots, dtype=torch.int32, device=device)
         views = [View(self.records_SR, slot_of_V) for slot_of_V in self._slot_of_TV]
         self._page = Page(views[0], views[-1])  # of one table, both are the same
@@ -239,44 +225,43 @@ class TorchCache(PagedCache):
         slots: int,
         device: torch.device,
         uses_TV: Tensor | None = None,
-        is_timed: bool = True,
     ):
-        super().__init__(link, tables, slots, device, is_timed)
-        self._order_N = _order_by_use(self._shape, device, uses_TV)
+        super().__init__(link, tables, slots, device)
+        self._order_A = _order_by_use(self._shape, device, uses_TV)
         # By place in the order: rows of the last two plans, cached rows, rows evicted last.
-        bits = torch.zeros(4, len(self._order_N), dtype=torch.bool, device=device)
-        *self._wanted, self._cached_N, self._late_N = bits
+        bits = torch.zeros(4, len(self._order_A), dtype=torch.bool, device=device)
+        *self._wanted, self._cached_A, self._late_A = bits
         # Uses of rows, and the limit of those evicted first, if pages are lists of rows.
-        self._uses_N = torch.zeros_like(self._order_N, dtype=torch.uint8)
+        self._uses_A = torch.zeros_like(self._order_A, dtype=torch.uint8)
         self._limit = 1
         self._slots_in_use = 0
         self._rows_without_slot = 0  # after the last plan
         self._used = self._read = self._written = 0  # rows
         # Of the last two plans: loaded rows, evicted rows, and the slots of the former.
-        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_N[:0],) * 3] * 2
+        self._lists: list[tuple[Tensor, Tensor, Tensor]] = [(self._order_A[:0],) * 3] * 2
 
     @property
     def stats(self) -> TransferStats:
         return TransferStats(self._used, self._read, self._written, self._waits.seconds)
 
     def _make_plan(self, page_rows: Tensor | PageRows | None, soon_V: Tensor | None = None) -> None:
-        wanted_N = protected_N = self._wanted[self._plan % 2]
+        wanted_A = protected_A = self._wanted[self._plan % 2]
         if isinstance(page_rows, PageRows):
-            self._mark_lists(page_rows, wanted_N)
+            self._mark_lists(page_rows, wanted_A)
         elif page_rows is not None:
-            wanted_N.copy_(page_rows.flatten()[self._order_N])
-            self._late_N.zero_()
+            wanted_A.copy_(page_rows.flatten()[self._order_A])
+            self._late_A.zero_()
             if soon_V is not None:
-                self._late_N.copy_(soon_V.repeat(len(self._tables))[self._order_N])
+                self._late_A.copy_(soon_V.repeat(len(self._tables))[self._order_A])
         if page_rows is not None:
-            protected_N = self._wanted[0] | self._wanted[1]  # the page before may still compute
-        missing_N = wanted_N & ~self._cached_N
-        evictable_N = self._cached_N & ~protected_N
-        masks = missing_N, evictable_N & self._late_N, evictable_N & ~self._late_N
-        *counts, used = torch.stack([mask_N.sum() for mask_N in (*masks, wanted_N)]).tolist()
+            protected_A = self._wanted[0] | self._wanted[1]  # the page before may still compute
+        missing_A = wanted_A & ~self._cached_A
+        evictable_A = self._cached_A & ~protected_A
+        masks = missing_A, evictable_A & self._late_A, evictable_A & ~self._late_A
+        *counts, used = torch.stack([mask_A.sum() for mask_A in (*masks, wanted_A)]).tolist()
         missing, late, others = (
-            torch.nonzero_static(mask_N, size=count).flatten()
-            for mask_N, count in zip(masks, counts, strict=True)
+            torch.nonzero_static(mask_A, size=count).flatten()
+            for mask_A, count in zip(masks, counts, strict=True)
         )
         # Rows are evicted from the end.
         evictable = torch.cat([late, others])
@@ -288,49 +273,49 @@ class TorchCache(PagedCache):
         loaded = missing[: empty + evictions]
         slots_in_use = self._slots_in_use + len(loaded) - evictions
         unused = torch.arange(self._slots_in_use, slots_in_use, device=missing.device)
-        self._cached_N.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
-        loaded_N, evicted_N = self._order_N[loaded].long(), self._order_N[evicted].long()
-        slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_N].long()])
-        self._lists[self._plan % 2] = loaded_N, evicted_N, slots
+        self._cached_A.index_fill_(0, loaded, True).index_fill_(0, evicted, False)
+        loaded_U, evicted_U = self._order_A[loaded].long(), self._order_A[evicted].long()
+        slots = torch.cat([unused, self._slot_of_TV.view(-1)[evicted_U].long()])
+        self._lists[self._plan % 2] = loaded_U, evicted_U, slots
         self._slots_in_use = slots_in_use
         self._rows_without_slot = len(missing) - len(loaded)
         self._used += 0 if page_rows is None else used
         self._read += len(loaded)
         self._written += evictions
 
-    def _mark_lists(self, page: PageRows, wanted_N: Tensor) -> None:
+    def _mark_lists(self, page: PageRows, wanted_A: Tensor) -> None:
         """Mark the rows of a page and those evicted last, and count uses."""
-        wanted_N.zero_()
+        wanted_A.zero_()
         for rows_U in page.lists:
-            wanted_N.index_fill_(0, rows_U, True)
+            wanted_A.index_fill_(0, rows_U, True)
         if self._plan % AGE == 0 or self._limit >= HIGHEST_LIMIT:
-            self._uses_N >>= 1
+            self._uses_A >>= 1
             self._limit = max(1, self._limit >> 1)
         if page.is_counted:
-            self._uses_N.add_(wanted_N).clamp_(max=2**USE_BITS - 1)
-        torch.gt(self._uses_N, self._limit, out=self._late_N)
-        for rows_N, known in page.soon:
-            count, is_wrong = (len(rows_N), 0) if known is None else known.tolist()
-            self._late_N.index_fill_(0, rows_N[: 0 if is_wrong else count], True)
+            self._uses_A.add_(wanted_A).clamp_(max=2**USE_BITS - 1)
+        torch.gt(self._uses_A, self._limit, out=self._late_A)
+        for rows_U, known in page.soon:
+            count, is_wrong = (len(rows_U), 0) if known is None else known.tolist()
+            self._late_A.index_fill_(0, rows_U[: 0 if is_wrong else count], True)
 
     def _make_moves(self) -> None:
-        loaded_N, evicted_N, slots = self._lists[self._plan % 2]
-        slot_of_N = self._slot_of_TV.view(-1)
-        for part in self._by_table(evicted_N, slots[len(slots) - len(evicted_N) :]):
+        loaded_U, evicted_U, slots = self._lists[self._plan % 2]
+        slot_of_A = self._slot_of_TV.view(-1)
+        for part in self._by_table(evicted_U, slots[len(slots) - len(evicted_U) :]):
             self.link.write(*part)
-        slot_of_N.index_fill_(0, evicted_N, self.slots)
-        for part in self._by_table(loaded_N, slots):
+        slot_of_A.index_fill_(0, evicted_U, self.slots)
+        for part in self._by_table(loaded_U, slots):
             self.link.read(*part)
-        slot_of_N.index_copy_(0, loaded_N, slots.int())
+        slot_of_A.index_copy_(0, loaded_U, slots.int())
 
     def _by_table(
-        self, rows_N: Tensor, slots: Tensor
+        self, rows_U: Tensor, slots: Tensor
     ) -> Iterator[tuple[Table, Tensor, Tensor, Tensor]]:
         """Yield for each table the arguments of its link, rows sorted."""
-        rows_N, order = rows_N.sort()
-        ends = torch.arange(1, len(self._tables), device=rows_N.device) * self._tables[0].rows
-        cuts = torch.searchsorted(rows_N, ends).tolist()
-        parts = zip(self._tables, rows_N.tensor_split(cuts), order.tensor_split(cuts), strict=True)
+        rows_U, order = rows_U.sort()
+        ends = torch.arange(1, len(self._tables), device=rows_U.device) * self._tables[0].rows
+        cuts = torch.searchsorted(rows_U, ends).tolist()
+        parts = zip(self._tables, rows_U.tensor_split(cuts), order.tensor_split(cuts), strict=True)
         for table, table_rows, table_order in parts:
             yield table, table_rows % table.rows, self.records_SR, slots[table_order]
 
@@ -394,8 +379,8 @@ class MappedCache(GpuCache, PagedCache):
         uses_TV: Tensor | None = None,
     ):
         super().__init__(MappedLink(), tables, slots, device)
-        order_N = _order_by_use(self._shape, device, uses_TV)
-        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_TV, order_N)
+        order_A = _order_by_use(self._shape, device, uses_TV)
+        self._planner = cuda_cache.MarkPlanner(slots, self._slot_of_TV, order_A)
 
 
 class ListedCache(GpuCache):
@@ -405,10 +390,11 @@ class ListedCache(GpuCache):
     that a `TorchCache` does, but where a page is replaced before it was used.
     """
 
+    is_timed = False  # it would cost the CPU as much as two launches a page
     _planner: cuda_cache.ListPlanner
 
-    def __init__(self, table: Table, slots: int, device: torch.device, is_timed: bool = True):
-        super().__init__(MappedLink(), [table], slots, device, is_timed)
+    def __init__(self, table: Table, slots: int, device: torch.device):
+        super().__init__(MappedLink(), [table], slots, device)
         self._planner = cuda_cache.ListPlanner(slots, table.rows, device)
 
     def slots_of(self, rows_U: Tensor) -> Tensor:
@@ -606,10 +592,9 @@ class CachedLink(Link):
     def _new_cache(self) -> RowCache | WholeTable:
         if self.slots == self._table.rows:
             return WholeTable(self._table, self._device)
-        # Timing the waits costs the CPU as much as two launches a page.
         if isinstance(self._link, MappedLink):
-            return ListedCache(self._table, self.slots, self._device, is_timed=False)
-        return TorchCache(self._link, [self._table], self.slots, self._device, is_timed=False)
+            return ListedCache(self._table, self.slots, self._device)
+        return TorchCache(self._link, [self._table], self.slots, self._device)
 
     def _fitting(self, lists: list[Tensor], part: int | None) -> PageLists:
         """Return the lists of the next page that fit in the cache.
@@ -657,7 +642,7 @@ def _find(page: PageLists, rows_U: Tensor) -> tuple[Tensor, int] | None:
 def _order_by_use(shape: Sequence[int], device: torch.device, uses_TV: Tensor | None) -> Tensor:
     """Return the rows of all tables by falling expected use."""
     rows = shape[0] * shape[1]
-    by_row_N = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
+    by_row_A = torch.arange(rows, dtype=torch.int32, device=device).view(shape).T.flatten()
     if uses_TV is None:
-        return by_row_N
-    return by_row_N[uses_TV.T.flatten().argsort(descending=True, stable=True)]
+        return by_row_A
+    return by_row_A[uses_TV.T.flatten().argsort(descending=True, stable=True)]

@@ -32,8 +32,8 @@ struct Plan {
 };
 
 struct Moves {  // of cuda_cache.py
-    int *entering, *evicted;
-    int* slots;  // of the entering rows
+    int *loaded, *evicted;
+    int* slots;  // of the loaded rows
     Plan* plan;
 };
 
@@ -213,7 +213,7 @@ extern "C" __global__ void list(
     Rows all, OPTIONAL const int* order, RowCounts counts, PlanSlots rows, Moves moves,
     unsigned* next_wanted) {
     const Plan* plan = moves.plan;
-    int *loaded = moves.entering, *evicted = moves.evicted, *slots = moves.slots;
+    int *loaded = moves.loaded, *evicted = moves.evicted, *slots = moves.slots;
     const int *slot_of = rows.slot_of, *old_slots = rows.old_slots;
     if (warp_id() >= counts.stretches) return;
     const long long first = 32 * warp_id(), word = first + lane_id();
@@ -270,7 +270,7 @@ extern "C" __global__ void list(
 // Add the slots of the rows that enter.
 extern "C" __global__ void fill_slots(SlotMap map, Moves moves) {
     each_thread(
-        moves.plan->loads, [&](long long n) { *map.at(moves.entering[n]) = moves.slots[n]; });
+        moves.plan->loads, [&](long long n) { *map.at(moves.loaded[n]) = moves.slots[n]; });
 }
 
 // Find the slots of rows; `none` for a row that is not cached.
@@ -402,13 +402,13 @@ extern "C" __global__ void list_ids(
     });
 }
 
-// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to `told`,
-// in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as long as the
-// ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with `rest`, the
-// last id of each row; zeros before.
+// Find the place of each id among the rows; 0 for one that is no row. Copy the numbers to
+// `readback`, in CPU memory, and the first two to `known`. rest: if not null, the list of rows, as
+// long as the ids, which becomes -1 behind the rows, and as a whole if an id is no row. last: with
+// `rest`, the last id of each row; zeros before.
 extern "C" __global__ void place_ids(
     const long long* ids, long long count, LookUp look_up, const int* before, long long* places,
-    HOST Numbers* told, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
+    HOST Numbers* readback, long long* known, OPTIONAL long long* rest, OPTIONAL long long* last) {
     const Numbers* numbers = look_up.numbers;
     const unsigned* words = look_up.words();
     const long long listed = numbers->wrong ? 0 : numbers->unique;
@@ -420,9 +420,9 @@ extern "C" __global__ void place_ids(
         places[i] = is_row ? before[word] + __popc(words[word] & below(bit)) : 0;
         if (rest) atomicMax(last + places[i], i);
     });
-    each_thread(look_up.parts(), [&](long long s) { told->found[s] = numbers->found[s]; });
+    each_thread(look_up.parts(), [&](long long s) { readback->found[s] = numbers->found[s]; });
     if (thread_id() == 0) {
-        known[0] = told->unique = numbers->unique;
-        known[1] = told->wrong = numbers->wrong;
+        known[0] = readback->unique = numbers->unique;
+        known[1] = readback->wrong = numbers->wrong;
     }
 }

@@ -72,11 +72,11 @@ __device__ float4* record_of(
 }
 
 struct Moves {  // of cuda_cache.py: rows of all tables, see `list` of cache.cu
-    const int *entering, *evicted, *slots;
+    const int *loaded, *evicted, *slots;
     const long long* plan;
 };
 
-// Load row entering[n] into slots[n] for each n < plan[0]. From n = into_empty = plan[1] on,
+// Load row loaded[n] into slots[n] for each n < plan[0]. From n = into_empty = plan[1] on,
 // first write the row evicted[n - into_empty] back from that slot. One kernel does both, so that
 // reads and writes keep pace, which gets more of the link than one kernel for each.
 // slot_of: the slot of each row, `none` if it is not cached; may be null.
@@ -85,7 +85,7 @@ extern "C" __global__ void exchange(
     Moves moves, OPTIONAL int* slot_of, int none) {
     const long long into_empty = moves.plan[1];
     each_warp(moves.plan[0], [&](long long n) {
-        const int loaded = moves.entering[n], at = moves.slots[n];
+        const int loaded = moves.loaded[n], at = moves.slots[n];
         const int evicted = n < into_empty ? 0 : moves.evicted[n - into_empty];
         float4* slot = records + (long long)at * width;
         float4* back = n < into_empty ? nullptr : record_of(tables, rows, stride, evicted);

@@ -48,7 +48,7 @@ struct Unique {
     }
 };
 
-struct Requests {  // of batch.py
+struct IdsByRank {  // of batch.py
     int* ids_M;
     const int* count_N;  // of each rank
 };
@@ -76,7 +76,7 @@ extern "C" __global__ void count_owners(TableGrads inputs, TableGrads outputs, i
 // before: of the batch one page before, whose headers get the counts `sent`.
 extern "C" __global__ void group_by_owner(
     TableGrads inputs, TableGrads outputs, long long rows_all, int stride, const int* sent,
-    int* listed, long long* rows, int* ids, Requests before) {
+    int* listed, long long* rows, int* ids, IdsByRank before) {
     __shared__ int begin[RANKS];  // of each rank's ids
     __shared__ int here[RANKS];   // this block's ids of each rank: their number, then where they go
     if (threadIdx.x == 0)
@@ -153,7 +153,7 @@ struct RequestedIds {
 // received: ids of this batch. following: of the later batch, of which the ids to send are known.
 // both: for the CPU, the ids to send and then those to receive.
 extern "C" __global__ void read_counts(
-    Requests received, Counts following, HOST int* both) {
+    IdsByRank received, Counts following, HOST int* both) {
     each_thread(RANKS, [&](long long rank) {
         following.recv_N[rank] = ~received.ids_M[begin_of(rank, received.count_N)];
         both[rank] = following.send_N[rank];

@@ -4,7 +4,6 @@
 """
 
 import random
-from pathlib import Path
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from tests.support.damage import DAMAGES, damage
 from tests.support.tiny import tiny_arguments
 from w2v.config import load_config
 from w2v.text import open_corpus
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_damaged_ids_are_made_anew(tmp_path, caplog):

@@ -104,7 +104,7 @@ def seen_in(parameters, addresses, source):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches of kernels, none of which is compiled: a GPU whose memory is that of the CPU."""
+    """Launches on a GPU that shares the CPU's memory; no kernel is compiled."""
     found = []
     given = []
 

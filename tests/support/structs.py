@@ -24,7 +24,7 @@ def as_structure(members):
 
 
 def layout_assertions(source):
-    """Return C++ that compiles if structs passed by value are laid out as by ctypes."""
+    """Return C++ that compiles if structs are laid out as by ctypes."""
     signatures = re.findall(rf"{launch.GLOBAL}\w+\(([^)]*)\)", launch.source_text(source))
     names = re.findall(r"\b([A-Z]\w+) \w+ *(?:,|$)", ",".join(signatures), re.MULTILINE)
     facts = []

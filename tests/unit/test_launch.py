@@ -1,4 +1,4 @@
-"""Launches by name, from every call site, with a driver that only reads the arguments."""
+"""Launches by name, from every call site, to a driver that reads them."""
 
 import ctypes
 import re

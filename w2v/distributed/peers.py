@@ -35,7 +35,10 @@ from w2v.system.files import one_line
 
 @dataclass(eq=False)
 class PeerExchange(Exchange[int]):
-    """Exchange of ranks on GPUs of one host; a batch's rows are in a slot of its lists."""
+    """Exchange of ranks on GPUs of one host.
+
+    What it knows of a batch's rows is a slot of `CudaPeerKernels`.
+    """
 
     kernels: CudaPeerKernels
     batches_per_page: int

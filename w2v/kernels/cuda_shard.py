@@ -247,7 +247,7 @@ class CudaPeerKernels(RankKernels):
         self._listed = self._pages = self._meetings = 0  # so far
 
     def shared(self, page: Page) -> Sequence[Tensor | None]:
-        """Return what the other ranks read, as struct Peer; page: this rank's records."""
+        """Return struct Peer of this rank, whose records are on the page."""
         inputs, outputs = self._buffers
         return c_struct("unique.cuh", "Peer")(
             records_in=page.inputs.records_SR,

@@ -1,4 +1,4 @@
-"""Compile the kernels in cu/ by CuPy on first use, and launch them by name.
+"""Compile the kernels in cu/ by CuPy, and launch them by name.
 
 The parameters of a kernel are read from its signature in the source. A launch gives each by its
 name; a NamedTuple with the fields of a C struct is passed as that struct.
@@ -104,7 +104,7 @@ def struct_members(source: str, name: str, element: int = 0) -> list[Member]:
 
 @functools.cache
 def c_struct(source: str, name: str) -> Any:
-    """Return a type of tuples with the fields of a struct, which are passed as it."""
+    """Return the type of NamedTuples that are passed as a struct."""
     make: Any = collections.namedtuple  # the fields are known only here
     return make(name, [member.name for member in struct_members(source, name)])
 
@@ -139,7 +139,7 @@ class Plan(NamedTuple):
 
 
 class Arguments:
-    """Packs arguments of a kernel into memory as C lays them out, and checks them.
+    """Checks arguments of a kernel, and packs them as C lays them out.
 
     Attributes:
         begins: Where each parameter begins, in bytes.

@@ -188,7 +188,7 @@ class RowCache(ABC):
 
 
 class PagedCache(RowCache, Engine):
-    """Row cache with an array of the slot of each row, for pages of marked rows."""
+    """Row cache for marked rows, with an array of the slot of each row."""
 
     moves_rows = True
 
@@ -579,7 +579,7 @@ class CachedLink(Link):
         return self._cache
 
     def _current_list(self, rows_U: Tensor) -> tuple[Tensor, int]:
-        """Return the list of rows that has these, which becomes current, and where they begin."""
+        """Make the list of these rows current; return it and where they begin."""
         if (found := _find(self._current, rows_U)) is not None:
             return found
         found = _find(self._next, rows_U) or (rows_U, 0)
